@@ -72,8 +72,10 @@ def pipeline_overhead(
         return PipelineOverhead(0.0, 0.0, head_here)
     each = 0.0 if parallelism.traits.overlap_pipeline else 2 * sent.message * v
     if parallelism.traits.lockstep or parallelism.schedule not in CLOSED_FORMS:
+        most = int(np.max(p * parallelism.virtual_stages))
         total = _table_seconds(
-            parallelism, stage_operation_seconds(stages, parallelism, passes, layer, sent.message)
+            parallelism,
+            stage_operation_seconds(stages, parallelism, passes, layer, sent.message, most),
         )
         total = np.where(p > 1, total, m * busiest)
         return PipelineOverhead(np.maximum(0.0, total - m * busiest), np.zeros(()), head_here)
@@ -87,15 +89,22 @@ def pipeline_overhead(
 
 
 def stage_operation_seconds(
-    stages: StageLayers, parallelism: Parallelism, passes, layer: LayerCompute, message: Floats
+    stages: StageLayers,
+    parallelism: Parallelism,
+    passes: dict[str, LayerPass],
+    layer: LayerCompute,
+    message: Floats,
+    count: int,
 ) -> table_makespan.OperationSeconds:
     """Seconds of operations with layers split evenly over virtual stages; the last also has the
     head.
 
     Every operation of our executor ends with an exchange of messages. Full recompute is an
     operation of its own (R); partial recompute is part of B.
+
+    Args:
+      count: of stages to return, the last of which has the head; all others are alike.
     """
-    count = int(np.max(np.asarray(parallelism.pipeline) * parallelism.virtual_stages))
     share = stages.total / np.asarray(parallelism.pipeline)  # of a rank
     seconds = {name: one.seconds for name, one in passes.items()}
     if parallelism.remat != "full":

@@ -4,16 +4,22 @@ Terms are those of the busiest pipeline rank, its idle time is the bubble, and c
 where it is exposed.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.cost.collectives import axis_levels
-from jaxscale.planner.cost.communication import layer_traffic, state_traffic
-from jaxscale.planner.cost.layer import layer_compute
-from jaxscale.planner.cost.passes import make_passes
+from jaxscale.planner.cost.collectives import Levels, axis_levels
+from jaxscale.planner.cost.communication import (
+    LayerTraffic,
+    StateTraffic,
+    layer_traffic,
+    state_traffic,
+)
+from jaxscale.planner.cost.layer import LayerCompute, layer_compute
+from jaxscale.planner.cost.passes import LayerPass, make_passes
 from jaxscale.planner.cost.pipeline import (
     StageLayers,
     pipeline_overhead,
@@ -30,7 +36,6 @@ from jaxscale.planner.cost.state import (
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
-from jaxscale.planner.tables.state_ticks import TickCollectives
 
 Floats = Any  # a float, or float [N]
 
@@ -76,6 +81,40 @@ class StepSeconds:
         return float(total) if np.ndim(total) == 0 else total
 
 
+@dataclass(frozen=True)
+class StepParts:
+    """What several terms of a step are made of, each worked out once and when it is asked for."""
+
+    shape: ModelShape
+    cluster: Cluster
+    parallelism: Parallelism
+
+    @functools.cached_property
+    def levels(self) -> dict[str, Levels]:
+        return axis_levels(self.cluster, self.parallelism)
+
+    @functools.cached_property
+    def layer(self) -> LayerCompute:
+        return layer_compute(self.shape, self.cluster, self.parallelism)
+
+    @functools.cached_property
+    def sent(self) -> LayerTraffic:
+        return layer_traffic(self.shape, self.parallelism, self.levels)
+
+    @functools.cached_property
+    def passes(self) -> tuple[dict[str, LayerPass], dict[str, Floats]]:
+        """The passes over a layer, and the seconds overlapped with them, by axis."""
+        return make_passes(self.cluster, self.parallelism, self.layer, self.sent)
+
+    @functools.cached_property
+    def stages(self) -> StageLayers:
+        return StageLayers.of(self.shape, self.parallelism)
+
+    @functools.cached_property
+    def state(self) -> StateTraffic:
+        return state_traffic(self.shape, self.parallelism, self.levels)
+
+
 def step_cost(
     shape: ModelShape, cluster: Cluster, parallelism: Parallelism, *, waits: bool = True
 ) -> StepSeconds:
@@ -83,21 +122,25 @@ def step_cost(
 
     Args:
       parallelism: one layout or arrays of them; not checked against model and cluster.
-      waits: False leaves out the pipeline bubble, and what ranks gather and reduce within ticks,
-        for a lower bound that needs no table.
+      waits: as in `cost_of_parts`.
 
     Returns:
       Terms whose sum is the step.
     """
-    levels = axis_levels(cluster, parallelism)
-    layer, sent = (
-        layer_compute(shape, cluster, parallelism),
-        layer_traffic(shape, parallelism, levels),
-    )
-    passes, beside = make_passes(cluster, parallelism, layer, sent)
-    stages = StageLayers.of(shape, parallelism)
-    pipe = pipeline_overhead(parallelism, passes, layer, sent, stages, waits)
-    state = state_traffic(shape, parallelism, levels)
+    return cost_of_parts(StepParts(shape, cluster, parallelism), waits=waits)
+
+
+def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
+    """Predicted seconds of a step.
+
+    Args:
+      waits: False leaves out the pipeline bubble, and what ranks gather and reduce within ticks,
+        for a lower bound that needs no table.
+    """
+    shape, cluster, parallelism = parts.shape, parts.cluster, parts.parallelism
+    layer, state, stages = parts.layer, parts.state, parts.stages
+    passes, beside = parts.passes
+    pipe = pipeline_overhead(parallelism, passes, layer, parts.sent, stages, waits)
     fsdp, data, more = state_seconds(cluster, parallelism, passes, layer, stages, state)
     if waits:
         fsdp = fsdp + tick_seconds(parallelism, tick_collectives(parallelism, state))
@@ -137,42 +180,21 @@ def step_cost(
     return StepSeconds(**terms, stragglers=late * sum(terms.values()), hidden=hidden)
 
 
-def operation_seconds(
-    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, *, sends: bool = True
-) -> table_makespan.OperationSeconds:
-    """Seconds of the operations of a pipeline, for `table_makespan.makespan`.
-
-    Args:
-      sends: whether to count the messages that end each operation, `message_seconds`.
+def end_operation_seconds(parts: StepParts) -> table_makespan.OperationSeconds:
+    """Seconds of the operations of a pipeline's first stage and of its last, which has the head;
+    without the messages that end each operation, `message_seconds`.
 
     Returns:
-      Float [..., virtual stages] each, in seconds of a rank's whole share of the model.
+      Float [..., 2] each, in seconds of a rank's whole share of the model.
     """
-    levels = axis_levels(cluster, parallelism)
-    layer, sent = (
-        layer_compute(shape, cluster, parallelism),
-        layer_traffic(shape, parallelism, levels),
-    )
-    passes, _ = make_passes(cluster, parallelism, layer, sent)
-    message = sent.message if sends and parallelism.traits.lockstep else 0.0
     return stage_operation_seconds(
-        StageLayers.of(shape, parallelism), parallelism, passes, layer, message
+        parts.stages, parts.parallelism, parts.passes[0], parts.layer, 0.0, count=2
     )
 
 
-def tick_collective_seconds(
-    shape: ModelShape, cluster: Cluster, parallelism: Parallelism
-) -> TickCollectives:
-    """What ranks of our pipelines gather and reduce within ticks, each done once."""
-    state = state_traffic(shape, parallelism, axis_levels(cluster, parallelism))
-    return tick_collectives(parallelism, state)
-
-
-def message_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
+def message_seconds(parts: StepParts) -> Floats:
     """Seconds of the exchange of messages after each operation, of all chunks of a rank; 0 where
     ranks do not run in lockstep."""
-    if not parallelism.traits.lockstep:
+    if not parts.parallelism.traits.lockstep:
         return np.zeros(())
-    levels = axis_levels(cluster, parallelism)
-    message = layer_traffic(shape, parallelism, levels).message
-    return np.asarray(message) * np.asarray(parallelism.virtual_stages)
+    return np.asarray(parts.sent.message) * np.asarray(parts.parallelism.virtual_stages)

@@ -12,12 +12,13 @@ import numpy as np
 
 from jaxscale.pipeline_schedules.operations import R
 from jaxscale.planner.cost.cluster import Cluster
+from jaxscale.planner.cost.state import tick_collectives
 from jaxscale.planner.cost.step import (
+    StepParts,
     StepSeconds,
+    cost_of_parts,
+    end_operation_seconds,
     message_seconds,
-    operation_seconds,
-    step_cost,
-    tick_collective_seconds,
 )
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
@@ -65,20 +66,18 @@ class UnevenPipelineCost:
         cls, shape: ModelShape, cluster: Cluster, parallelism: Parallelism
     ) -> "UnevenPipelineCost":
         """Of pipelines whose string settings are equal."""
-        seconds = step_cost(shape, cluster, parallelism, waits=False)
+        parts = StepParts(shape, cluster, parallelism)
+        seconds = cost_of_parts(parts, waits=False)
         terms, total = seconds.terms, np.atleast_1d(seconds.step_seconds)
         stragglers = np.atleast_1d(terms["stragglers"])
         own = np.atleast_1d(sum(terms[name] for name in BUSIEST_RANK_TERMS))
         seconds_of = table_makespan.OperationSeconds
-        even = [
-            np.atleast_2d(one)
-            for one in operation_seconds(shape, cluster, parallelism, sends=False)
-        ]
+        even = [np.atleast_2d(one) for one in end_operation_seconds(parts)]
         layers = seconds_of(*(one[:, :1] for one in even))
-        sent = np.atleast_2d(message_seconds(shape, cluster, parallelism)).T
+        sent = np.atleast_2d(message_seconds(parts)).T
         stacks = [StackCost(shape.layers, layers)]
         if shape.encoder_layers:
-            encoder = operation_seconds(shape.encoder, cluster, parallelism, sends=False)
+            encoder = end_operation_seconds(StepParts(shape.encoder, cluster, parallelism))
             encoder = seconds_of(*(np.atleast_2d(one)[:, :1] for one in encoder))
             decoder = seconds_of(*(both - one for both, one in zip(layers, encoder)))
             stacks = [StackCost(shape.encoder_layers, encoder), StackCost(shape.layers, decoder)]
@@ -92,7 +91,7 @@ class UnevenPipelineCost:
             TickCollectives(
                 *(
                     np.broadcast_to(one, total.shape)
-                    for one in tick_collective_seconds(shape, cluster, parallelism)
+                    for one in tick_collectives(parallelism, parts.state)
                 )
             ),
             parallelism,

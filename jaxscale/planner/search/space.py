@@ -316,24 +316,29 @@ def _runnable(
     """Those whose schedule supports their ranks, micro-batches and layers."""
     spec, v = layouts.schedule_spec, int(layouts.virtual_stages)
     schedule = find_schedule(spec.name)
-    keys = list(zip(np.asarray(layouts.pipeline).tolist(), layouts.microbatches.tolist()))
-    served = {(p, m): schedule.serves(p, m, v, 1) for p, m in set(keys)}
-    serves = np.array([served[key] for key in keys])
-    stacks = query.planned_model.stacks
-    whole = {p: has_layers(stacks, p * v) for p, _ in served}
-    enough = np.array([whole[p] for p, _ in keys])
-    rejected["the schedule does not support the ranks and micro-batches"] += int((~serves).sum())
-    rejected["fewer layers than pipeline stages"] += int((serves & ~enough).sum())
+    # Layouts that differ in other axes have the same pipeline: each is looked at once.
+    ranks, base = np.asarray(layouts.pipeline), int(layouts.microbatches.max()) + 1
+    keys, index, count = np.unique(
+        ranks * base + layouts.microbatches, return_inverse=True, return_counts=True
+    )
+    pipelines, stacks = [divmod(key, base) for key in keys.tolist()], query.planned_model.stacks
+    serves = np.array([schedule.serves(p, m, v, 1) for p, m in pipelines])
+    enough = np.array([has_layers(stacks, p * v) for p, _ in pipelines])
+    rejected["the schedule does not support the ranks and micro-batches"] += int(
+        count[~serves].sum()
+    )
+    rejected["fewer layers than pipeline stages"] += int(count[serves & ~enough].sum())
     good = serves & enough
     if keep := layouts.remat_policy.kept_passes:
         more = np.array(
             [
                 ok and most_slots(TableSpec(spec.name, p, m, v, spec.fused))["residual_w"] > keep
-                for ok, (p, m) in zip(good, keys)
+                for ok, (p, m) in zip(good, pipelines)
             ]
         )
-        rejected["keeps at least as many passes as are in flight"] += int((good & ~more).sum())
+        rejected["keeps at least as many passes as are in flight"] += int(count[good & ~more].sum())
         good = more
+    good = good[index]
     return layouts.take(good) if good.any() else None
 
 

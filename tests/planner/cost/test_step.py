@@ -10,7 +10,8 @@ from jaxscale.config import load
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.collectives import axis_levels
 from jaxscale.planner.cost.communication import state_traffic
-from jaxscale.planner.cost.step import operation_seconds, step_cost
+from jaxscale.planner.cost.pipeline import stage_operation_seconds
+from jaxscale.planner.cost.step import StepParts, cost_of_parts, step_cost
 from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
@@ -109,8 +110,10 @@ def test_closed_forms_of_pipelines_are_the_tables_own(schedule):
         fused=True,
         traits=ASAP,
     )
-    found = step_cost(shape, fast, parallelism)
-    costs = operation_seconds(shape, fast, parallelism)
+    parts = StepParts(shape, fast, parallelism)
+    found = cost_of_parts(parts)
+    passes, _ = parts.passes
+    costs = stage_operation_seconds(parts.stages, parallelism, passes, parts.layer, 0.0, 4 * v)
     pipeline = table_makespan.TableSpec(schedule, 4, 8, v, fused=True)
     table = float(table_makespan.makespan(pipeline, costs, lockstep=False))
     busy = sum(float(c.ravel()[0]) for c in costs) * 8

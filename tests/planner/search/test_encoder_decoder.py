@@ -12,7 +12,7 @@ from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.planner.cost.cluster import make_cluster
-from jaxscale.planner.cost.step import operation_seconds
+from jaxscale.planner.cost.step import StepParts, end_operation_seconds
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
 from jaxscale.planner.memory.room import check_room
 from jaxscale.planner.model.named_models import NAMED
@@ -91,7 +91,7 @@ def test_a_pipelines_step_is_its_table_with_layers_of_two_kinds(chunks):
 def test_layers_of_both_kinds_together_take_what_all_layers_take():
     parallelism = Parallelism.of(PIPELINE, 64)
     parts = UnevenPipelineCost.of(QUERY.shape, QUERY.cluster, parallelism)
-    every = operation_seconds(QUERY.shape, QUERY.cluster, parallelism, sends=False)
+    every = end_operation_seconds(StepParts(QUERY.shape, QUERY.cluster, parallelism))
     for name in ("f", "w", "r"):
         both = sum(getattr(stack.share, name)[0, 0] for stack in parts.stacks)
         assert both == pytest.approx(getattr(every, name)[..., 0])
