@@ -17,7 +17,13 @@ from collections.abc import Iterator
 
 from jaxscale.distributed import phases, processes
 
-LEAST_SECONDS = {"training": 30.0, "waiting for input": 60.0, "evaluating": 60.0, "saving": 120.0}
+LEAST_SECONDS = {
+    "training": 30.0,
+    "waiting for input": 60.0,
+    "evaluating": 60.0,  # a batch
+    "saving": 120.0,  # what stands in the way of training
+    "writing the checkpoint": 600.0,  # since a file of it grew
+}
 """Phases that are watched: every one of them has at least this long."""
 
 FIRST_SECONDS = 600.0

@@ -17,6 +17,7 @@ CAUSES = {
     "training": "compute",
     "waiting for input": "input",
     "saving": "save",
+    "writing the checkpoint": "save",
     "evaluating": "evaluation",
     "reading text and compiling": "compile",
 }

@@ -11,7 +11,7 @@ from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.data.dataset import Examples
 from jaxscale.data.passed_over import pass_over, with_ranges
-from jaxscale.distributed import processes
+from jaxscale.distributed import phases, processes
 from jaxscale.run.both_tiers import (
     all_steps,
     fetch_everywhere,
@@ -19,6 +19,7 @@ from jaxscale.run.both_tiers import (
     set_aside_everywhere,
     steps_at_address,
 )
+from jaxscale.run.saves import wait_for_write
 from jaxscale.run.setup import Text, metadata_of
 from jaxscale.storage.differences import describe_difference
 from jaxscale.training.checkpoint import Checkpoints, DamagedError
@@ -184,7 +185,8 @@ def rewind(
       bad: what was wrong with them; raised where there is no checkpoint.
       steps: the bad ones.
     """
-    checkpoints.wait()
+    wait_for_write(checkpoints, steps[-1])
+    phases.enter_phase("reading the checkpoint", steps[-1])
     step = processes.from_first("newest checkpoint", checkpoints.latest() or 0)
     if not step:
         raise FloatingPointError(f"{bad}, and there is no checkpoint to return to") from bad

@@ -29,6 +29,17 @@ class SaveError(RuntimeError):
     """The last state of a run could not be saved."""
 
 
+def wait_for_write(checkpoints: Checkpoints, step: int) -> None:
+    """Returns when no checkpoint is being written. A write may take as long as it needs while its
+    files grow: each look that finds more begins the phase again, and with it its deadline."""
+
+    def begin() -> None:
+        phases.enter_phase("writing the checkpoint", step)
+
+    begin()
+    checkpoints.wait(growing=begin)
+
+
 class Saves:
     """Saves a state when it is due, and again after a save that failed: after one step, then two,
     four, ..., while training goes on.
@@ -76,6 +87,7 @@ class Saves:
         Raises:
           FloatingPointError: it is not finite; nothing is written.
         """
+        wait_for_write(self._checkpoints, step)
         phases.enter_phase("saving", step)
         with jax.transfer_guard("allow"):
             saved = self._placement.to_canonical(state, on_host=True)
@@ -91,9 +103,8 @@ class Saves:
         """
         if self._begun < step:
             self.save(step, state)
-        phases.enter_phase("saving", step)
         for pause in (*PAUSES_SECONDS, None):
-            self._checkpoints.wait()
+            wait_for_write(self._checkpoints, step)
             outcome = processes.from_first("outcome of a save", self._checkpoints.outcome())
             if not outcome:
                 return

@@ -36,7 +36,7 @@ from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.mirror import Mirror
 from jaxscale.run.recorder import BadStepsError, Recorder, is_summarised, tracing
 from jaxscale.run.resume import Found, find_newest, resume, rewind, set_aside
-from jaxscale.run.saves import SaveError, Saves
+from jaxscale.run.saves import SaveError, Saves, wait_for_write
 from jaxscale.run.setup import (
     Text,
     check_host_room,
@@ -283,7 +283,7 @@ def fit(
     with (
         signals.listening(),
         hangs.watching(trainer.config.run.hang_seconds),
-        contextlib.closing(trainer.checkpoints),
+        _closing(trainer.checkpoints),
     ):
         signals.hold()  # until the last checkpoint is written
         signals.limit(trainer.config.run.max_hours, started)
@@ -315,6 +315,16 @@ def fit(
                     f"{bad}, after {MOST_RETURNS} returns to step {trainer.begin}; lower "
                     "optimizer.learning_rate, or look at the examples that metrics.jsonl names"
                 )
+
+
+@contextlib.contextmanager
+def _closing(checkpoints: Checkpoints) -> Iterator[None]:
+    """Lets the write under way end, also after an error: it is what the run resumes from."""
+    with contextlib.closing(checkpoints):
+        try:
+            yield
+        finally:
+            wait_for_write(checkpoints, phases.current().step)
 
 
 @contextlib.contextmanager
@@ -472,7 +482,6 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
                 saves.save(step, state)
             if request and (text.evaluations or not last):
                 stop(step, request)
-    phases.enter_phase("saving", run.steps)
     saves.finish(run.steps, state)
     return state
 
@@ -500,11 +509,16 @@ def _evaluate(
     recorder.flush()
     config = trainer.config
     size, most = config.data.global_batch_size, config.run.eval_batches
+
+    def after_batch() -> str:
+        phases.enter_phase("evaluating", step)  # a large set may take hours, a batch may not
+        return stops()
+
     # A validation set, which has a name, is read as a whole.
     with jax.transfer_guard("allow"):  # its batches, and the sums
         evaluations = {
             name: evaluate_loss(
-                trainer.engine, params, examples, size, None if name else most, stops=stops
+                trainer.engine, params, examples, size, None if name else most, stops=after_batch
             )
             for name, examples in trainer.text.evaluations.items()
         }

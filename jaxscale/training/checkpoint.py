@@ -44,6 +44,9 @@ absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pa
 # when they are forgotten.
 logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
 
+LOOK_SECONDS = 5.0
+"""Between looks at how much is written, by one who waits for it."""
+
 MOST_ERRORS = 1000
 """Of one save that failed."""
 
@@ -197,11 +200,31 @@ class Checkpoints:
             self._thread = None
             self._commit(*arguments)
 
-    def wait(self) -> None:
-        """Returns when nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def wait(self, growing: Callable[[], object] = lambda: None) -> None:
+        """Returns when nothing is being written.
+
+        Args:
+          growing: called by process 0 every `LOOK_SECONDS` in which more was written.
+        """
+        if self._thread is None:
+            return
+        size = self._unfinished_bytes()
+        while self._thread.is_alive():
+            self._thread.join(LOOK_SECONDS)
+            before, size = size, self._unfinished_bytes()
+            if size != before:
+                growing()
+        self._thread = None
+
+    def _unfinished_bytes(self) -> int:
+        """Of the files of a checkpoint that is being written, by all processes; 0 in all but the
+        first, which would only ask the file system the same."""
+        total = 0
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):  # a file that has another name by now
+                for path in self.directory.glob("*.unfinished*/**/*"):
+                    total += path.stat().st_size
+        return total
 
     def outcome(self) -> str | None:
         """Why the last save failed, "" if it did not; None while it is being written."""

@@ -13,6 +13,7 @@ def test_the_deadline_is_learnt(monkeypatch):
     monkeypatch.setattr(phases, "_longest", {"training": 7.0, "saving": 0.1})
     assert hangs.allowed_seconds("training", 0) == 70
     assert hangs.allowed_seconds("saving", 0) == hangs.LEAST_SECONDS["saving"]
+    assert hangs.allowed_seconds("writing the checkpoint", 0) == 600, "whatever a save has blocked"
     assert hangs.allowed_seconds("evaluating", 0) == hangs.FIRST_SECONDS
     assert hangs.allowed_seconds("training", 5) == 5
     assert hangs.allowed_seconds("compiling", 5) is None, "nobody knows how long that takes"

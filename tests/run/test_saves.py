@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxscale import config as configs
+from jaxscale.distributed import phases
 from jaxscale.run import saves, setup, trainer
 from jaxscale.run.saves import SaveError
 from jaxscale.supervise import newest_step
@@ -106,6 +108,36 @@ def test_the_last_save_succeeds_when_there_is_room_again(ready, monkeypatch):
     full(monkeypatch, 2)
     trainer.fit(dataclasses.replace(ready, config=config), trackers=())
     assert ready.checkpoints.steps() == [6]
+
+
+def test_who_waits_for_a_write_is_not_held_to_the_time_of_a_save(ready, monkeypatch):
+    """A save that is due while the one before is written, the last one, and the end of a run."""
+    wait, seen = Checkpoints.wait, []
+
+    def note(checkpoints, **named):
+        if checkpoints._thread is not None:
+            seen.append(str(phases.current()))
+        wait(checkpoints, **named)
+
+    monkeypatch.setattr(Checkpoints, "wait", note)
+    trainer.fit(ready, trackers=())
+    assert seen == [f"writing the checkpoint (step {step})" for step in (4, 6, 6)]
+
+
+def test_each_batch_of_an_evaluation_has_a_deadline_of_its_own(monkeypatch):
+    begun = []
+
+    def evaluate(*_, stops):
+        for _ in range(3):
+            stops()
+            begun.append(phases.current())
+
+    config = configs.load("configs/tiny.py")
+    run = mock.Mock(config=config, text=mock.Mock(evaluations={"": None}))
+    monkeypatch.setattr(trainer, "evaluate_loss", evaluate)
+    trainer._evaluate(run, mock.Mock(), 7, None, lambda: "")
+    assert len(set(begun)) == 3
+    assert {str(phase) for phase in begun} == {"evaluating (step 7)"}
 
 
 @jax.jit

@@ -114,10 +114,10 @@ def test_all_processes_of_a_complete_run_draw_a_sample_or_none(monkeypatch, tmp_
 def test_a_signal_during_the_last_save_does_not_lose_it(ready, monkeypatch):
     wait = ready.checkpoints.wait
 
-    def interrupted():
+    def interrupted(**named):
         if ready.checkpoints._thread:
             signal.raise_signal(signal.SIGTERM)
-        wait()
+        wait(**named)
 
     monkeypatch.setattr(ready.checkpoints, "wait", interrupted)
     assert fit(ready) == ("", [6])

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,6 +28,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.storage import array_sums
 from jaxscale.storage.differences import describe_difference
+from jaxscale.training import checkpoint
 from jaxscale.training.checkpoint import Checkpoints
 
 METADATA = {"config": {"model": {"d_model": 16, "axes": ("a", "b")}}, "data": {"examples": 96}}
@@ -283,6 +285,25 @@ def test_disk_full(tmp_path: pathlib.Path, opened: Callable) -> None:
     assert checkpoints.outcome() == ""
     assert checkpoints.steps() == [1, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+
+
+def test_who_waits_hears_of_files_that_grow(
+    tmp_path: pathlib.Path, opened: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a write which goes on is not taken for one that hangs."""
+    checkpoints, heard, waits = opened(tmp_path), threading.Event(), []
+
+    def grow(step: int, description: object) -> None:
+        for size in (1, 2, 3):
+            (tmp_path / "1.unfinished" / "more").write_bytes(bytes(size))
+            waits.append(heard.wait(10))
+            heard.clear()
+
+    monkeypatch.setattr(checkpoint, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(checkpoints, "_finish", grow)
+    checkpoints.save(1, {"a": jnp.ones(2)}, {})
+    checkpoints.wait(growing=heard.set)
+    assert waits == [True] * 3
 
 
 def test_a_step_is_saved_once(saved: Checkpoints) -> None:
