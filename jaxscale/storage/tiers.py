@@ -152,9 +152,11 @@ def fetch_files(store: ObjectStore, workdir: pathlib.Path, *, nested: bool = Fal
 
 def local_steps(folder: pathlib.Path) -> list[int]:
     """The steps whose checkpoint is in a folder, in order."""
-    if not folder.is_dir():
+    try:
+        paths = list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # others say nothing of what is there
         return []
-    names = (path.name for path in folder.iterdir() if path.is_dir())
+    names = (path.name for path in paths if path.is_dir())
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 

@@ -159,8 +159,12 @@ class Checkpoints:
           NotFiniteError: the state has a number that is not finite; nothing is written.
         """
         self.wait()
-        if step in self.steps():
-            raise ValueError(f"checkpoint {step} is already in {self.directory}")
+        # What ends the thread in a way that nobody foresaw is no success.
+        self._failure = f"saving checkpoint {step} in {self.directory} did not end"
+        # Process 0 asks for all: one that failed alone would leave the others in a collective.
+        if away := processes.from_first("begin of a save", self._clear_place(step)):
+            self._fail(step, OSError(away))
+            return
         arrays = _named(state)
         sums = array_sums(arrays)
         names = [
@@ -180,7 +184,6 @@ class Checkpoints:
             description = json.loads(json.dumps(description, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ValueError(f"metadata of checkpoint {step} is not JSON: {error}") from error
-        self._remove_leftovers()
         begin = time.monotonic()
         try:
             self._writer = self._writer or _make_writer(self._host_gb)
@@ -199,6 +202,16 @@ class Checkpoints:
         except RuntimeError:  # there is no memory for a thread
             self._thread = None
             self._commit(*arguments)
+
+    def _clear_place(self, step: int) -> str:
+        """Removes what is in the way of a save; why the folder cannot be listed, "" if it can."""
+        try:
+            if jax.process_index() == 0 and step in self.steps():
+                raise ValueError(f"checkpoint {step} is already in {self.directory}")
+            self._remove_leftovers()
+        except OSError as error:
+            return durable.reason(error)
+        return ""
 
     def wait(self, growing: Callable[[], object] = lambda: None) -> None:
         """Returns when nothing is being written.
@@ -411,7 +424,10 @@ class Checkpoints:
         self._failure = ""
         self._report(f"checkpoint {step} saved in {time.monotonic() - begin:.1f} s")
         if jax.process_index() == 0:
-            self._remove_old()
+            try:
+                self._remove_old()
+            except OSError as error:
+                self._report(f"old checkpoints could not be listed: {error}")
 
     def _finish(self, step: int, description: dict[str, Any]) -> None:
         """Opens what was written as a reader would, and gives it the name of a checkpoint.
@@ -427,9 +443,23 @@ class Checkpoints:
         (path / MARKER).parent.mkdir()
         (path / MARKER).write_text(write_description(description))
         durable.sync_tree(path)
-        durable.move(path, self.directory / str(step))
+        target = self.directory / str(step)
+        try:
+            durable.move(path, target)
+        except OSError:
+            with contextlib.suppress(OSError):  # else another attempt finds the step saved
+                target.rename(path)
+            raise
         if self._newest_file:
-            durable.replace_file(self._newest_file, f"{step}\n".encode())
+            self._note_newest(self._newest_file, step)
+
+    def _note_newest(self, file: pathlib.Path, step: int) -> None:
+        """What cannot be written here costs only the notice that the folder was lost."""
+        try:
+            durable.replace_file(file, f"{step}\n".encode())
+        except OSError as error:
+            why = durable.reason(error)
+            self._report(f"warning: checkpoint {step} is saved, but {file} is not written ({why})")
 
     def _forget_errors(self) -> None:
         """After a save that failed: the writer keeps an error for each file, and would raise the
@@ -447,11 +477,13 @@ class Checkpoints:
         return self.directory / f"{step}.unfinished"
 
     def _fail(self, step: int, error: Exception) -> None:
-        saved = self.steps()
         self._failure = (
-            f"saving checkpoint {step} in {self.directory} failed ({durable.reason(error)}); "
-            + (f"the newest one there is {max(saved)}" if saved else "there is none yet")
+            f"saving checkpoint {step} in {self.directory} failed ({durable.reason(error)})"
         )
+        with contextlib.suppress(OSError):  # the storage may be away
+            newest = max(self.steps(), default=None)
+            there = "there is none yet" if newest is None else f"the newest one there is {newest}"
+            self._failure += f"; {there}"
         self._report(f"warning: {self._failure}")
 
     def _remove_old(self) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints come back bit for bit on any layout, or say why not; killed saves cost nothing."""
 
+import errno
 import gc
 import itertools
 import json
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.storage import array_sums
+from jaxscale.storage import array_sums, durable
 from jaxscale.storage.differences import describe_difference
 from jaxscale.training import checkpoint
 from jaxscale.training.checkpoint import Checkpoints
@@ -304,6 +306,65 @@ def test_who_waits_hears_of_files_that_grow(
     checkpoints.save(1, {"a": jnp.ones(2)}, {})
     checkpoints.wait(growing=heard.set)
     assert waits == [True] * 3
+
+
+def test_a_save_that_fails_with_the_whole_storage_is_no_success(
+    saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in the background nor at the next one, where the folder cannot even be listed."""
+    stale = mock.Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
+    state = {"a": jnp.ones(2)}
+    with monkeypatch.context() as patch:
+
+        def leave(*_: object) -> None:
+            patch.setattr(checkpoint, "local_steps", stale)
+            stale()
+
+        patch.setattr(checkpoint, "_open_arrays", leave)
+        for step in (7, 8):
+            saved.save(step, state, {})
+            saved.wait()
+            why = f"saving checkpoint {step} in {saved.directory} failed (Stale file handle)"
+            assert saved.outcome() == why
+    saved.save(7, state, {})
+    saved.wait()
+    assert (saved.outcome(), saved.steps()) == ("", [3, 6, 7])
+
+
+def test_a_checkpoint_whose_last_rename_is_not_on_disk_is_saved_again(
+    tmp_path: pathlib.Path, opened: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, state = opened(tmp_path / "all"), {"a": jnp.ones(2)}
+    with monkeypatch.context() as patch:
+        sync = durable.sync
+
+        def refuse(path: pathlib.Path) -> None:
+            if path == tmp_path / "all":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            sync(path)
+
+        patch.setattr(durable, "sync", refuse)
+        checkpoints.save(5, state, {})
+        checkpoints.wait()
+        assert "failed (Input/output error); there is none yet" in (checkpoints.outcome() or "")
+    checkpoints.save(5, state, {})
+    checkpoints.wait()
+    assert checkpoints.steps() == [5]
+
+
+def test_a_record_of_the_last_save_that_cannot_be_written_fails_no_save(
+    tmp_path: pathlib.Path, opened: Callable
+) -> None:
+    lines = []
+    marker = tmp_path / "last_saved"
+    marker.mkdir()
+    checkpoints = opened(tmp_path / "all", newest_file=marker, report=lines.append)
+    checkpoints.save(5, {"a": jnp.ones(2)}, {})
+    checkpoints.wait()
+    assert (checkpoints.outcome(), checkpoints.steps()) == ("", [5])
+    assert lines[0] == (
+        f"warning: checkpoint 5 is saved, but {marker} is not written (Is a directory)"
+    )
 
 
 def test_a_step_is_saved_once(saved: Checkpoints) -> None:
