@@ -5,7 +5,6 @@ Nothing here imports JAX: a mistyped flag must be refused in a fraction of a sec
 
 import argparse
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -18,13 +17,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
 from jaxscale.choices import nearest
+from jaxscale.storage import durable
 
 MOST_CPU_DEVICES = 4096
-
-MAY_PASS = frozenset(
-    (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-)
-"""Of the operating system: there may be room the next time, so a supervisor tries again."""
 
 _report: Callable[[str], str] = str  # error message -> the text to print
 
@@ -150,7 +145,7 @@ def refusals() -> Iterator[None]:
     except BrokenPipeError:  # of stdout: no error of the user's
         raise
     except (ValueError, OSError) as error:
-        passing = isinstance(error, OSError) and error.errno in MAY_PASS
+        passing = isinstance(error, OSError) and error.errno in durable.MAY_PASS
         refuse(_sentence(error) + _place(error), getattr(error, "exit_status", 1 if passing else 2))
 
 

@@ -13,6 +13,19 @@ SMALL_BYTES = 2**20
 """Files up to this size are compared by digest; of larger ones the size, and what they hold when
 it is read."""
 
+MAY_PASS = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("ENOSPC", "EDQUOT", "EMFILE", "ENFILE", "ENOMEM"),  # there may be room the next time
+        *("EIO", "ESTALE", "EREMOTEIO", "EAGAIN", "EINTR", "EBUSY", "ENOLCK"),
+        *("ETIMEDOUT", "ECONNRESET", "ECONNREFUSED", "ECONNABORTED", "ENOTCONN"),
+        *("ENETDOWN", "ENETUNREACH", "ENETRESET", "EHOSTDOWN", "EHOSTUNREACH", "ESHUTDOWN"),
+    )
+    if hasattr(errno, name)  # macOS lacks one
+)
+"""Errors of the operating system that may pass by themselves, as of a network's file system: they
+say nothing of what a file holds, and a supervisor tries again."""
+
 _REASONS = sorted({os.strerror(code) for code in errno.errorcode}, key=len, reverse=True)
 
 
@@ -112,9 +125,10 @@ def changed_file(folder: pathlib.Path, files: Mapping[str, list]) -> str:
     all are. Reads only the small ones."""
     for name, (size, digest) in files.items():
         path = folder / name
-        if not path.is_file():
+        try:
+            found, found_digest = _describe(path)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return f"{path} is missing"
-        found, found_digest = _describe(path)
         if found != size:
             return f"{path} has {found} bytes, and {size} were written"
         if found_digest != digest:

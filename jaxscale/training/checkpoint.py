@@ -66,10 +66,13 @@ class UnreadableError(OSError):
 
 
 NOT_READ = frozenset(
-    os.strerror(code)
-    for code in (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE)
+    os.strerror(code) for code in (errno.EACCES, errno.EPERM, *durable.MAY_PASS - {errno.EIO})
 )
-"""Reasons for which a file cannot be read that say nothing of what is in it."""
+"""Reasons for which a file cannot be read that say nothing of what is in it. A disk's error may be
+a network's, which passes, or a bad sector: it counts as damage the second time."""
+
+AGAIN_SECONDS = 5.0
+"""After which what could not be read for a disk's error is read again."""
 
 
 class NotFiniteError(FloatingPointError):
@@ -366,13 +369,10 @@ class Checkpoints:
             for name, leaf in wanted.items()
         }
         reader = ocp.PyTreeCheckpointHandler()  # an `ocp.Checkpointer` waits for all processes
+        path = epath.Path(self.directory / str(step) / "arrays")
+        item = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
         try:
-            return reader.restore(
-                epath.Path(self.directory / str(step) / "arrays"),
-                args=ocp.args.PyTreeRestore(
-                    item=wanted, restore_args=restore_args, partial_restore=True
-                ),
-            )
+            return _twice(lambda: reader.restore(path, args=item))
         except jax.errors.JaxRuntimeError:  # such as out of memory: not the checkpoint's fault
             raise
         except Exception as error:  # Orbax raises bare Exceptions
@@ -507,19 +507,23 @@ class Checkpoints:
             raise ValueError(
                 f"there is no checkpoint {step} in {self.directory}; there are {self.steps()}"
             )
-        try:
+
+        def read() -> dict[str, Any]:
             description = read_description(self._description_path(step).read_bytes())
             folder = self.directory / str(step)
             if changed := durable.changed_file(folder, description["files"]):
                 raise ValueError(changed)
-        except (OSError, ValueError) as error:
+            return description
+
+        try:
+            return _twice(read)
+        except (OSError, ValueError, MemoryError) as error:
             raise self._unusable(step, error) from error
-        return description
 
     def _unusable(self, step: int, error: Exception) -> DamagedError | UnreadableError:
         why = durable.reason(error)
         place = f"checkpoint {step} in {self.directory}"
-        if why in NOT_READ:
+        if why in NOT_READ or isinstance(error, MemoryError):
             return UnreadableError(f"{place} cannot be read: {why}; it is left as it is")
         before = max((other for other in self.steps() if other < step), default=None)
         advice = (
@@ -529,6 +533,17 @@ class Checkpoints:
             "resume from it"
         )
         return DamagedError(f"{place} cannot be used ({why}); {advice}", why)
+
+
+def _twice[T](read: Callable[[], T]) -> T:
+    """What a read returns; one that ends with a disk's error is repeated once, later."""
+    try:
+        return read()
+    except Exception as error:  # Orbax raises bare Exceptions
+        if durable.reason(error) != os.strerror(errno.EIO):
+            raise
+    time.sleep(AGAIN_SECONDS)
+    return read()
 
 
 def _make_writer(host_gb: int) -> "ocp.AsyncCheckpointer":

@@ -20,6 +20,7 @@ import pytest
 from jaxscale import config as configs
 from jaxscale.distributed import phases
 from jaxscale.run import saves, setup, trainer
+from jaxscale.run.resume import find_newest
 from jaxscale.run.saves import SaveError
 from jaxscale.supervise import newest_step
 from jaxscale.training import checkpoint, metrics
@@ -181,16 +182,39 @@ def values(workdir, step):
     return max(files, key=lambda path: path.stat().st_size)
 
 
-def test_a_checkpoint_that_may_not_be_read_stays(begun, monkeypatch):
-    """It may be intact: an older one in its place would be steps lost."""
+def failing_reads(monkeypatch, *numbers):
+    """The first reads of a description fail, each with an error of the operating system."""
+    read, errors = checkpoint.read_description, iter(numbers)
 
-    def refuse(path):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    def refuse(data):
+        if number := next(errors, None):
+            raise OSError(number, os.strerror(number))
+        return read(data)
 
+    monkeypatch.setattr(checkpoint, "AGAIN_SECONDS", 0)
     monkeypatch.setattr(checkpoint, "read_description", refuse)
-    with pytest.raises(UnreadableError, match=r"6 in .* cannot be read: Permission denied; it is"):
-        reopen(begun, "run.steps=8")
-    assert sorted(path.name for path in (begun / "checkpoints").iterdir()) == ["4", "6"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ETIMEDOUT, errno.ENOMEM])
+def test_a_checkpoint_that_may_not_be_read_stays(number, begun, monkeypatch):
+    """It may be intact: an older one in its place would be steps lost."""
+    failing_reads(monkeypatch, number)
+    why = os.strerror(number)
+    with (
+        contextlib.closing(Checkpoints(begun / "checkpoints")) as checkpoints,
+        pytest.raises(UnreadableError, match=rf"6 in .* cannot be read: {why}; it is") as raised,
+    ):
+        find_newest(checkpoints)
+    assert raised.value.exit_status == 1
+
+
+def test_an_error_of_the_disk_is_damage_the_second_time(begun, monkeypatch):
+    """The first may be a network's, and pass."""
+    with contextlib.closing(Checkpoints(begun / "checkpoints")) as checkpoints:
+        failing_reads(monkeypatch, errno.EIO)
+        assert find_newest(checkpoints).step == 6
+        failing_reads(monkeypatch, errno.EIO, errno.EIO)
+        assert find_newest(checkpoints).damaged == {6: "Input/output error"}
 
 
 def test_a_damaged_checkpoint_is_set_aside(begun, lines):
