@@ -1,6 +1,7 @@
 """Files on this machine, or at an address such as s3://bucket/key.
 
-An error while a file is read becomes a ValueError that names the file.
+An error while a file is read becomes a ValueError that names the file, or an AwayError where it may
+pass by itself.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-from jaxscale.storage.durable import reason
+from jaxscale.storage.durable import MAY_PASS, reason
 from jaxscale.storage.object_store import filesystem, is_remote
 
 COMPRESSIONS = (".gz", ".zst")
@@ -29,9 +30,26 @@ def compression(path: str) -> str:
     return suffix if suffix in COMPRESSIONS else ""
 
 
+class AwayError(OSError):
+    """Data that cannot be read now, as of a network's file system that does not answer."""
+
+    exit_status = 1  # it may be read the next time: a supervisor tries again
+
+
+LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Of the errors of an object store, those that do not pass by themselves."""
+
+
+def cannot_be_read(path: str, error: OSError) -> ValueError | AwayError:
+    """What to raise for an error of the operating system, or of an object store."""
+    passes = error.errno in MAY_PASS or (is_remote(path) and not isinstance(error, LASTING))
+    kind = AwayError if passes else ValueError
+    return kind(f"{path} cannot be read: {error.strerror or error}")
+
+
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turns errors while a file is read into a ValueError that names it."""
+    """Turns errors while a file is read into a ValueError, or an AwayError, that names it."""
     try:
         with _of_libraries(path):
             yield
@@ -40,8 +58,10 @@ def reading(path: str) -> Iterator[None]:
         raise ValueError(f"{path} is cut short{why}; fetch it again") from error
     except (gzip.BadGzipFile, zlib.error, zstd.ZstdError) as error:
         raise ValueError(f"{path} is damaged: {error}; fetch it again") from error
+    except AwayError:
+        raise
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise cannot_be_read(path, error) from error
 
 
 @contextlib.contextmanager
@@ -63,6 +83,7 @@ def opened(path: str) -> Iterator[BinaryIO]:
 
     Raises:
       ValueError: on opening or while reading; the file cannot be read, or is damaged.
+      AwayError: the same; it cannot be read now.
     """
     with reading(path), contextlib.ExitStack() as stack:
         raw = stack.enter_context(_open(path))

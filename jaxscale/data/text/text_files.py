@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.data.text.file_io import compression, read_file, reading
+from jaxscale.data.text.file_io import cannot_be_read, compression, read_file, reading
 from jaxscale.data_source import Source, setting, to_sources
 from jaxscale.storage.object_store import filesystem, is_remote
 
@@ -135,7 +135,7 @@ def _list(path: str, source: Source, entry: int) -> list[File]:
         try:
             status = found.stat()
         except OSError as error:
-            raise ValueError(f"{found} cannot be read: {error.strerror}") from error
+            raise cannot_be_read(str(found), error) from error
         if not stat.S_ISREG(status.st_mode):  # reading from a pipe could block forever
             raise ValueError(f"{found} is not a regular file; leave it out of {source.listed_in}")
         files.append(
@@ -256,7 +256,7 @@ def _walk(
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise ValueError(f"{folder} cannot be read: {error.strerror}") from error
+        raise cannot_be_read(str(folder), error) from error
     head, *rest = pattern
     if head == "**":
         yield from _walk(folder, rest or ["*"], skips)

@@ -124,6 +124,7 @@ def read_index(folder: str) -> Index:
 
     Raises:
       ValueError: it cannot be read, or is of another version.
+      AwayError: it cannot be read now.
     """
     path = path_in(folder, INDEX)
     values = _load(path)

@@ -46,7 +46,8 @@ def check_shards(shards: Sequence[ArrayFile]) -> "concurrent.futures.Future[None
     the process.
 
     Returns:
-      What raises a ValueError once a damaged one was found.
+      What raises a ValueError once a damaged one was found, or an OSError once one could not be
+      read.
 
     Raises:
       ValueError: as `check_shard`.
@@ -66,7 +67,7 @@ def check_shards(shards: Sequence[ArrayFile]) -> "concurrent.futures.Future[None
         try:
             for shard in later:
                 check_shard(shard)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             outcome.set_exception(error)
 
     if later:

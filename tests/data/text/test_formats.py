@@ -1,5 +1,6 @@
 """Every format gives its documents, however it is cut, and says what is wrong and where."""
 
+import errno
 import functools
 import gzip
 import itertools
@@ -17,10 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
+from jaxscale.command_line import refusals
+from jaxscale.data.text import file_io
 from jaxscale.data.text.documents import Bad, Document, Piece, cut, read_documents
+from jaxscale.data.text.file_io import AwayError, reading
 from jaxscale.data.text.formats import is_splittable, read_records, where
 from jaxscale.data.text.tables import _example
 from jaxscale.data.text.text_files import File, find_files, hash_identity
+from jaxscale.data.tokens.index import read_index
 
 TEXTS = ["one", "two\nlines", "é and 中", "  spaces  ", "x" * 3000, "seven"]
 
@@ -401,6 +406,36 @@ def test_a_file_that_vanished_is_named(tmp_path):
     (tmp_path / "a.txt").unlink()
     with pytest.raises(ValueError, match=r"a.txt cannot be read: No such file"):
         texts_of(file)
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "kind"),
+    [
+        ("a/t.txt", OSError(errno.ETIMEDOUT, "Connection timed out"), AwayError),
+        ("a/t.txt", OSError(errno.EIO, "Input/output error"), AwayError),
+        ("a/t.txt", OSError(errno.ENAMETOOLONG, "File name too long"), ValueError),
+        ("a/t.txt", OSError("Expected to be able to read 4 bytes"), ValueError),
+        ("s3://a/t.txt", RuntimeError("500 of a library"), AwayError),
+        ("s3://a/t.txt", FileNotFoundError("a/t.txt"), ValueError),
+        ("s3://a/t.txt", PermissionError("Access Denied"), ValueError),
+    ],
+)
+def test_an_error_that_may_pass_is_no_refusal(path, error, kind, capsys):
+    """A supervisor tries again after status 1, and gives up after 2."""
+    with pytest.raises(SystemExit) as ended, refusals(), reading("outer"), reading(path):
+        raise error
+    assert ended.value.code == (1 if kind is AwayError else 2)
+    assert capsys.readouterr().err.startswith(f"error: {path} cannot be read: ")
+    assert type(ended.value.__context__) is kind
+
+
+def test_an_index_that_cannot_be_read_now_is_not_called_incomplete(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(file_io, "_open", fail)
+    with pytest.raises(AwayError, match=r"^\S*/index.json cannot be read: Transport endpoint is"):
+        read_index(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if "record" not in name])
