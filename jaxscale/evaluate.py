@@ -103,8 +103,9 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
     from jaxscale.run import setup  # noqa: PLC0415
 
     with command_line.refusals():
+        tokenizer = setup.open_tokenizer(config, options.workdir)
         config, engine = setup.open_engine(setup.for_evaluation(config))
-        step, params, metadata = setup.restore_params(engine, options.workdir)
+        step, params, metadata = setup.restore_params(engine, options.workdir, tokenizer)
         text = processes.first("text", lambda: setup.open_text(config, options.workdir))
     if text.heldout and metadata["data"]["fingerprint"] != text.train.fingerprint:
         log.info(

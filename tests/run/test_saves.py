@@ -1,6 +1,7 @@
 """A run survives saves that fail, checkpoints that are damaged or lost, and a state that is not
 finite: nothing that was good is given up."""
 
+import argparse
 import contextlib
 import dataclasses
 import errno
@@ -18,6 +19,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxscale import config as configs
+from jaxscale import evaluate
 from jaxscale.distributed import phases
 from jaxscale.run import saves, setup, trainer
 from jaxscale.run.resume import find_newest
@@ -287,6 +289,16 @@ def test_a_tokenizer_that_changed_is_refused(finished, fresh):
     with pytest.raises(ValueError, match=r"it was trained with another tokenizer than 'bytes' is"):
         setup.check_tokenizer_of(metadata, other, "it")
     setup.check_tokenizer_of({"data": {}}, other, "one from before")
+
+
+def test_evaluate_refuses_a_tokenizer_that_changed(finished, fresh, monkeypatch, capsys):
+    other = dataclasses.replace(fresh.text.tokenizer, fingerprint="another")
+    monkeypatch.setattr(setup, "open_tokenizer", lambda *_: other)
+    with pytest.raises(SystemExit) as ended:
+        evaluate._evaluate(argparse.Namespace(workdir=finished), fresh.config)
+    assert ended.value.code == 2
+    assert "6 in" in (said := capsys.readouterr().err)
+    assert "was trained with another tokenizer" in said
 
 
 def test_after_bad_steps_in_a_row_the_run_returns_and_passes_over_their_examples(
