@@ -179,7 +179,8 @@ def rewind(
     checkpoints: Checkpoints,
     text: Text,
 ) -> tuple[int, TrainState, Text]:
-    """Returns to the newest checkpoint, past the examples of bad steps.
+    """Returns to the newest checkpoint, past the examples of the bad steps after it. Those of bad
+    steps before it, which updated nothing either, are behind it in the order already.
 
     Args:
       bad: what was wrong with them; raised where there is no checkpoint.
@@ -190,15 +191,14 @@ def rewind(
     step = processes.from_first("newest checkpoint", checkpoints.latest() or 0)
     if not step:
         raise FloatingPointError(f"{bad}, and there is no checkpoint to return to") from bad
-    size = config.data.global_batch_size
-    first, last = (steps.start - 1) * size, (steps.stop - 1) * size
-    train = pass_over(text.train, first, last)
     found = Found(step, metadata_of(checkpoints, step))
     begin, state, _ = resume(found, config, engine, checkpoints, text)
+    size = config.data.global_batch_size
+    first, last = max(steps.start - 1, begin) * size, (steps.stop - 1) * size
     log.warning(
         f"warning: {bad}: back at step {begin}; the examples {first} to {last - 1} are passed over"
     )
-    return begin, state, dataclasses.replace(text, train=train)
+    return begin, state, dataclasses.replace(text, train=pass_over(text.train, first, last))
 
 
 def set_aside(checkpoints: Checkpoints, damaged: dict[int, str], step: int) -> None:

@@ -20,8 +20,9 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale import evaluate
+from jaxscale.data.passed_over import ranges_of
 from jaxscale.distributed import phases
-from jaxscale.run import saves, setup, trainer
+from jaxscale.run import resume, saves, setup, trainer
 from jaxscale.run.resume import find_newest
 from jaxscale.run.saves import SaveError
 from jaxscale.supervise import newest_step
@@ -336,6 +337,19 @@ def test_after_bad_steps_in_a_row_the_run_returns_and_passes_over_their_examples
     again = reopen(ready.workdir, "run.steps=12", "run.skip_bad_steps=2")
     assert again.text.train.example_digest(range(80, 88)) == digest(range(96, 104))
     assert again.state.guard.good == 0, "a checkpoint from before the setting"
+
+
+@pytest.mark.parametrize(("newest", "passed"), [(3, [(32, 56)]), (5, [(40, 56)])])
+def test_what_is_passed_over_begins_after_the_checkpoint(newest, passed, fresh, monkeypatch):
+    """Of the bad steps 5, 6 and 7 the first was before the checkpoint 5, and its examples are read
+    by nobody again: to leave out as many others would lose good ones."""
+    text = dataclasses.replace(fresh.text, train=range(1000))
+    monkeypatch.setattr(resume, "metadata_of", lambda *_: {})
+    monkeypatch.setattr(resume, "resume", lambda *_: (newest, None, text))
+    checkpoints = mock.Mock(latest=lambda: newest)
+    bad = FloatingPointError("steps 5 to 7 updated nothing")
+    found = resume.rewind(bad, range(5, 8), fresh.config, fresh.engine, checkpoints, text)
+    assert list(ranges_of(found[2].train)) == passed
 
 
 def test_a_folder_that_takes_no_files_ends_a_run_before_its_first_step(ready, tmp_path):
