@@ -52,7 +52,9 @@ class BadStepsError(FloatingPointError):
 class Recorder:
     """Times steps, checks that loss and gradient norm are finite, and writes the metrics.
 
-    The metrics of a step are read while the next one runs, so that devices never wait for the host.
+    The metrics of a step are read while the next one runs, so that accelerators never wait for the
+    host. On CPUs the dispatch of a step returns when most of it is done, which is the time of that
+    step and not of the one before: there its metrics are read at once.
 
     Args:
       workdir: the run's folder.
@@ -104,6 +106,7 @@ class Recorder:
         self._params = engine.abstract_state.params if self._skip_bad_steps else {}
         devices = engine.mesh.devices
         self._num_devices = devices.size
+        self._on_cpu = devices.flat[0].platform == "cpu"
         self._peak = peak_flops(devices.flat[0].device_kind, model.compute_dtype)
         self._train, self._batch_size = train, data.global_batch_size
         self._pending: tuple[int, StepMetrics, float] | None = None
@@ -124,18 +127,22 @@ class Recorder:
         self._data_seconds = time.monotonic() - begin
 
     def push(self, step: int, out: StepMetrics) -> None:
-        """Call after a step is dispatched; writes the previous one."""
+        """Call after a step is dispatched; writes the previous one, and on CPUs this one."""
         pending, self._pending = self._pending, (step, out, self._data_seconds)
         if pending:
             self._record(*pending)
-        if step == self.begin + 1:
+        if self._on_cpu or step == self.begin + 1:
             self.flush()
 
     def flush(self) -> None:
-        """Waits for the last step and writes it; time from here on counts for no step."""
+        """Waits for the last step and writes it."""
         pending, self._pending = self._pending, None
         if pending:
             self._record(*pending)
+
+    def restart_clock(self) -> None:
+        """Call after a `flush`: the time since then, as of a save, counts for no step."""
+        self._mark = time.monotonic()
 
     def evaluated(self, step: int, evaluations: Mapping[str, Evaluation]) -> None:
         """Writes the evaluations after `step`: of the held-out text, "", and of validation sets."""
@@ -146,7 +153,7 @@ class Recorder:
             bits = evaluation.bits_per_byte
             log.info(evaluation_line(step, self.steps, name, loss, bits))
         self.metrics.write(self._evaluation)
-        self._mark = time.monotonic()
+        self.restart_clock()
 
     def traced(self, steps: range, reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Keeps for the summary where the time of traced steps went, and says it, in a line for
@@ -160,7 +167,7 @@ class Recorder:
             times = [DeviceTime(**device) for device in devices]
             process = f"process {i}, " if len(reports) > 1 else ""
             log.info(f"traced steps, {process}{trace_line(times, len(steps))}")
-        self._mark = time.monotonic()
+        self.restart_clock()
 
     def finish(self) -> dict[str, Any]:
         """Writes summary.json and loss.png, and returns the summary."""
@@ -170,12 +177,18 @@ class Recorder:
         return summary
 
     def summary(self) -> dict[str, Any]:
-        """Of the run up to its last step, with the evaluation after that step if there was one."""
+        """Of the run up to its last step, with the evaluation after that step if there was one. Its
+        times and rates are those of the median of the last 50 steps."""
         self.flush()
         step, causes = self._last.get("step", self.begin), self._account.seconds()
+        rates = {}
+        if self._recent:
+            tokens, loss_tokens = self._last["tokens"], self._last["loss_tokens"]
+            rates = self._rates(tokens, loss_tokens, float(np.median(self._recent)))
         return {
             "step": step,
             **self._last,
+            **rates,
             **(self._evaluation if self._evaluation.get("step") == step else {}),
             **self._profile,
             "seconds": time.monotonic() - self.started,
@@ -195,7 +208,6 @@ class Recorder:
         loss, grad_norm, tokens, loss_tokens = map(float, scalars)
         now = time.monotonic()
         seconds, self._mark = now - self._mark, now
-        tokens_per_second = tokens / seconds
         first = step * self._batch_size
         record = {
             "step": step,
@@ -204,12 +216,8 @@ class Recorder:
             **({"learning_rate": float(self._rate(step - 1))} if self._rate else {}),
             "tokens": int(tokens),
             "loss_tokens": int(loss_tokens),
-            "step_seconds": seconds,
             "data_seconds": data_seconds,
-            "tokens_per_second": tokens_per_second,
-            "loss_tokens_per_second": loss_tokens / seconds,
-            "mfu": self._utilisation(self._flops.model * tokens_per_second),
-            "hfu": self._utilisation(self._flops.hardware * tokens_per_second),
+            **self._rates(tokens, loss_tokens, seconds),
             **{name: value.tolist() for name, value in others.items() if name != "skipped"},
             **({"skipped": int(others["skipped"])} if wrong is not None else {}),
             **{name: float(np.mean(value)) for name, value in by_layer.items()},
@@ -235,6 +243,17 @@ class Recorder:
                 "optimizer.clip_norm, or lengthen optimizer.warmup_steps"
             )
         self._show(record, now)
+
+    def _rates(self, tokens: float, loss_tokens: float, seconds: float) -> dict[str, float | None]:
+        """Of a step of so many seconds."""
+        tokens_per_second = tokens / seconds
+        return {
+            "step_seconds": seconds,
+            "tokens_per_second": tokens_per_second,
+            "loss_tokens_per_second": loss_tokens / seconds,
+            "mfu": self._utilisation(self._flops.model * tokens_per_second),
+            "hfu": self._utilisation(self._flops.hardware * tokens_per_second),
+        }
 
     def _count_skipped(self, record: Mapping[str, Any], wrong: np.ndarray) -> None:
         """Reports a step that updated nothing.

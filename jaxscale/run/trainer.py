@@ -480,6 +480,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
                 # Raises where loss or gradient norm is not finite: such a state is not saved.
                 recorder.flush()
                 saves.save(step, state)
+                recorder.restart_clock()
             if request and (text.evaluations or not last):
                 stop(step, request)
     saves.finish(run.steps, state)

@@ -80,10 +80,9 @@ def test_a_run_that_is_resumed_for_longer_keeps_its_schedule_and_counts_its_toke
 BY_LAYER = ["run.metrics_by_layer=True"]
 
 
-def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path, monkeypatch):
-    """Of 1,000 tokens in two seconds, 400 with loss, on two H200; half the passes recomputed."""
-    config = load("configs/llama32_1b.py", ["layout.pipeline=2", "layout.remat=keep:2", *BY_LAYER])
-    devices = np.array([SimpleNamespace(device_kind="NVIDIA H200")] * 2)
+def open_recorder(config, workdir, device_kind, platform):
+    """On two devices, of a run from step 0."""
+    devices = np.array([SimpleNamespace(device_kind=device_kind, platform=platform)] * 2)
     model = Decoder(config.model, plain_kernels())
     engine = SimpleNamespace(
         mesh=SimpleNamespace(devices=devices),
@@ -91,20 +90,46 @@ def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path
         learning_rate=None,
     )
     train = SimpleNamespace(example_digest=lambda rows: "", progress=lambda last: [])
-    clock = itertools.chain([10.0], itertools.repeat(12.0))
-    account = Account(tmp_path)
+    return recorder.Recorder(
+        workdir,
+        config,
+        engine,
+        train,
+        begin=0,
+        trackers=(),
+        started=0.0,
+        account=Account(workdir),
+    )
+
+
+def test_a_step_has_its_own_time_and_no_save_is_in_it(tmp_path, monkeypatch):
+    """On a CPU, where a step is done when its dispatch returns: of 2 s each, the last of 8."""
+    config, now = load("configs/llama32_1b.py"), [10.0]
     with monkeypatch.context() as patched:
+        patched.setattr(recorder.time, "monotonic", lambda: now[0])
+        written = open_recorder(config, tmp_path, "cpu", "cpu")
+        for step, seconds in enumerate((2.0, 2.0, 2.0, 8.0), 1):
+            now[0] += seconds
+            written.push(step, StepMetrics(*map(np.float32, (2.0, 1.0, 1000, 400)), {}, {}))
+            now[0] += 0.5
+            written.flush()
+            now[0] += 100  # a save
+            written.restart_clock()
+        summary = written.summary()
+    written.close()
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["step_seconds"] for line in lines] == [2, 2, 2, 8]
+    assert (summary["step"], summary["step_seconds"], summary["tokens_per_second"]) == (4, 2, 500)
+
+
+def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path, monkeypatch):
+    """Of 1,000 tokens in two seconds, 400 with loss, on two H200; half the passes recomputed."""
+    config = load("configs/llama32_1b.py", ["layout.pipeline=2", "layout.remat=keep:2", *BY_LAYER])
+    clock = itertools.chain([10.0], itertools.repeat(12.0))
+    with monkeypatch.context() as patched:
+        written = open_recorder(config, tmp_path, "NVIDIA H200", "gpu")
         patched.setattr(recorder.time, "monotonic", lambda: next(clock))
-        written = recorder.Recorder(
-            tmp_path,
-            config,
-            engine,
-            train,
-            begin=0,
-            trackers=(),
-            started=0.0,
-            account=account,
-        )
+        written.restart_clock()
         loads = {"expert_load_cv": np.array([0.5, 1.5])}
         written._record(2, StepMetrics(*map(np.float32, (2.0, 1.0, 1000, 400)), {}, loads), 0.0)
     written.close()
