@@ -21,7 +21,16 @@ from jaxscale.storage import durable
 
 MOST_CPU_DEVICES = 4096
 
-_report: Callable[[str], str] = str  # error message -> the text to print
+type Report = Callable[[str, int], tuple[str, int]]
+"""Error message and status -> the text to print, and the status to end with."""
+
+
+def _unchanged(message: str, status: int) -> tuple[str, int]:
+    """The report of a process that is alone."""
+    return message, status
+
+
+_report: Report = _unchanged
 
 
 def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
@@ -93,7 +102,8 @@ def silence(stream: TextIO) -> None:
 
 def refuse(message: str, status: int = 2) -> NoReturn:
     """Prints one line and ends the process."""
-    print(f"error: {_report(message)}", file=sys.stderr)
+    text, status = _report(message, status)
+    print(f"error: {text}", file=sys.stderr)
     raise SystemExit(status)
 
 
@@ -119,11 +129,11 @@ def log_to_stdout() -> None:
     logger.propagate = False
 
 
-def set_process_log(process_id: int, report: Callable[[str], str]) -> None:
+def set_process_log(process_id: int, report: Report) -> None:
     """Sets up the log of one process of several: only process 0 logs what is the same in all.
 
     Args:
-      report: tells the other processes an error, and returns the text to print here.
+      report: tells the other processes an error.
     """
     global _report
     _report = report

@@ -28,6 +28,9 @@ LOST_SECONDS = 30
 SILENT_SECONDS = 5
 """A process that does not answer a question for this long is frozen."""
 
+ERRORS = (1, 2)
+"""Statuses of a process that failed, and of one that refused to go on; others were asked to end."""
+
 SILENT_DEATH = (
     "it ended without reporting an error; its log, or its launcher, may say whether it was killed "
     "or ran out of memory"
@@ -92,7 +95,7 @@ class Connection:
 def end(who: int, text: str, status: int = 1) -> NoReturn:
     """Ends this process at once: another one is gone, and no collective completes without it."""
     with contextlib.suppress(OSError):  # the terminal may be closed
-        print(f"error: {text}" if status == 1 else text, file=sys.stderr, flush=True)
+        print(f"error: {text}" if status in ERRORS else text, file=sys.stderr, flush=True)
     os._exit(status)
 
 
@@ -122,7 +125,7 @@ class ControlChannel:
         )
         # Topic -> process 0's broadcasts, in their order.
         self._answers = collections.defaultdict[str, collections.deque](collections.deque)
-        self._failure: tuple[int, str] | None = None
+        self._failure: tuple[int, str, int] | None = None  # the process, its error, the status
         self._failing = self._closed = False
         # A process may run several training loops, one after the other; keys are a loop's number.
         self._loop, self._step = 0, 0
@@ -204,7 +207,7 @@ class ControlChannel:
 
     def fail(
         self, text: str, patience: float, timeout: float = 3, status: int = 1
-    ) -> tuple[int, str]:
+    ) -> tuple[int, str, int]:
         """Reports to the others that this process ends with an error.
 
         Args:
@@ -212,7 +215,8 @@ class ControlChannel:
           status: that the others end with.
 
         Returns:
-          The process that failed first, and its error: often the reason for this one.
+          The process that failed first, its error, which often is the reason for this one, and
+          the status of all.
         """
         with self._changed:
             self._failing = True
@@ -222,7 +226,7 @@ class ControlChannel:
         self._send_up({"failed": text, "status": status})
         with self._changed:
             self._changed.wait_for(lambda: self._failure, timeout)
-            return self._failure or (self.process_id, text)
+            return self._failure or (self.process_id, text, status)
 
     def inquire(self) -> None:
         """Makes process 0 ask all what they are doing, and end the run when they hang; called by a
@@ -345,8 +349,11 @@ class ControlChannel:
             elif "place" in message:
                 self._places[who] = tuple(message["place"])
             elif "failed" in message and not self._failure and not self._closed:
-                first, text = self._failure = (message.get("who", who), message["failed"])
-                status = message.get("status", 1)
+                first, text, status = self._failure = (
+                    message.get("who", who),
+                    message["failed"],
+                    message.get("status", 1),
+                )
                 if not self.process_id:
                     down.append({**message, "who": first, "status": status})
             else:
@@ -363,6 +370,6 @@ class ControlChannel:
                 self.dump(self._here())
                 self._on_death(first, text, 1)
             elif not self._failing:
-                did = "failed" if status == 1 else "ended"
+                did = "failed" if status in ERRORS else "ended"
                 text = f"{self.names[first]} {did}, so this one ends: {text}"
                 self._on_death(first, text, status)

@@ -286,27 +286,29 @@ def _has_tpu() -> bool:
     return bool(files and importlib.util.find_spec("libtpu"))
 
 
-def _report(message: str) -> str:
-    """Reports to the others that this process refuses to continue; returns what to print here."""
+def _report(message: str, status: int) -> tuple[str, int]:
+    """Reports to the others that this process refuses to continue; returns what to print here, and
+    the status."""
     assert _channel
     me = _channel.process_id
-    words = _announce(_channel, message, 0.5 if me else 0)
-    return f"{_channel.names[me]}: {words}" if me else words
+    words, status = _announce(_channel, message, 0.5 if me else 0, status)
+    return f"{_channel.names[me]}: {words}" if me else words, status
 
 
-def _announce(channel: ControlChannel, text: str, patience: float) -> str:
-    """Reports an error to the others; returns what this process prints.
+def _announce(channel: ControlChannel, text: str, patience: float, status: int) -> tuple[str, int]:
+    """Reports an error to the others; returns what this process prints, and the status that all end
+    with: a supervisor of each decides by it.
 
     Often all find the same error at once: it is printed once on each host. Or another process
     died, and this one has only lost its connection to it.
     """
     me = channel.process_id
-    who, said = channel.fail(text, patience)
+    who, said, status = channel.fail(text, patience, status=status)
     if said != text:
-        return f"{channel.names[who]} failed, so this one ends: {said}"
+        return f"{channel.names[who]} failed, so this one ends: {said}", status
     hosts = [name.partition(" on ")[2] for name in channel.names]
     first = hosts.index(hosts[me])
-    return text if me in (who, first) else f"the same error as {channel.names[first]}"
+    return text if me in (who, first) else f"the same error as {channel.names[first]}", status
 
 
 def _end(channel: ControlChannel, error: BaseException) -> NoReturn:
@@ -317,7 +319,7 @@ def _end(channel: ControlChannel, error: BaseException) -> NoReturn:
     else:
         text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         # Process 0 reports first, and all wait for the report of a death.
-        words = _announce(channel, text, 1.5 if channel.process_id else 1)
+        words, status = _announce(channel, text, 1.5 if channel.process_id else 1, status)
         if words == text:
             print(f"error in {channel.names[channel.process_id]}:", file=sys.stderr)
             traceback.print_exception(error)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from jaxscale.distributed import control_channel, rendezvous
+from jaxscale import command_line
+from jaxscale.distributed import control_channel, processes, rendezvous
 from jaxscale.distributed.control_channel import ControlChannel
 
 deaths: dict[ControlChannel, list] = collections.defaultdict(list)
@@ -357,12 +358,27 @@ def test_a_process_that_dies_is_named_by_all_others(victim):
 
 def test_an_error_ends_the_others_with_its_words():
     with group(3) as members:
-        assert members[1].fail("no disk", patience=0) == (1, "no disk")
+        assert members[1].fail("no disk", patience=0) == (1, "no disk", 1)
         until(lambda: deaths[members[0]] and deaths[members[2]])
         for channel in (members[0], members[2]):
             said = f"{channel.names[1]} failed, so this one ends: no disk"
             assert deaths[channel] == [(1, said, 1)]
         assert not deaths[members[1]]
+
+
+def test_what_one_refuses_all_refuse(monkeypatch, capsys):
+    """With the status after which no supervisor starts a process again."""
+    with group(2) as members, monkeypatch.context() as patch:
+        patch.setattr(processes, "_channel", members[0])
+        patch.setattr(command_line, "_report", processes._report)
+        with pytest.raises(SystemExit) as ended, command_line.refusals():
+            raise ValueError("data.seq_len = 0 is too few")
+        assert ended.value.code == 2
+        until(lambda: deaths[members[1]])
+        said = f"{members[0].names[0]} failed, so this one ends: data.seq_len = 0 is too few"
+        assert deaths[members[1]] == [(0, said, 2)]
+        assert members[1].fail("a collective", patience=0)[2] == 2, "what follows from it, too"
+    assert capsys.readouterr().err == "error: data.seq_len = 0 is too few\n"
 
 
 def test_one_that_was_asked_to_stop_before_training_takes_the_others_along():
@@ -377,7 +393,7 @@ def test_an_error_that_follows_from_a_death_knows_it():
     with group(3) as members:
         die(members[2])
         found = together(*(lambda p=p: p.fail("collective", patience=5) for p in members[:2]))
-        assert [who for who, _ in found] == [2, 2]
+        assert [(who, status) for who, _, status in found] == [(2, 1), (2, 1)]
         assert not deaths[members[0]] + deaths[members[1]], "who has an error speaks for itself"
 
 
