@@ -2,7 +2,8 @@
 
 The environment is that of transformers' `apply_chat_template`: an immutable sandbox, blocks
 trimmed, loop controls, `{% generation %}`, `tojson` without HTML escapes, `raise_exception` and
-`strftime_now`.
+`strftime_now`. But its "now" is a date that stays: a run that is resumed on another day has to see
+the same tokens.
 """
 
 import datetime
@@ -19,6 +20,9 @@ Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
 """Characters of a text, from the first to behind the last."""
 
+TODAY = datetime.datetime(2024, 7, 26)
+"""What `strftime_now` formats: the date that Llama 3's templates name where they are given none."""
+
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # code points that no text has: Unicode keeps them for programs
 _TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -29,6 +33,12 @@ class ChatTemplate:
 
     source: str
     tokens: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def made_of(self) -> list[Any]:
+        """All that a text depends on besides its conversation, as JSON can hold it."""
+        date = [TODAY.isoformat()] if "strftime_now" in self.source else []
+        return [self.source, sorted(self.tokens.items()), *date]
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
         """The text of a conversation, special tokens written out.
@@ -208,7 +218,7 @@ def _compile(source: str) -> tuple[jinja2.Template, bool]:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["strftime_now"] = TODAY.strftime
     marks = any(
         isinstance(call.call.node, nodes.ExtensionAttribute)
         for call in environment.parse(source).find_all(nodes.CallBlock)

@@ -97,7 +97,7 @@ def plan(
         num_bytes += piece.num_bytes
     made_by = [FORMAT, tokenizer.fingerprint]
     if tokenizer.template and any(file.source.messages for file in files):
-        made_by += [tokenizer.template.source, sorted(tokenizer.template.tokens.items())]
+        made_by += tokenizer.template.made_of
     return [
         Work(i, tuple(pieces), folder, _digest([*made_by, *(piece.key for piece in pieces)]))
         for i, pieces in enumerate(slices)

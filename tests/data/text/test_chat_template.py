@@ -80,9 +80,16 @@ def test_globals_and_filters_of_transformers():
     )
     template = ChatTemplate(source, {"bos_token": "<s>"})
     assert template.render(CONVERSATIONS[1]) == '{"a": "<é>"} [\n 1\n] <s>'
-    assert ChatTemplate("{{ strftime_now('%Y') }}").render(CONVERSATIONS[1]).isdecimal()
     loop = "{% for m in messages %}{% break %}{% endfor %}{{ tools }}"
     assert ChatTemplate(loop).render(CONVERSATIONS[1]) == "None"
+
+
+def test_the_date_of_a_template_stays():
+    """Tokens that were made with the date of the day, before, are made again."""
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {"bos_token": "<s>"})
+    assert template.render(CONVERSATIONS[1]) == "26 Jul 2024"
+    assert template.made_of[1:] == [[("bos_token", "<s>")], "2024-07-26T00:00:00"]
+    assert ChatTemplate("x").made_of == ["x", []], "as those that were prepared before"
 
 
 def test_the_template_of_a_tokenizer():
