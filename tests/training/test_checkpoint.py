@@ -489,6 +489,20 @@ def test_a_number_that_changed_in_the_metadata_is_noticed(saved: Checkpoints) ->
         saved.metadata(6)
 
 
+def test_process_0_looks_at_the_files_of_a_checkpoint_once(
+    saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = mock.Mock(side_effect=durable.changed_file)
+    monkeypatch.setattr(durable, "changed_file", looks)
+    for step, count in ((6, 1), (3, 2)):
+        saved.metadata(step)
+        saved.restore(step, abstract(make_state()))
+        assert looks.call_count == count
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    saved.metadata(6)
+    assert looks.call_count == 2
+
+
 def test_unknown_step(saved: Checkpoints) -> None:
     with pytest.raises(ValueError, match=r"no checkpoint 5 in .*; there are \[3, 6\]"):
         saved.metadata(5)
