@@ -107,10 +107,10 @@ class Stream:
         begins = bounds[:-1] + (self.starts[first : last + 1] - self.offsets[first : last + 1])
         lengths = np.diff(bounds)
         places = [(b, b + length) for b, length in zip(begins.tolist(), lengths.tolist())]
-        pieces = [self.corpus.read(begin, end) for begin, end in places]
+        pieces = self.corpus.read_each(places)
         counted = None
         if self.corpus.counted or self.closed:
-            counted = np.concatenate([self.corpus.read_counted(*place) for place in places])[:-1]
+            counted = np.concatenate(self.corpus.read_counted_each(places))[:-1]
             if self.closed:
                 counted[inner - start - 1] = False
         bounds[-1] = stop

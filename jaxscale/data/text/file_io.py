@@ -4,13 +4,14 @@ An error while a file is read becomes a ValueError that names the file, or an Aw
 pass by itself.
 """
 
+import collections
 import contextlib
 import gzip
 import io
 import pathlib
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, cast
 
 if sys.version_info >= (3, 14):
@@ -20,6 +21,9 @@ else:
 
 from jaxscale.storage.durable import MAY_PASS, reason
 from jaxscale.storage.object_store import filesystem, is_remote
+
+ByteRange = tuple[str, int, int]
+"""An address, the first byte and the first after the last."""
 
 COMPRESSIONS = (".gz", ".zst")
 
@@ -110,11 +114,27 @@ def exists(path: str) -> bool:
         return fs.exists(name)
 
 
-def read_range(path: str, start: int, stop: int) -> bytes:
-    """The bytes from `start` to `stop` of an address, and no others."""
-    fs, name = filesystem(path)
+def read_ranges(wanted: Sequence[ByteRange]) -> list[bytes]:
+    """Ranges of bytes at addresses, and no others; asked for at once where the library can, since
+    each is a round trip."""
+    found: dict[int, bytes | Exception] = {}
+    groups: collections.defaultdict[Any, list[tuple[int, str]]] = collections.defaultdict(list)
+    for i, (path, _, _) in enumerate(wanted):
+        fs, name = filesystem(path)
+        groups[fs].append((i, name))
+    for fs, places in groups.items():
+        numbers, names = zip(*places)
+        starts, stops = zip(*(wanted[i][1:] for i in numbers))
+        with reading(wanted[numbers[0]][0]):
+            found |= zip(numbers, fs.cat_ranges(list(names), list(starts), list(stops)))
+    return [_checked(found[i], *each) for i, each in enumerate(wanted)]
+
+
+def _checked(data: bytes | Exception, path: str, start: int, stop: int) -> bytes:
+    """What was read of a range, or the reason why not."""
     with reading(path):
-        data = cast(bytes, fs.cat_file(name, start=start, end=stop))
+        if isinstance(data, Exception):
+            raise data
     if len(data) != stop - start:
         raise ValueError(f"{path} is cut short: it has no bytes {start} to {stop}")
     return data

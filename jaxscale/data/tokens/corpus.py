@@ -27,7 +27,7 @@ from jaxscale.data.tokens.index import (
     path_in,
     read_index,
 )
-from jaxscale.data.tokens.npy_files import ArrayFile
+from jaxscale.data.tokens.npy_files import ArrayFile, read_slices
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import key_of, plan
 from jaxscale.data.tokens.tokenizer import Tokenizer
@@ -91,9 +91,21 @@ class Corpus:
           IndexError: there are no such tokens.
           ValueError: an id is beyond the vocabulary, or a shard cannot be read.
         """
-        if not 0 <= start <= stop <= self.num_tokens:
-            raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
-        parts = [self.shards[i][part] for i, part in self._parts(start, stop)]
+        return self.read_each([(start, stop)])[0]
+
+    def read_each(self, places: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """`read` of several places, from an object store at once."""
+        for start, stop in places:
+            if not 0 <= start <= stop <= self.num_tokens:
+                raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
+        parts = [self._parts(*place) for place in places]
+        slices = iter(read_slices([(self.shards[i], part) for each in parts for i, part in each]))
+        found = [[next(slices) for _ in each] for each in parts]
+        return [self._checked(*each) for each in zip(found, places)]
+
+    def _checked(self, parts: list[np.ndarray], place: tuple[int, int]) -> np.ndarray:
+        """The ids in the parts of a place that lie in one shard each."""
+        start, stop = place
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if ids.max(initial=0) >= len(self.token_bytes):
             shard = self.shards[self._parts(start, stop)[0][0]]
@@ -106,13 +118,22 @@ class Corpus:
 
     def read_counted(self, start: int, stop: int) -> np.ndarray:
         """Whether the token after each in its document carries loss, bool [stop - start]."""
-        found = np.ones(stop - start, bool)
-        place = 0
-        for i, part in self._parts(start, stop) if self.counted else ():
-            marks, length = self.counted[i], min(part.stop, len(self.shards[i])) - part.start
-            if marks is not None:
-                found[place : place + length] = marks[part]
-            place += length
+        return self.read_counted_each([(start, stop)])[0]
+
+    def read_counted_each(self, places: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """`read_counted` of several places, from an object store at once."""
+        found = [np.ones(stop - start, bool) for start, stop in places]
+        wanted, targets = [], []
+        for place, marks in zip(places, found) if self.counted else ():
+            begin = 0
+            for i, part in self._parts(*place):
+                length = min(part.stop, len(self.shards[i])) - part.start
+                if (array := self.counted[i]) is not None:
+                    wanted.append((array, part))
+                    targets.append(marks[begin : begin + length])
+                begin += length
+        for target, read in zip(targets, read_slices(wanted)):
+            target[:] = read
         return found
 
     def marks(self, start: int, stop: int) -> set[bool]:

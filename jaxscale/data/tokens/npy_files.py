@@ -4,13 +4,14 @@ import functools
 import hashlib
 import os
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from jaxscale.data.text.file_io import read_range, reading
+from jaxscale.data.text.file_io import ByteRange, read_ranges, reading
 from jaxscale.storage.object_store import is_remote
 
 
@@ -35,11 +36,28 @@ class ArrayFile:
     def __getitem__(self, wanted: slice) -> np.ndarray:
         if not is_remote(self.path):
             return _map(self.path)[wanted]
+        return read_slices([(self, wanted)])[0]
+
+    def bytes_of(self, wanted: slice) -> ByteRange:
+        """Where a slice is in the file."""
         start, stop, _ = wanted.indices(self.length)
         width = np.dtype(self.dtype).itemsize
         first = self.header_bytes + start * width
-        data = read_range(self.path, first, max(first, self.header_bytes + stop * width))
-        return np.frombuffer(data, self.dtype)
+        return self.path, first, max(first, self.header_bytes + stop * width)
+
+
+def read_slices(wanted: Sequence[tuple[np.ndarray | ArrayFile, slice]]) -> list[np.ndarray]:
+    """Slices of arrays; all those at addresses are asked for at once."""
+    remote = {
+        i: (array, part)
+        for i, (array, part) in enumerate(wanted)
+        if isinstance(array, ArrayFile) and is_remote(array.path)
+    }
+    data = read_ranges([array.bytes_of(part) for array, part in remote.values()])
+    fetched = {
+        i: np.frombuffer(one, array.dtype) for one, (i, (array, _)) in zip(data, remote.items())
+    }
+    return [fetched[i] if i in fetched else array[part] for i, (array, part) in enumerate(wanted)]
 
 
 @functools.lru_cache(maxsize=256)  # each holds a file descriptor

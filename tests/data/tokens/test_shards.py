@@ -465,10 +465,13 @@ def test_shards_are_read_in_part_from_object_stores(folder, tmp_path, monkeypatc
     store.put(str(folder), "/bucket/out", recursive=True)
     local = open_corpus([str(folder)], BYTES)
     fetched = []
-    monkeypatch.setattr(
-        "jaxscale.data.tokens.npy_files.read_range",
-        lambda path, a, b: fetched.append(b - a) or store.cat_file(path[8:], a, b),
-    )
+    cat = store.cat_ranges
+
+    def note(names, starts, stops):
+        fetched.append(sum(stops) - sum(starts))
+        return cat(names, starts, stops)
+
+    monkeypatch.setattr(store, "cat_ranges", note)
     try:
         directory = tmp_path / "run" if keep else None
         corpus = open_corpus(["memory://bucket/out"], BYTES, directory)
@@ -479,6 +482,10 @@ def test_shards_are_read_in_part_from_object_stores(folder, tmp_path, monkeypatc
             np.testing.assert_array_equal(corpus.read(start, stop), local.read(start, stop))
             assert sum(fetched) == 2 * (stop - start)  # two bytes a token
             fetched.clear()
+        places = [(0, 5), (1990, 2010), (40, 50)]
+        for left, right in zip(corpus.read_each(places), local.read_each(places)):
+            np.testing.assert_array_equal(left, right)
+        assert fetched == [70], "all in one call, which asks for them at once"
         np.testing.assert_array_equal(corpus.offsets, local.offsets)
         if keep:
             assert isinstance(corpus.offsets, np.memmap)
