@@ -1,6 +1,7 @@
 """The parts of `tools/bench/gpu.sh`, which run on a GPU only."""
 
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -40,3 +41,13 @@ def test_a_device_without_room_for_the_8b_is_not_given_it(gpu):
     assert not any("8b" in name for name in small)
     assert any("8b" in name and "float8" in name for name in large)
     assert len(set(large)) == len(large)
+
+
+def test_the_programs_do_without_packages_that_read_training_data():
+    programs = ("gpu", "train", "ours", "attention", "loss", "gpu_layouts")
+    blocked = "sys.modules['grain'] = sys.modules['array_record'] = None"
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; {blocked}; import {', '.join(programs)}"],
+        cwd=ROOT / "tools/bench",
+        check=True,
+    )

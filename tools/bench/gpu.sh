@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Every check and every timing that one GPU allows, in one call of under eight minutes; appends
 # JSON lines to tools/bench/results/gpu.jsonl. With --rehearse: the same parts, tiny, on a CPU.
-# Needs the package's dependencies on PYTHONPATH or installed; PYTHON names the interpreter.
+# Needs the package's dependencies on PYTHONPATH or installed, but not grain and array_record; where
+# an image has JAX, Flax and Optax, mostly the wheels of ml_collections and backports.zstd are to be
+# carried. PYTHON names the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from array_record.python import array_record_module  # pyright: ignore
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory, text_format
 
 from jaxscale.choices import did_you_mean
@@ -93,6 +92,9 @@ def read_arrayrecord(path: str, fields: Sequence[str], start: int, stop: int) ->
         raise ValueError(f"{path}: ArrayRecord files are read from this machine only; copy it here")
     with reading(path):
         size = os.stat(path).st_size
+    # Here, so that whoever reads no such file, as a benchmark of steps, does without the package.
+    from array_record.python import array_record_module  # noqa: PLC0415  # pyright: ignore
+
     reader = array_record_module.ArrayRecordReader(path)
     try:
         count = reader.num_records()
