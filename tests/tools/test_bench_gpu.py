@@ -43,6 +43,42 @@ def test_a_device_without_room_for_the_8b_is_not_given_it(gpu):
     assert len(set(large)) == len(large)
 
 
+def test_one_call_reaches_the_layouts_whatever_the_parts_before_take(gpu):
+    parts = list(gpu.parts(False))
+    first = parts[: [part.name for part in parts].index("layouts") + 1]
+    assert sum(part.limit_seconds for part in first) <= gpu.BUDGET_SECONDS
+    large = [part.name for part in first if "8b" in part.name]
+    assert len(large) == 3
+    assert sum("float8" in name for name in large) == 1
+
+
+def test_steps_end_in_their_time_with_what_they_measured(gpu, monkeypatch):
+    """Steps of 30 seconds after a start of 40: a third would end after 130."""
+    import train  # noqa: PLC0415
+
+    class Slow:
+        name, clock, done = "slow", 40.0, 0
+
+        def __init__(self, *unused):
+            pass
+
+        def step(self):
+            Slow.clock += 30
+            Slow.done += 1
+
+        def finish(self):
+            return Slow.done
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(train, "Subject", Slow)
+    monkeypatch.setattr(train.time, "monotonic", lambda: Slow.clock)
+    tiny = str(ROOT / "configs/tiny.py")
+    assert train.measure(tiny, [], [train.OURS], steps=9, end=110) == {"slow": 2}
+    assert train.measure(tiny, [], [train.OURS], steps=9, end=110) == {"slow": 3}
+
+
 def test_the_programs_do_without_packages_that_read_training_data():
     programs = ("gpu", "train", "ours", "attention", "loss", "gpu_layouts")
     blocked = "sys.modules['grain'] = sys.modules['array_record'] = None"

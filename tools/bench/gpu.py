@@ -20,8 +20,13 @@ from typing import Any, NamedTuple
 from provenance import ROOT, provenance
 from train import OUT_OF_MEMORY
 
+from jaxscale import config as configs
+
 BUDGET_SECONDS = 460
-"""No part is started, or goes on, after this."""
+"""No part is started, or goes on, after this. The limits of the parts up to `layouts` fit in it."""
+
+ENDING_SECONDS = 10
+"""What a case has left, after the step in which its time ends, to finish and write its record."""
 
 PACKAGES = (
     "jax",
@@ -57,14 +62,18 @@ NARROW = (
 
 ATTENTION_SAVED = "save:query,key,value,attention"
 
-CASES = (
-    # What is aimed at first, each with what it is compared with; then what may be better.
+FIRST_CASES = (
     Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT,)),
-    Case("llama32_1b", 8, 1, "none"),
-    Case("llama32_1b", 8, 1, "none", (FLASH,)),
-    Case("llama3_8b", 1, 4, "save_matmuls", (ONE_DOCUMENT, *NARROW), 120),
     Case("llama3_8b", 2, 2, ATTENTION_SAVED, (ONE_DOCUMENT, *NARROW), 120),
     Case("llama3_8b", 2, 2, ATTENTION_SAVED, (ONE_DOCUMENT, *NARROW, FLOAT8), 120),
+    Case("llama3_8b", 1, 4, "save_matmuls", (ONE_DOCUMENT, *NARROW), 120),
+)
+"""What is aimed at."""
+
+CASES = (
+    # With what those are compared with first; then what may be better.
+    Case("llama32_1b", 8, 1, "none"),
+    Case("llama32_1b", 8, 1, "none", (FLASH,)),
     Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT, FLOAT8)),
     Case("llama32_1b", 16, 1, "none", (ONE_DOCUMENT,), 120),
     Case("llama32_1b", 16, 1, "full", (ONE_DOCUMENT,)),
@@ -74,8 +83,8 @@ CASES = (
     Case("llama3_8b", 2, 1, "full", (ONE_DOCUMENT, *NARROW), 120),
     Case("llama32_1b", 32, 1, "full", (ONE_DOCUMENT,)),
 )
-SEQUENCES_TIMED = 64
-"""Of all timed steps of a case, so that each ends in its time; at least three steps."""
+FLOPS_TIMED = 3e15
+"""Of all timed steps of a case, 8 seconds at 40 % of an H100's peak; but from 3 to 16 steps."""
 TINY = (
     "num_layers=2",
     "d_model=64",
@@ -93,31 +102,39 @@ class Part(NamedTuple):
     name: str
     program: list[str]
     limit_seconds: float
+    steps: bool = False  # whether it is told with --seconds when its steps have to end
 
 
 def parts(rehearse: bool, memory_gib: float = math.inf) -> Iterator[Part]:
     """All of them that a device of so much memory has room for, in order."""
     small = ["--rehearse"] if rehearse else []
-    yield Part("attention", ["tools/bench/attention.py", *small], 120)
-    cases = [case for case in CASES if case.memory_gib <= memory_gib]
-    for case in (cases[0], cases[1], cases[5]) if rehearse else cases:
-        yield _timed(case, rehearse)
+    first, others = (
+        [case for case in cases if case.memory_gib <= memory_gib] for cases in (FIRST_CASES, CASES)
+    )
+    if rehearse:
+        first, others = [first[0], first[2]], others[:1]
+    yield Part("attention", ["tools/bench/attention.py", *small], 80)
+    yield from (_timed(case, rehearse) for case in first)
+    yield Part("layouts", ["tools/bench/gpu_layouts.py"], 80)
     yield Part("loss", ["tools/bench/loss.py", *small], 60)
-    yield Part("layouts", ["tools/bench/gpu_layouts.py"], 120)
+    yield from (_timed(case, rehearse) for case in others)
 
 
 def _timed(case: Case, rehearse: bool) -> Part:
     rows = case.sequences * case.microbatches
-    settings = list(case.settings)
+    settings = [*case.settings, f"data.global_batch_size={rows}", f"layout.remat={case.remat}"]
     if rehearse:
         settings += [f"model.{setting}" for setting in TINY] + ["data.seq_len=64"]
+    file = f"configs/{case.config}.py"
+    config = configs.load(ROOT / file, settings)
+    flops = config.model.flops_per_token(config.data.seq_len) * config.data.tokens_per_step
     name = ", ".join((*case.settings, f"remat {case.remat}"))
     return Part(
         f"{case.config}, {case.microbatches} x {case.sequences} sequences, {name}",
         [
             "tools/bench/train.py",
             "--config",
-            f"configs/{case.config}.py",
+            file,
             "--layouts",
             f"microbatches={case.microbatches}",
             "--dtypes",
@@ -127,12 +144,11 @@ def _timed(case: Case, rehearse: bool) -> Part:
             "--repeats",
             "1",
             "--steps",
-            str(max(3, SEQUENCES_TIMED // rows)),
-            f"--config.layout.remat={case.remat}",
+            str(min(16, max(3, int(FLOPS_TIMED / flops)))),
             *(f"--config.{setting}" for setting in settings),
-            f"--config.data.global_batch_size={rows}",
         ],
-        90,
+        75,
+        steps=True,
     )
 
 
@@ -141,11 +157,14 @@ def run(part: Part, seconds: float) -> tuple[list[dict[str, Any]], bool]:
     print(f"\n== {part.name}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "records.jsonl"
+        limit = min(seconds, part.limit_seconds)
+        flags = ["--json", str(file)]
+        if part.steps:
+            flags.append(f"--seconds={limit - ENDING_SECONDS:.0f}")
         # Its own session, so that what it started ends with it.
         process = subprocess.Popen(
-            [sys.executable, *part.program, "--json", str(file)], cwd=ROOT, start_new_session=True
+            [sys.executable, *part.program, *flags], cwd=ROOT, start_new_session=True
         )
-        limit = min(seconds, part.limit_seconds)
         try:
             status = process.wait(limit)
             trouble = f"ended with {status}" if status else None

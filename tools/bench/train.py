@@ -132,9 +132,19 @@ def command_of(name: str, config_file: str, settings: Sequence[str]) -> list[str
 
 
 def measure(
-    config_file: str, settings: Sequence[str], names: Iterable[str], *, steps: int
+    config_file: str,
+    settings: Sequence[str],
+    names: Iterable[str],
+    *,
+    steps: int,
+    end: float = math.inf,
 ) -> dict[str, Run]:
-    """One round: starts the subjects one after the other, then lets them step in turn."""
+    """One round: starts the subjects one after the other, then lets them step in turn.
+
+    Args:
+      end: of `time.monotonic()`: a step, but not the first timed one, that might end later is not
+        begun.
+    """
     layout = configs.load(config_file, settings).layout
     sizes = [getattr(layout, axis) for axis in MESH_AXES]
     num_devices = math.prod(size for size in sizes if size > 0)
@@ -144,9 +154,14 @@ def measure(
             command = command_of(name, config_file, settings)
             subject = Subject(name, command, num_devices if name == OURS else 1)
             subjects.append(stack.enter_context(contextlib.closing(subject)))
-        for _ in range(steps):
+        longest = 0.0
+        for done in range(steps):
+            begin = time.monotonic()
+            if done and begin + longest > end:
+                break
             for subject in subjects:
                 subject.step()
+            longest = max(longest, time.monotonic() - begin)
         return {subject.name: subject.finish() for subject in subjects}
 
 
@@ -165,6 +180,7 @@ def summarise(name: str, runs: Sequence[Run], config: Config) -> dict[str, Any]:
         "phases": {
             phase: median(run.first["phases"][phase] for run in runs) for phase in first["phases"]
         },
+        "steps": len(runs[-1].steps),
         "losses": [first["loss"], *(step["loss"] for step in runs[-1].steps)],
         **{name: first[name] for name in first.keys() - {"phases", "loss", "cpu_seconds"}},
         **{name: max(run.peaks[name] or 0 for run in runs) or None for name in runs[-1].peaks},
@@ -193,13 +209,26 @@ def median(values: Iterable[float]) -> float:
 
 
 def run_case(
-    config_file: str, settings: Sequence[str], names: Sequence[str], *, steps: int, repeats: int
+    config_file: str,
+    settings: Sequence[str],
+    names: Sequence[str],
+    *,
+    steps: int,
+    repeats: int,
+    seconds: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """The records of a case, one a subject; a case that fails is a record with its error."""
-    case = {"config": config_file, "settings": list(settings), "steps": steps, "rounds": repeats}
+    """The records of a case, one a subject; a case that fails is a record with its error.
+
+    Args:
+      seconds: of a round, start included, after which no further step begins.
+    """
+    case = {"config": config_file, "settings": list(settings), "rounds": repeats}
     try:
         config = configs.load(config_file, settings)
-        rounds = [measure(config_file, settings, names, steps=steps) for _ in range(repeats)]
+        rounds = [
+            measure(config_file, settings, names, steps=steps, end=time.monotonic() + seconds)
+            for _ in range(repeats)
+        ]
     except (RuntimeError, ValueError) as error:
         return [{**case, "subject": OURS, "error": str(error)}]
     runs = {name: [round_[name] for round_ in rounds] for name in names}
@@ -270,6 +299,12 @@ def main(argv: Sequence[str]) -> int:
         help="plain versions to compare with: loop, scan, or none",
     )
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a process")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="begin no further step after so many of a round, start and compiling included",
+    )
     parser.add_argument("--repeats", type=int, default=3, help="processes of each subject")
     parser.add_argument("--json", metavar="FILE", help="append a line of JSON for each subject")
     options, overrides = command_line.parse(parser, argv)
@@ -279,7 +314,14 @@ def main(argv: Sequence[str]) -> int:
         settings = [*overrides, *(f"layout.{setting}" for setting in layout.split(","))]
         settings.append(f"model.compute_dtype={dtype}")
         print(f"\n{file}, {layout}, {dtype}\n{COLUMNS}", flush=True)
-        records = run_case(file, settings, names, steps=options.steps, repeats=options.repeats)
+        records = run_case(
+            file,
+            settings,
+            names,
+            steps=options.steps,
+            repeats=options.repeats,
+            seconds=options.seconds,
+        )
         for record in records:
             failed |= "error" in record
             print(row(record), flush=True)
