@@ -175,6 +175,7 @@ def make_engine(
         mesh,
         pipelined=stages is not None,
         deterministic=config.run.deterministic,
+        matmul_dtype=config.model.matmul_dtype,
         layer=_combined_layer(layout, zero, shapes),
     )
     return Engine(

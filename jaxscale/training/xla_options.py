@@ -171,6 +171,22 @@ PIPELINED = {
 """By `device.platform`: what a step with a pipeline has besides."""
 
 
+FLOAT8 = {
+    "cpu": (),
+    "tpu": (),
+    "gpu": (
+        XlaFlag(
+            "xla_gpu_enable_triton_gemm",
+            False,
+            "leaves matmuls to cuBLAS: in kernels that XLA writes with Triton, tensor cores of "
+            "Hopper sum products of float8 with about 14 bits, whatever precision is asked for "
+            "(max_num_imprecise_acc in XLA's emitter)",
+        ),
+    ),
+}
+"""By `device.platform`: what a step with `model.matmul_dtype = "float8"` has besides."""
+
+
 def has_sparse_cores(device_kind: str) -> bool:
     """Whether it is a TPU whose sparse cores drive collectives."""
     return XLA_FLAGS.get(device_kind) is _TPU_SPARSE_CORES
@@ -285,15 +301,17 @@ def step_options(
     *,
     pipelined: bool = False,
     deterministic: bool = False,
+    matmul_dtype: str = "",
     layer: LayerBytes | None = None,
 ) -> dict[str, bool | int | str]:
     """The table's options for a mesh's devices, without those that this version of XLA does not
     know, which are logged.
 
     Args:
-      pipelined: whether to add those of `PIPELINED`. These, those for `layer` and that of the
-        memory are only added where the environment's XLA_FLAGS leave them open.
+      pipelined: whether to add those of `PIPELINED`. These, those for `matmul_dtype` and `layer`
+        and that of the memory are only added where the environment's XLA_FLAGS leave them open.
       deterministic: whether to add the options that make a step compute the same bits every time.
+      matmul_dtype: of the model; "float8" adds those of `FLOAT8`.
       layer: the largest one, whose collectives are to be combined.
 
     Raises:
@@ -303,7 +321,8 @@ def step_options(
     device = mesh.devices.flat[0]
     needed = _deterministic(device) if deterministic else ()
     recorded = PIPELINED.get(device.platform, ()) if pipelined else ()
-    optional = (*recorded, *_combining(device, layer), *_memory_limit(device))
+    precise = FLOAT8.get(device.platform, ()) if matmul_dtype == "float8" else ()
+    optional = (*recorded, *precise, *_combining(device, layer), *_memory_limit(device))
     flags = (*flags_of(device), *(flag for flag in optional if not _is_set(flag)), *needed)
     refused = refused_options(flags, replicated(mesh))
     for name, error in refused.items():

@@ -3,6 +3,7 @@
 import collections
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,11 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.compiled.topology import compiler_installed, open_topology
 from jaxscale.ops.collective_matmul import matmuls_scatter
 from jaxscale.ops.tensor_parallel import Spread, columns, linear, rows, spread_columns, spread_rows
+from jaxscale.training.xla_options import FLOAT8
+
+gpu = pytest.mark.skipif(
+    not compiler_installed("gpu"), reason="no compiler for GPUs: uv sync --inexact --extra aot"
+)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +58,7 @@ def test_gradients_of_a_bfloat16_product_are_rounded_once(platform):
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2**-8, atol=2**-4)
 
 
-@pytest.mark.skipif(
-    not compiler_installed("gpu"), reason="no compiler for GPUs: uv sync --inexact --extra aot"
-)
+@gpu
 def test_on_a_gpu_float8_transposes_no_weights_of_all_layers():
     """Two stacks of 16 MiB in float32, which XLA would otherwise transpose before the loop."""
     place = SingleDeviceSharding(open_topology("h100:1x1").devices[0])
@@ -71,6 +75,27 @@ def test_on_a_gpu_float8_transposes_no_weights_of_all_layers():
 
     compiled = jax.jit(run).lower(*args).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**24
+
+
+@gpu
+def test_on_a_gpu_sums_of_float8_gradients_are_precise():
+    """cuBLAS has all three matmuls, and both operands' precision is DEFAULT in the forward one
+    alone: that is where XLA asks for fast accumulation."""
+    place = SingleDeviceSharding(open_topology("h100:1x1").devices[0])
+    shapes = (256, 128), (128, 512), (256, 512)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
+
+    def run(x, weight, dy):
+        y, pullback = jax.vjp(functools.partial(linear, dtype="float8", platform="gpu"), x, weight)
+        return y, pullback(dy)
+
+    options = {flag.name: flag.value for flag in FLOAT8["gpu"]}
+    text = jax.jit(run).lower(*args).compile(compiler_options=options).as_text()
+    calls = [one for one in text.splitlines() if 'target="__cublas$lt$matmul$f8"' in one]
+    precise = {
+        re.findall(r"bf16\[\d+,\d+\]", one)[0]: one.count('"HIGHEST","HIGHEST"') for one in calls
+    }
+    assert precise == {"bf16[256,512]": 0, "bf16[256,128]": 1, "bf16[128,512]": 1}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -144,6 +144,19 @@ def test_the_collectives_of_a_large_layer_are_combined_on_gpus(monkeypatch):
     assert names[0] not in step_options(mesh, layer=large)
 
 
+def test_matmuls_of_float8_are_left_to_cublas(monkeypatch):
+    name = "xla_gpu_enable_triton_gemm"
+    cpu = make_mesh(Layout(data=8), jax.devices())
+    assert step_options(cpu, matmul_dtype="float8") == {}
+    if not topology.compiler_installed("gpu"):
+        pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
+    mesh = make_mesh(Layout(data=1, fsdp=4), topology.open_topology("h200:1x4").devices)
+    assert name not in step_options(mesh)
+    assert step_options(mesh, matmul_dtype="float8") == step_options(mesh) | {name: False}
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=true")
+    assert name not in step_options(mesh, matmul_dtype="float8")
+
+
 def test_xla_plans_with_the_memory_that_jax_takes_of_a_gpu(monkeypatch):
     if not topology.compiler_installed("gpu"):
         pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
