@@ -116,6 +116,7 @@ def parts(rehearse: bool, memory_gib: float = math.inf) -> Iterator[Part]:
     yield Part("attention", ["tools/bench/attention.py", *small], 80)
     yield from (_timed(case, rehearse) for case in first)
     yield Part("layouts", ["tools/bench/gpu_layouts.py"], 80)
+    yield Part("sums of float8", ["tools/bench/float8.py", *small], 40)
     yield Part("loss", ["tools/bench/loss.py", *small], 60)
     yield from (_timed(case, rehearse) for case in others)
 

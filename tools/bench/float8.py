@@ -1,0 +1,120 @@
+"""The error that sums add to a weight's gradient in float8: a sum over 32,768 tokens.
+
+The same operands of 8 bits are multiplied in float32, as a step multiplies them, with fast
+accumulation, and by the kernel that XLA writes; one JSON line for each.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+
+from jaxscale.ops.matmul import (  # noqa: E402
+    FLOAT8_PRECISION,
+    FORWARD,
+    OPERANDS,
+    WEIGHT_GRADIENT,
+    scaled_float8,
+)
+from jaxscale.training.xla_options import FLOAT8  # noqa: E402
+
+SIZES = (32_768, 2_048, 8_192)  # tokens, features and hidden features: llama32_1b, 8 sequences
+TINY = (1_024, 32, 64)
+
+ERROR_BOUND = 2**-10
+"""Relative, in the norm, of a step's way; rounding the result to bfloat16 may err by twice that.
+Sums of 128 terms in 14 bits, then in float32, err by about a tenth of it; all in 14 bits by 30
+times."""
+
+
+class Way(NamedTuple):
+    """How the operands are multiplied."""
+
+    name: str
+    precision: jax.lax.Precision
+    options: dict[str, Any]
+
+
+def ways(platform: str) -> list[Way]:
+    """A step's first."""
+    cublas = {flag.name: flag.value for flag in FLOAT8[platform]}
+    precise = FLOAT8_PRECISION[WEIGHT_GRADIENT]
+    return [
+        Way("as in a step", precise, cublas),
+        Way("fast accumulation", FLOAT8_PRECISION[FORWARD], cublas),
+        Way("XLA's choice of kernel", precise, {}),
+    ]
+
+
+def product(x: jax.Array, dy: jax.Array, *, precision: jax.lax.Precision) -> jax.Array:
+    """x^T dy, in float32."""
+    dims = (([0], [0]), ((), ()))
+    return jax.lax.dot_general(
+        x, dy, dims, precision=precision, preferred_element_type=jnp.dtype("float32")
+    )
+
+
+def compare(way: Way, operands: tuple[jax.Array, jax.Array], exact: jax.Array) -> dict[str, Any]:
+    """A record: the error, the shortest time of five, and whether cuBLAS multiplied."""
+    multiply = jax.jit(product, static_argnames="precision").lower(
+        *operands, precision=way.precision
+    )
+    compiled = multiply.compile(compiler_options=way.options)
+    got, times = compiled(*operands), []
+    for _ in range(5):
+        begin = time.perf_counter()
+        jax.block_until_ready(compiled(*operands))
+        times.append(time.perf_counter() - begin)
+    return {
+        "benchmark": "float8",
+        "way": way.name,
+        "tokens": len(operands[0]),
+        "difference": float(jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact)),
+        "seconds": min(times),
+        "cublas": "__cublas$lt$matmul$f8" in (compiled.as_text() or ""),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 1 when a step's way differs by more than its bound."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rehearse", action="store_true", help="tiny, for any machine")
+    parser.add_argument("--json", metavar="FILE", help="append a line for each way")
+    options = parser.parse_args(argv)
+    tokens, features, hidden = TINY if options.rehearse else SIZES
+    keys = jax.random.split(jax.random.key(0))
+    # Positive ones: sums that grow with every term, where few bits lose most.
+    x, dy = (
+        scaled_float8(jax.random.uniform(key, (tokens, size)), dtype)[0]
+        for key, size, dtype in zip(keys, (features, hidden), OPERANDS["float8", WEIGHT_GRADIENT])
+    )
+    wide = x.astype(jnp.float32), dy.astype(jnp.float32)
+    exact = product(*wide, precision=jax.lax.Precision.HIGHEST)
+    failed = False
+    for number, way in enumerate(ways(jax.default_backend())):
+        record = compare(way, (x, dy), exact)
+        if number == 0 and not record["difference"] <= ERROR_BOUND:
+            failed, record["error"] = True, f"differs by more than {ERROR_BOUND}"
+        print(
+            f"{way.name:22} differs by {record['difference']:.1e}, "
+            f"{1e3 * record['seconds']:.2f} ms, {'cuBLAS' if record['cublas'] else 'XLA'}"
+            + (f", {record['error']}" if "error" in record else ""),
+            flush=True,
+        )
+        if options.json:
+            with open(options.json, "a") as lines:
+                lines.write(json.dumps(record) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
