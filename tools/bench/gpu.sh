@@ -9,4 +9,8 @@ cd "$(dirname "$0")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 # One process at a time has the GPU to itself.
 export XLA_PYTHON_CLIENT_PREALLOCATE=true XLA_PYTHON_CLIENT_MEM_FRACTION=0.94
+# What one part found of the fastest kernels serves the next: compile times, after the first part's,
+# are not those of a machine that has compiled nothing.
+found=$(mktemp -d)
+export XLA_FLAGS="--xla_gpu_per_fusion_autotune_cache_dir=$found ${XLA_FLAGS:-}"
 exec "${PYTHON:-python3}" tools/bench/gpu.py "$@"
