@@ -105,6 +105,9 @@ def make_accumulation(
     def run(params: Tree, groups: Batch) -> tuple[Sums, Tree]:
         early = early_reductions(layout, zero, platform, groups.tokens[0, 0].size // layout.context)
         weights, grads = params, zero.zeros(params, zero.axes, finished=count == 1)
+        if unfilled and count == 1 and not (zero.reduces or zero.remains):
+            # Every layer's gradients are written, and nothing is added (`Loop.writes_once`).
+            grads |= {stack.name: _unfilled(grads[stack.name]) for stack in model.stacks}
         done = Accumulated(zero_sums(model, zero.loss_dtype), grads)
         for visit, span in visits:
             group_pass = _make_group_pass(model, layout, zero, visit, early, unroll_layers)
@@ -135,6 +138,11 @@ def _can_leave_unfilled(layout: Layout, platform: str) -> bool:
     the compiler partitions nothing, for every rank of an automatic axis would have all of them."""
     sizes = layout.sizes
     return platform == "gpu" and all(sizes[axis] == 1 for axis in automatic_axes(sizes))
+
+
+def _unfilled(like: Tree) -> Tree:
+    """Arrays of these shapes and types that hold anything."""
+    return jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), like)
 
 
 def _visits(zero: Zero, count: int) -> list[tuple[Visit, slice]]:
@@ -203,7 +211,7 @@ def _make_group_pass(
 
         shapes = jax.eval_shape(forward, params, batch, sums)
         if start is None:
-            return jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), shapes)
+            return _unfilled(shapes)
         return jax.tree.map(lambda x: jnp.full(x.shape, start.astype(x.dtype)), shapes)
 
     return GroupPass(run, empty)

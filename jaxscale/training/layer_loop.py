@@ -112,6 +112,11 @@ class Loop:
         """Whether a layer's gradients are reduced over ranks, during the layer below."""
         return self.zero.reduces or (self.visit.last and self.zero.remains)
 
+    @property
+    def writes_once(self) -> bool:
+        """Whether a layer's accumulators take its gradients as they are, and no sum."""
+        return self.visit.only and not self.reduces
+
 
 class Prefetched(NamedTuple):
     """What was fetched for a layer during the compute before it; None: read when it begins."""
@@ -355,9 +360,13 @@ def _accumulate(loop: Loop, inputs: Inputs, grads: Tree, index: Index, dweights:
         earlier = grads if inputs.earlier is None else inputs.earlier
         total = loop.zero.finish(add(at(earlier, index), total), loop.axes)
         return put(grads, total, index)
-    # An only visit adds to zeros: where XLA for GPUs puts what a reduce-scatter leaves, without a
-    # sum, it hides none of them.
-    return add_at(grads, index, loop.zero.finish(total, loop.axes) if visit.last else total)
+    total = loop.zero.finish(total, loop.axes) if visit.last else total
+    if loop.writes_once:
+        total = jax.tree.map(lambda x, grad: grad.astype(x.dtype), grads, total)
+        return put(grads, total, index)
+    # An only visit that reduces adds to zeros: where XLA for GPUs puts what a reduce-scatter
+    # leaves, without a sum, it hides none of them.
+    return add_at(grads, index, total)
 
 
 def only_after(weights: Tree, x: Tree) -> tuple[Tree, Tree]:

@@ -106,29 +106,30 @@ def test_layers_that_gather_late_prefetch_in_the_forward_pass_alone(monkeypatch)
     assert timeline(lowered_step(remat="full")) == "gg.g.gr.gr.r"
 
 
-def test_reductions_that_end_early_and_residuals_in_unfilled_arrays_are_the_same(monkeypatch):
-    """To the bit: loss, and parameters after two steps. What begins unfilled on GPUs is written
-    before it is read: it is NaN here."""
-    expected, shapes = after_two_steps(), []
+@pytest.mark.parametrize("layout", [{"fsdp": 2}, {"fsdp": 1, "microbatches": 1}])
+def test_early_reductions_and_unfilled_arrays_are_the_same(layout, monkeypatch):
+    """To the bit: loss, and parameters after two steps. What begins unfilled on GPUs, residuals and
+    on one device gradients, is written before it is read: it is NaN here."""
+    expected, shapes = after_two_steps(layout), []
     early = Early(head=True, layers=True, gathers_late=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(accumulation, "early_reductions", lambda *_: early)
-        jax.tree.map(np.testing.assert_array_equal, after_two_steps(), expected)
 
     def empty(shape, dtype):
         shapes.append(shape)
         return jnp.full(shape, jnp.nan, dtype)
 
+    monkeypatch.setattr(accumulation, "early_reductions", lambda *_: early)
     monkeypatch.setattr(jax.lax, "empty", empty)
     monkeypatch.setattr(accumulation, "_can_leave_unfilled", lambda *_: True)
-    jax.tree.map(np.testing.assert_array_equal, after_two_steps(), expected)
+    jax.tree.map(np.testing.assert_array_equal, after_two_steps(layout), expected)
+    gradients = (3, 32, 16) in shapes
     assert shapes
+    assert gradients == (layout["fsdp"] == 1)
 
 
-def after_two_steps() -> tuple[float, dict]:
+def after_two_steps(layout: dict) -> tuple[float, dict]:
     """The loss of the second step, and the parameters after it."""
-    config = tiny(remat="full")
-    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
+    config = tiny(remat="full", **layout)
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[: layout["fsdp"]]))
     batch = engine.shard(synthetic_batch(config))
     state = engine.init(jax.random.key(0))
     for _ in range(2):
