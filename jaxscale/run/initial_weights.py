@@ -31,15 +31,23 @@ log = logging.getLogger("jaxscale")
 MAY_DIFFER = (
     "init_from",
     "attention",
+    "balance",
+    "balance_rate",
+    "balance_weight",
+    "capacity_factor",
     "causal",
     "compute_dtype",
+    "dropout",
     "matmul_dtype",
     "param_dtype",
     "prediction_weight",
     "rope_length",
+    "router_jitter",
+    "router_z_loss",
     "z_loss",
 )
-"""Settings of a model that do not change what its weights mean."""
+"""Settings of a model that do not change what its weights mean: those of kernels, of types, and of
+training alone. A `capacity_factor` by which experts choose their tokens does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +144,13 @@ def check_settings(model: ModelConfig, weights: Weights, why: str) -> None:
     """
     ours, theirs = dataclasses.asdict(model), dataclasses.asdict(weights.config)
     none = "no such setting"
+    may_differ = set(MAY_DIFFER)
+    if ours.get("router") == "expert_choice":
+        may_differ.remove("capacity_factor")
     lines = [
         f"model.{name} = {ours.get(name, none)!r} here, {theirs.get(name, none)!r} there"
         for name in {**ours, **theirs}
-        if name not in MAY_DIFFER and ours.get(name, none) != theirs.get(name, none)
+        if name not in may_differ and ours.get(name, none) != theirs.get(name, none)
     ]
     if lines:
         raise ValueError(

@@ -262,6 +262,15 @@ def test_an_epsilon_of_latent_attention_comes_back():
     assert family.from_hf(written)["norm_eps"] == 1e-5
 
 
+def test_a_balancing_loss_that_is_off_there_is_off_here():
+    """As of published gpt-oss, whose weight of 0.9 transformers does not use."""
+    hf = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text())
+    hf["router_aux_loss_coef"] = 0.9
+    for on in (False, True):
+        settings = FAMILIES["gpt_oss"].from_hf(hf | {"output_router_logits": on})
+        assert settings["balance_weight"] == 0.9 * on
+
+
 # Changes of a config.json that ended in a traceback, or were dropped: the whole message.
 SCALES = "config.json scales rotary positions by rope_type = "
 MALFORMED = [

@@ -281,18 +281,20 @@ def rope_to_hf(model: Model) -> dict[str, Any]:
 def pop_experts(rest: dict[str, Any], experts: int, per_token: int) -> dict[str, Any]:
     """The settings of experts that all formats have.
 
-    Their auxiliary loss, which is over a micro-batch and grows with the experts of a token, is
-    another one than ours; its weight is taken for ours.
+    They add an auxiliary loss only with output_router_logits, whatever its weight is. It is over a
+    batch and grows with the experts of a token, so another one than ours; its weight is taken for
+    ours.
 
     Args:
       experts, per_token: the defaults.
     """
-    pop(rest, "output_router_logits", False)  # adds that loss to theirs, and changes no logits
+    weight = pop(rest, "router_aux_loss_coef", 0.001)
+    has_loss = pop(rest, "output_router_logits", False)
     other = pop(rest, "num_experts", experts)
     return {
         "num_experts": pop(rest, "num_local_experts", other),
         "experts_per_token": pop(rest, "num_experts_per_tok", per_token),
-        "balance_weight": pop(rest, "router_aux_loss_coef", 0.001),
+        "balance_weight": weight if has_loss else 0.0,
     }
 
 
