@@ -30,7 +30,10 @@ AUTO = "auto"
 `remat`: it chooses the policy alone."""
 
 PIPELINE_GATHERS = ("chunk", "layer")
-CONTEXT_METHODS = ("ring", "gather", "ulysses")
+ULYSSES = "ulysses"
+"""The context method that attends within a rank, by any kernel."""
+
+CONTEXT_METHODS = ("ring", "gather", ULYSSES)
 BLOCK_TENSORS = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Results of a layer's matmuls, by their names in remat policies; "attention" is the output of the
 attention kernel. The result of a layer's last matmul is not listed: no backward pass needs it.

@@ -12,6 +12,8 @@ from jaxscale.choices import check_at_least, check_choice
 DTYPES = ("float64", "float32", "bfloat16")
 MATMUL_DTYPES = ("", "float8", "int8")
 ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "flash", "splash")
+SPREAD_ATTENTIONS = ("blockwise", "flash")
+"""Kernels that attend over a sequence that is spread over several ranks, too; "auto" finds one."""
 
 
 def option(plain: Any) -> Any:

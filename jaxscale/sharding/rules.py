@@ -9,8 +9,9 @@ from typing import Any
 
 from jaxscale.choices import nearest_divisors
 from jaxscale.config import Config
-from jaxscale.layout import TENSOR_ROWS
+from jaxscale.layout import TENSOR_ROWS, ULYSSES, Layout
 from jaxscale.model_config import ModelConfig
+from jaxscale.model_config.settings import SPREAD_ATTENTIONS
 
 Axes = tuple[str, ...]
 Rules = Mapping[str, tuple[str, ...]]
@@ -298,21 +299,49 @@ def check_ulysses(config: Config) -> None:
     Raises:
       ValueError: with what to set.
     """
-    model, layout = config.model, config.layout
-    spread = layout.context > 1 and layout.context_method == "ulysses"
-    if not spread or not isinstance(model, ModelConfig):  # others are refused by the kernel
+    model = config.model
+    if not isinstance(model, ModelConfig):  # others are refused by the kernel
         return
+    if said := ulysses_refusal(config.layout, model.num_heads, model.num_kv_heads):
+        raise ValueError(said)
+
+
+def ulysses_refusal(layout: Layout, heads: int, key_heads: int) -> str:
+    """Why the heads of a model do not divide among the ranks that exchange them, and what to set;
+    "" where they do, or stay where they are."""
+    if layout.context == 1 or layout.context_method != ULYSSES:
+        return ""
     ranks, columns = layout.context, layout.tensor_columns
-    heads, key_heads = model.num_heads // columns, max(model.num_kv_heads // columns, 1)
+    heads, key_heads = heads // columns, max(key_heads // columns, 1)
     if divides_heads(ranks, heads, key_heads):
-        return
+        return ""
     nearest = max(n for n in range(1, ranks) if divides_heads(n, heads, key_heads))
     each = f" on each of {columns} ranks of tensor" if columns > 1 else ""
-    raise ValueError(
+    return (
         f"layout.context_method = 'ulysses' with layout.context = {ranks} divides heads, and there "
         f"are {heads} and {key_heads} of keys{each}; set layout.context = {nearest}, or "
         "layout.context_method = 'ring' or 'gather'"
     )
+
+
+def spreads_attention(layout: Layout) -> bool:
+    """Whether a rank attends with its part of a sequence, which not every kernel does."""
+    return layout.context > 1 and layout.context_method != ULYSSES
+
+
+def check_spread_attention(config: Config) -> None:
+    """Refuses a kernel that attends within one device where sequences are spread over several.
+
+    Raises:
+      ValueError: with what to set.
+    """
+    kernel, context = config.model.attention, config.layout.context
+    if spreads_attention(config.layout) and kernel not in ("auto", *SPREAD_ATTENTIONS):
+        raise ValueError(
+            f"model.attention = {kernel!r} attends within one device, and layout.context = "
+            f"{context} spreads a sequence over several; set model.attention = 'auto', "
+            "layout.context = 1, or layout.context_method = 'ulysses'"
+        )
 
 
 def check_tensor_rows(config: Config) -> None:

@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 
 from jaxscale.config import Config
 from jaxscale.hardware import check_matmul_units, find_chip
-from jaxscale.layout import TENSOR_ROWS, Layout
+from jaxscale.layout import TENSOR_ROWS, ULYSSES, Layout
 from jaxscale.models.kernels import Kernels, plain_lookup
-from jaxscale.ops.attention.attention import SPREAD, attention, choose, score_settings
+from jaxscale.ops.attention.attention import attention, choose, score_settings
 from jaxscale.ops.attention.context import context_attention
 from jaxscale.ops.attention.context_walk import balanced_order
 from jaxscale.ops.attention.platform_kernels import maskless
@@ -36,13 +36,17 @@ from jaxscale.ops.tensor_parallel import (
     spread_rows,
 )
 from jaxscale.sharding.resolve import automatic_axes, constrain
-from jaxscale.sharding.rules import ACTIVATIONS, WEIGHTS, Rules
+from jaxscale.sharding.rules import (
+    ACTIVATIONS,
+    WEIGHTS,
+    Rules,
+    check_spread_attention,
+    spreads_attention,
+)
 from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec
 
 ATTENTION_SCOPE = "attention_kernel"
 """Named scope of what lies between queries, keys and values and the heads' outputs."""
-ULYSSES = "ulysses"
-"""The context method that attends within a rank, by any kernel."""
 
 
 def make_kernels(
@@ -131,21 +135,15 @@ def attention_name(config: Config, platform: str) -> str:
     Raises:
       ValueError: the one that is set cannot honour the settings.
     """
-    model, context = config.model, config.layout.context
-    spread = context > 1 and config.layout.context_method != ULYSSES
-    if spread and model.attention not in ("auto", *SPREAD):
-        raise ValueError(
-            f"model.attention = {model.attention!r} attends within one device, and layout.context "
-            f"= {context} spreads a sequence over several; set model.attention = 'auto', "
-            "layout.context = 1, or layout.context_method = 'ulysses'"
-        )
+    check_spread_attention(config)
+    model, spread = config.model, spreads_attention(config.layout)
     return choose(
         model.attention,
         platform,
         dtype=model.compute_dtype,
         head_dim=model.head_dim,
         # A kernel sees a pair of the chunks of `context_walk.py`.
-        seq_len=config.data.seq_len // (2 * context if spread else 1),
+        seq_len=config.data.seq_len // (2 * config.layout.context if spread else 1),
         uses=model.attention_uses,
         spread=spread,
     )
@@ -189,16 +187,16 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
     ) -> jax.Array:
         arrays = (q, k, v, segments_BT, segments_BS, bias_bN, sinks_N)
         scoring = score_settings(q, k, segments_BS, bias_bN, **settings)
-        if layout.context == 1 or layout.context_method == ULYSSES:
-            local = functools.partial(
-                attention, implementation=implementation, one_document=one_document, **settings
-            )
-        else:
+        if spreads_attention(layout):
             local = functools.partial(
                 _context_kernel(implementation),
                 axis="context",
                 method=layout.context_method,
                 scoring=scoring,
+            )
+        else:
+            local = functools.partial(
+                attention, implementation=implementation, one_document=one_document, **settings
             )
         has_mask = not (one_document and scoring.causal)
         if implementation == "cudnn" and has_mask and not under_policy:

@@ -14,6 +14,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from jaxscale.model_config.settings import SPREAD_ATTENTIONS
 from jaxscale.ops.attention import platform_kernels
 from jaxscale.ops.attention.blocks import Scoring, in_reach
 from jaxscale.ops.attention.blockwise import blockwise_attention
@@ -22,9 +23,6 @@ from jaxscale.ops.attention.relative_bias import relative_buckets
 PLATFORM_KERNELS = {"gpu": ("cudnn", "flash"), "tpu": ("splash",)}
 """Of which "auto" selects the first that honours the run's settings; otherwise it is
 "blockwise"."""
-
-SPREAD = ("blockwise", "flash")
-"""Those that attend over a sequence that is spread over several ranks, too."""
 
 USES = {
     "soft_cap": "no soft cap of scores",
@@ -162,7 +160,7 @@ def choose(
 
     Args:
       uses: of `USES`, all that any layer of the model asks for.
-      spread: whether "auto" is to be one of `SPREAD`.
+      spread: whether "auto" is to be one of `SPREAD_ATTENTIONS`.
 
     Raises:
       ValueError: the named implementation cannot honour the settings.
@@ -172,7 +170,7 @@ def choose(
         check(implementation, platform=platform, **asked)
         return implementation
     for kernel in PLATFORM_KERNELS.get(platform, ()):
-        if spread and kernel not in SPREAD:
+        if spread and kernel not in SPREAD_ATTENTIONS:
             continue
         with contextlib.suppress(ValueError):
             check(kernel, platform=platform, **asked)

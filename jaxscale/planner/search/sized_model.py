@@ -19,6 +19,7 @@ from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.remat_flops import recomputed_flops
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables.pipeline_slots import RankBuffers
+from jaxscale.sharding.rules import ulysses_refusal
 
 REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attention,attention_out")
 """Policies whose saved bytes are known for a layer of any kind
@@ -151,6 +152,7 @@ class SizedModel:
             **{reason: self._encoder(layout, axis) for axis, reason in ENCODER_EXCLUDES.items()},
             self.batch_reason: self._batch(layout),
             "the sequence does not split": self._lengths(layout),
+            NO_HEADS: self._heads(layout),
             "a dimension of the model does not divide": next(self._dimensions(layout), ""),
         }
         return next(((reason, message) for reason, message in said.items() if message), ("", ""))
@@ -206,6 +208,11 @@ class SizedModel:
                     f"{length // unit * unit or unit}, or change the layout"
                 )
         return ""
+
+    def _heads(self, layout: Layout) -> str:
+        shape = self.shape
+        # Of latent attention every head has keys of its own.
+        return ulysses_refusal(layout, shape.heads, shape.heads if shape.latent else shape.kv_heads)
 
     def _dimensions(self, layout: Layout) -> Iterator[str]:
         shape, sizes = self.shape, layout.sizes

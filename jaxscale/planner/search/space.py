@@ -145,6 +145,7 @@ def enumerate_sizes(
     `messages`."""
     rows, model = [], query.planned_model
     overlaps = {name: query.pins.get(name, False) for name in OVERLAPS}
+    method = query.pins.get("context_method", "gather")  # which spreads what "ring" does
     for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.shape.experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for stage, across in itertools.product(
@@ -154,7 +155,7 @@ def enumerate_sizes(
             # No other setting that could be refused.
             settings = {**mesh, "tensor_rows": across, "zero_stage": stage, **overlaps}
             try:
-                layout = Layout(**settings, context_method="gather")
+                layout = Layout(**settings, context_method=method)
             except ValueError as error:
                 reason, message = "not available in this version", str(error)
             else:

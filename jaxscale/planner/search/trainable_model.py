@@ -30,6 +30,7 @@ from jaxscale.sharding.rules import (
     check_pipeline_gather,
     check_ring,
     check_sequence,
+    check_spread_attention,
     check_tensor_rows,
     check_ulysses,
     mesh_axes,
@@ -47,6 +48,8 @@ REMATS = (
     "offload:query,key,value,attention_out",
 )
 """Policies that the search tries; a list of names can say many more."""
+
+NO_SPREAD = "model.attention attends within one device"
 
 ENCODER_NOTE = (
     "Seconds of an encoder with a decoder are not validated: no measured step was compared. Their "
@@ -200,6 +203,7 @@ class TrainableModel:
             (check_overlap, sized_model.NO_HALVES),
             (check_pipeline_gather, sized_model.NO_SHARDS),
             (check_ring, sized_model.NO_RING),
+            (check_spread_attention, NO_SPREAD),
             (check_ulysses, sized_model.NO_HEADS),
             (check_sequence, "data.seq_len does not split"),
             (check_tensor_rows, "not available in this version"),

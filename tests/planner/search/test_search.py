@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from jaxscale.planner.search.search import TOO_LARGE, TOO_LARGE_FOR_HOST, _disti
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query, check_pins, mesh_shapes
 from jaxscale.planner.search.trainable_model import TrainableModel
+from jaxscale.sharding.rules import check_ulysses
+from jaxscale.training.kernels import attention_name
 
 CONFIG = from_dict(
     {
@@ -383,6 +386,36 @@ def test_what_the_engine_refuses_is_counted_in_its_words():
     assert (
         "does not split into layout.data" in found.messages["data.global_batch_size does not split"]
     )
+
+
+def test_the_trainers_checks_of_a_spread_sequence_are_the_searchs():
+    """Heads that ranks exchange, and kernels that attend within one device."""
+    pins = {"pipeline": 1, "context": 8, "tensor": 1, "zero_stage": 3, "microbatches": 16}
+    whole = Query(CONFIG, EIGHT, {**pins, "context_method": "ulysses"}, 40e9)
+    assert search_layouts(whole, 1).layouts
+    changes = {"ulysses": {"num_heads": 12, "num_kv_heads": 4}, "ring": {"attention": "cudnn"}}
+    for method, changed in changes.items():
+        model = dataclasses.replace(CONFIG.model, **changed)
+        config = dataclasses.replace(CONFIG, model=model)
+        found = search_layouts(Query(config, EIGHT, {**pins, "context_method": method}, 40e9), 1)
+        assert not found.layouts
+        (message,) = found.messages.values()
+        with pytest.raises(ValueError, match=re.escape(message)):
+            check_spread_attention_or_heads(config, method)
+
+
+def check_spread_attention_or_heads(config, method):
+    """As the trainer does, for eight ranks of context."""
+    config = dataclasses.replace(config, layout=Layout(context=8, context_method=method))
+    check_ulysses(config)
+    attention_name(config, "gpu")
+
+
+def test_rings_are_for_meshes_without_a_pipeline():
+    """And a pipeline without context needs none."""
+    pins = {"pipeline": 2, "schedule": "1f1b", "remat": "none", "microbatches": 4}
+    found = search_layouts(Query(CONFIG, EIGHT, {**pins, "context_method": "ring"}, 30e9), 99)
+    assert {one.context for one in found.layouts} == {1}
 
 
 def test_meshes_are_all_factorisations():

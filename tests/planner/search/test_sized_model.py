@@ -40,6 +40,12 @@ GPT = SizedModel(NAMED["gpt3-175b"], 512)
         (MT5, {"expert": 2}, "a dimension", "layout.expert = 2, but the model has no experts"),
         (DEEPSEEK, {"tensor": 256}, "a dimension", "^heads = 128 does not divide"),
         (NEMOTRON, {"tensor": 4}, "a dimension", "kv_heads = 2 does not divide"),
+        (
+            MIXTRAL,
+            {"context": 64, "context_method": "ulysses"},
+            "the heads do not divide",
+            "there are 32 and 8 of keys; set layout.context = 32",
+        ),
         (MIXTRAL, {"remat": "save_matmuls"}, "no formula", "it can be none, full, save_all_but_"),
         (MIXTRAL, {"offload": "activations"}, "no formula", "it can be none, optimizer$"),
         (
