@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +58,9 @@ EXCLUDES = (
     ("expert", "tensor_rows"),
     ("context", "tensor_rows"),
     ("pipeline", "overlap_tensor"),
+    ("tensor_rows", "overlap_tensor"),
 )
-"""Settings that are refused where an axis is above 1."""
+"""Pairs of settings of which the second is refused where the first is above 1."""
 
 OVERLAPS = ("overlap_experts", "overlap_tensor")
 """Settings that divide work in parts, so that communication runs beside it."""
@@ -237,10 +239,7 @@ class Layout:
     def leaves(self) -> dict[str, Any]:
         """The fields and their values, without defaults that are not read, as those of an axis of
         size 1."""
-        unread = {
-            name for key, names in READ_WITH.items() if getattr(self, key) == 1 for name in names
-        }
-        unread |= {name for key, name in EXCLUDES if getattr(self, key) != 1}
+        unread = unread_settings(vars(self))
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -292,6 +291,12 @@ class Layout:
     def batch_shards(self) -> int:
         """Ways in which the global batch is split: data x fsdp x expert."""
         return self.data * self.fsdp * self.expert
+
+
+def unread_settings(sizes: Mapping[str, Any]) -> set[str]:
+    """The settings that nothing reads, or that are refused, with these sizes of the others."""
+    unread = {name for key, names in READ_WITH.items() if sizes[key] == 1 for name in names}
+    return unread | {name for key, name in EXCLUDES if sizes[key] != 1}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.autotune.search import OUTCOMES, Devices, Trial
-from jaxscale.autotune.search_space import candidate_of
 from jaxscale.formatting import human_bytes, table
 from jaxscale.layout import Layout
 from jaxscale.planner.report.text_report import layout_text
@@ -18,14 +17,16 @@ POINT, BEST, FAILED, BARS = "#56b4e9", "#0072b2", "#d55e00", "#0072b2"
 """Of the colour-blind-safe palette of Okabe and Ito."""
 
 
-def layout_flags(layout: Layout) -> str:
-    """The flags of `python -m jaxscale.train` that set a layout."""
-    chosen = {"data": layout.data, **candidate_of(layout), "context_method": layout.context_method}
-    default = Layout()
+def layout_flags(layout: Layout, base: Layout) -> str:
+    """The flags of `python -m jaxscale.train` that set a layout.
+
+    Args:
+      base: the layout of the config that they change.
+    """
     return " ".join(
         f"--config.layout.{name}={value}"
-        for name, value in chosen.items()
-        if value is not None and (name == "data" or value != getattr(default, name))
+        for name, value in vars(layout).items()
+        if name == "data" or value != getattr(base, name)
     )
 
 
@@ -40,10 +41,14 @@ def trial_line(trial: Trial, before: Sequence[Trial], trials: int) -> str:
 
 
 def search_summary(
-    trials: Sequence[Trial], importance: Mapping[str, float], devices: Devices
+    trials: Sequence[Trial], importance: Mapping[str, float], devices: Devices, base: Layout
 ) -> str:
     """Outcomes, the fastest layouts with the first one as reference, and the importance of
-    settings."""
+    settings.
+
+    Args:
+      base: the layout of the config.
+    """
     counts = collections.Counter(trial.outcome for trial in trials)
     came = ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome])
     parts = [f"{len(trials)} trials on {devices.devices} x {devices.kind}: {came}"]
@@ -69,7 +74,7 @@ def search_summary(
         parts.append(
             "importance of settings: share of the variance of step time (fANOVA)\n" + table(rows)
         )
-    parts.append(f"flags of the fastest layout:\n  {layout_flags(best[0].layout)}")
+    parts.append(f"flags of the fastest layout:\n  {layout_flags(best[0].layout, base)}")
     return "\n\n".join(parts)
 
 

@@ -52,7 +52,7 @@ def measure(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]
         log.info("stopped; the same command resumes the search")
         return 130
     shares = search.importances(search.open_study(config, devices, storage, pins=pins))
-    log.info("\n" + results.search_summary(trials, shares, devices))
+    log.info("\n" + results.search_summary(trials, shares, devices, config.layout))
     picture = storage.with_suffix(".png")
     results.save_png(picture, trials, shares)
     log.info(f"\nwrote {picture}; a larger --trials continues the search")

@@ -8,7 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.layout import ACCUMULATIONS, MESH_AXES, REMATS, Layout, parse_schedule
+from jaxscale.layout import (
+    ACCUMULATIONS,
+    MESH_AXES,
+    REMATS,
+    Layout,
+    parse_schedule,
+    unread_settings,
+)
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, find_schedule, is_foreign
@@ -56,20 +63,30 @@ def candidate_of(layout: Layout) -> Candidate:
 
 
 def layout_of(candidate: Candidate, base: Layout, num_devices: int) -> Layout:
-    """The layout of a candidate; other fields, and those that are None, are taken from `base`.
+    """The layout of a candidate; other fields, and those that are None, are taken from `base`,
+    but for those that the candidate does not read or that are refused with it.
 
     Raises:
       ValueError: `Layout` refuses it.
     """
     others = math.prod(candidate[name] for name in MESH_AXES if name != "data")
-    read = {name: value for name, value in candidate.items() if value is not None}
-    if candidate["pipeline"] == 1:
-        read |= {"schedule": Layout.schedule, "virtual_stages": Layout.virtual_stages}
-    if "accumulation" not in read:
-        read["accumulation"] = "sequential"
-    if candidate["pipeline"] != 1 and candidate["context"] != 1:
-        read["context_method"] = "gather"
-    return dataclasses.replace(base, data=num_devices // others, **read)
+    unread = unread_settings(candidate)
+    names = [field.name for field in dataclasses.fields(Layout)]
+    settings: dict[str, Any] = {
+        name: getattr(Layout if name in unread else base, name) for name in names
+    }
+    settings |= {name: value for name, value in candidate.items() if value is not None}
+    settings["data"] = num_devices // others
+    if candidate["pipeline"] != 1:
+        settings["accumulation"] = "sequential"
+        settings["context_method"] = _method_without_ring(base)
+        settings["offload"] = "optimizer" if base.offloads("optimizer") else "none"
+    return Layout(**settings)
+
+
+def _method_without_ring(base: Layout) -> str:
+    """How sequences are spread in a pipeline, which has no ring."""
+    return "gather" if base.context_method == "ring" else base.context_method
 
 
 def candidates(
@@ -119,10 +136,11 @@ def _meshes(config: Config, num_devices: int) -> Iterator[Layout]:
     """Every factorisation of the devices into the axes of the mesh, and of tensor into rows and
     columns; expert divides the model's experts."""
     model, experts = TrainableModel(config), getattr(config.model, "num_experts", 0)
+    method = _method_without_ring(config.layout)
     for sizes in space.mesh_shapes(num_devices, experts=experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for across in space.grid_rows(model, mesh):
-            yield Layout(**mesh, tensor_rows=across, context_method="gather")
+            yield Layout(**mesh, tensor_rows=across, context_method=method)
 
 
 def _mesh_refusal(config: Config, mesh: Layout) -> str:

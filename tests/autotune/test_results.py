@@ -18,9 +18,12 @@ TRIALS = [
 
 
 @pytest.mark.parametrize("layout", [WIDE, PIPED, Layout(data=8)])
-def test_flags_lead_back_to_the_layout(layout):
-    overrides = [flag.removeprefix("--config.") for flag in results.layout_flags(layout).split()]
-    assert configs.load("configs/tiny.py", overrides).layout == layout
+@pytest.mark.parametrize("base", [{}, {"tensor": 2, "overlap_tensor": True, "remat": "full"}])
+def test_flags_lead_back_to_the_layout(layout, base):
+    own = [f"layout.{name}={value}" for name, value in base.items()]
+    flags = results.layout_flags(layout, configs.load("configs/tiny.py", own).layout).split()
+    overrides = [flag.removeprefix("--config.") for flag in flags]
+    assert configs.load("configs/tiny.py", [*own, *overrides]).layout == layout
 
 
 def test_a_line_for_each_trial():
@@ -31,14 +34,16 @@ def test_a_line_for_each_trial():
 
 
 def test_the_summary_ranks_and_counts():
-    text = results.search_summary(TRIALS, {"tensor": 0.7, "remat": 0.3}, EIGHT)
+    text = results.search_summary(TRIALS, {"tensor": 0.7, "remat": 0.3}, EIGHT, Layout())
     assert "3 trials on 8 x cpu: 2 measured, 1 out of memory" in text
     assert text.index("0.1 ") < text.index("0.2 ")
     assert "tensor  70%" in text
-    assert text.endswith(results.layout_flags(PIPED))
-    nothing = results.search_summary(TRIALS[1:2], {}, EIGHT)
+    assert text.endswith(results.layout_flags(PIPED, Layout()))
+    nothing = results.search_summary(TRIALS[1:2], {}, EIGHT, Layout())
     assert "no layout could be measured; see the messages above" in nothing
-    late = results.search_summary([Trial(0, WIDE, "timed out", "not finished")], {}, EIGHT)
+    late = results.search_summary(
+        [Trial(0, WIDE, "timed out", "not finished")], {}, EIGHT, Layout()
+    )
     assert "all timed out: raise --trial_seconds" in late
 
 

@@ -71,7 +71,7 @@ def test_the_config_first_then_the_planners_best_then_what_the_search_proposes(
     assert sum(numbers["importance"].values()) == pytest.approx(1)
     ranked = sorted(t["step_seconds"] for t in numbers["trials"] if t["outcome"] == "measured")
     assert re.search(rf"(?m)^ +1 +{ranked[0]:.4g} ", printed)
-    assert results.layout_flags(layouts[0]) == "--config.layout.data=8"
+    assert results.layout_flags(layouts[0], Layout()) == "--config.layout.data=8"
     more, _ = measured(tmp_path, "--trials", "16")
     assert more["trials"][:14] == numbers["trials"]
 

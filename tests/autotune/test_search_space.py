@@ -28,6 +28,26 @@ def test_choices_and_layouts_are_one_to_one(pool):
     assert {layout.num_devices for layout in layouts} == {8}
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "where", "otherwise"),
+    [
+        ("overlap_tensor", True, {"pipeline": 1, "tensor": 4, "tensor_rows": 1}, False),
+        ("offload", "optimizer,activations", {"pipeline": 1}, "optimizer"),
+        ("context_method", "ulysses", {"context": 2}, "ring"),
+    ],
+)
+def test_a_setting_of_the_config_that_a_candidate_excludes_is_left_out(
+    setting, value, where, otherwise, pool
+):
+    """So that every candidate is a layout, whatever the config's own is; elsewhere it holds."""
+    base = Layout(**{setting: value})
+    layouts = [layout_of(choices, base, 8) for choices in pool]
+    assert [candidate_of(layout) for layout in layouts] == pool
+    assert {getattr(layout, setting) for layout in layouts} == {value, otherwise}
+    for choices, layout in zip(pool, layouts):
+        assert where.items() - choices.items() or getattr(layout, setting) == value
+
+
 def test_every_mesh_that_divides_is_there_and_no_other(pool):
     """Four heads: eight columns of tensor have nothing to share; two key heads are replicated. Rows
     are no more than columns, and go without ranks of context."""

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
             if len(by_chance) < options.random * count // options.trials:
                 by_chance.append(one_by_chance(config, drawn))
         shares = search.importances(search.open_study(config, devices, storage))
-    print(results.search_summary(trials, shares, devices))
+    print(results.search_summary(trials, shares, devices, config.layout))
     if options.png:
         results.save_png(options.png, trials, shares)
     report(config, trials, by_chance, shares, options, argv)
