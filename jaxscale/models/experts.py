@@ -187,7 +187,7 @@ class Experts(nnx.Module):
         uneven_B = routing.load_balance(routed.scores, batch.segments != 0, counts_BE)
         loss = config.balance_weight * jnp.sum(uneven_B * jnp.sum(batch.weights, axis=1))
         if config.router_z_loss:
-            squares_BT = jnp.square(jax.nn.logsumexp(routed.logits, axis=-1))
+            squares_BT = routing.router_z(routed.logits, router_of(config))
             loss += config.router_z_loss * jnp.sum(squares_BT * batch.weights)
         return loss
 

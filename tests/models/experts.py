@@ -50,6 +50,7 @@ PROTOTYPES = {
     "capacity_factor": 1.0,
     "balance": "microbatch",
     "balance_weight": 0.1,
+    "router_z_loss": 0.01,
     "router_jitter": 0.3,
     # What gpt-oss has.
     "attention_bias": "all",

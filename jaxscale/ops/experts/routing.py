@@ -47,8 +47,7 @@ def router_logits(x_BTD: Array, router_DE: Array) -> Array:
 def router_scores(logits_BTE: Array, router: Router) -> Array:
     """Positive scores of the experts: what gates are, unless the softmax comes after the choice."""
     if router.kind == "prototypes":
-        shape = (*logits_BTE.shape[:-1], router.choices, -1)
-        return jax.nn.softmax(logits_BTE.reshape(shape), axis=-1).reshape(logits_BTE.shape)
+        return jax.nn.softmax(_by_prototype(logits_BTE, router), axis=-1).reshape(logits_BTE.shape)
     if router.scores == "sigmoid":
         return jax.nn.sigmoid(logits_BTE)
     return jax.nn.softmax(logits_BTE, axis=-1)
@@ -59,13 +58,18 @@ def choose_experts(scores_BTE: Array, router: Router, bias_E: Array | None = Non
 
     Args:
       scores_BTE: or logits.
+def _by_prototype(x_BTE: Array, router: Router) -> Array:
+    """[B, T, K, experts of a set]."""
+    return x_BTE.reshape(*x_BTE.shape[:-1], router.choices, -1)
+
+
       bias_E: added to the scores for the choice alone (balancing without an auxiliary loss, arXiv
         2408.15664).
     """
     if bias_E is not None:
         scores_BTE = scores_BTE + bias_E
     if router.kind == "prototypes":
-        parts = scores_BTE.reshape(*scores_BTE.shape[:-1], router.choices, -1)
+        parts = _by_prototype(scores_BTE, router)
         first_K = jnp.arange(router.choices, dtype=jnp.int32) * parts.shape[-1]
         return jnp.argmax(parts, axis=-1).astype(jnp.int32) + first_K
     if router.groups > 1:
@@ -134,3 +138,12 @@ def load_balance(scores_BTE: Array, valid_BT: Array, counts_BE: Array) -> Array:
     p_BE = jnp.sum(jnp.where(valid_BT[..., None], p_BTE, 0), axis=1) / tokens_B1
     total_B1 = jnp.maximum(jnp.sum(counts_BE, axis=-1, keepdims=True), 1)
     return scores_BTE.shape[-1] * jnp.sum(p_BE * counts_BE / total_B1, axis=-1)
+
+
+def router_z(logits_BTE: Array, router: Router) -> Array:
+    """The squared logarithm of the softmax's sum, [B, T] (ST-MoE, arXiv 2202.08906, equation 5); of
+    prototypes the mean over their softmaxes."""
+    if router.kind == "prototypes":
+        sums_BTK = jax.nn.logsumexp(_by_prototype(logits_BTE, router), axis=-1)
+        return jnp.mean(jnp.square(sums_BTK), axis=-1)
+    return jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))

@@ -14,6 +14,7 @@ from jaxscale.ops.experts.routing import (
     load_balance,
     router_logits,
     router_scores,
+    router_z,
 )
 
 B, T, E = 2, 16, 8
@@ -78,6 +79,16 @@ def test_one_prototype_is_the_switch_router_to_the_bit():
     parts = softmax(LOGITS.reshape(B, T, 4, 2))
     np.testing.assert_allclose(gates, parts.max(-1), rtol=1e-12)
     np.testing.assert_allclose(np.sum(scores, -1), 4)
+
+
+def test_the_z_loss_is_of_each_softmax():
+    """Of all experts, or of each prototype's, of which it is the mean."""
+    sums = np.log(np.exp(LOGITS).sum(-1))
+    for router in (Router(2), Router(1, kind="prototypes")):
+        np.testing.assert_allclose(router_z(LOGITS, router), sums**2, rtol=1e-12)
+    parts = np.log(np.exp(LOGITS.reshape(B, T, 4, 2)).sum(-1))
+    found = router_z(LOGITS, Router(4, kind="prototypes"))
+    np.testing.assert_allclose(found, (parts**2).mean(-1), rtol=1e-12)
 
 
 def test_as_many_prototypes_as_experts_are_all_experts_with_weight_one():
