@@ -55,7 +55,8 @@ class Experts(nnx.Module):
         """What the layer's experts add to the stream, and the sums of `expert_sums`; `jitter` is of
         what the router reads."""
         config = self.config
-        routed = self._route(jitter(x_BTD), batch.segments != 0, kernels.dispatch)
+        valid_BT = batch.segments != 0
+        routed = self._route(jitter(x_BTD), valid_BT, kernels.dispatch)
         y_BTD, plans = self._through_experts(x_BTD, routed, kernels.dispatch)
         if self.shared is not None:
             y_BTD += self.shared(x_BTD, kernels.columns, kernels.rows)
@@ -65,6 +66,7 @@ class Experts(nnx.Module):
             if drops(config):
                 sums["dropped"] = jnp.sum(sums["load"]) - sum(map(travel.num_kept, plans))
             if config.has_balance_loss:
+                counts_BE = self._counts_to_balance(routed, counts_BE, valid_BT, kernels.dispatch)
                 sums["loss"] = self._loss(routed, counts_BE, batch, kernels)
         return y_BTD, sums
 
@@ -85,21 +87,28 @@ class Experts(nnx.Module):
                 logits_BTE = add_bias(logits_BTE, self.logit_bias[...])
             scores_BTE = routing.router_scores(logits_BTE, router)
             ranked_BTE = logits_BTE if router.scores == "softmax_of_chosen" else scores_BTE
-            experts_BTK = self._choose(jax.lax.stop_gradient(ranked_BTE), valid_BT, dispatch)
+            bias_E = None if self.router_bias is None else self.router_bias[...]
+            ranked_BTE = jax.lax.stop_gradient(ranked_BTE)
+            experts_BTK = self._choose(ranked_BTE, valid_BT, dispatch, router, bias_E)
             experts_BTK = named(experts_BTK, CHOICE)
             gates_BTK = routing.expert_gates(logits_BTE, scores_BTE, experts_BTK, router)
         return Routed(logits_BTE, scores_BTE, experts_BTK, gates_BTK)
 
-    def _choose(self, ranked_BTE: jax.Array, valid_BT: jax.Array, dispatch: Dispatch) -> jax.Array:
+    def _choose(
+        self,
+        ranked_BTE: jax.Array,
+        valid_BT: jax.Array,
+        dispatch: Dispatch,
+        router: Router,
+        bias_E: jax.Array | None,
+    ) -> jax.Array:
         """The experts of each token, [B, T, K]; -1 means none."""
-        router = router_of(self.config)
         if router.kind == "expert_choice":
             capacity = self._capacity(ranked_BTE.shape[1])
             ranked_BTE = jnp.where(valid_BT[..., None], ranked_BTE, -jnp.inf)
             return travel.over_sequences(
                 dispatch, lambda scores: routing.chosen_by_experts(scores, capacity), ranked_BTE
             )
-        bias_E = None if self.router_bias is None else self.router_bias[...]
         # Sorting with every axis manual: the partitioner would gather all tokens first.
         choose = dispatch.manual(
             lambda scores_BTE, bias_E: routing.choose_experts(scores_BTE, router, bias_E),
@@ -176,6 +185,18 @@ class Experts(nnx.Module):
         # As in an MLP, the activation is recomputed for the backward pass.
         down = jax.checkpoint(down, prevent_cse=False)
         return down(self.down[...], gates_cR, biases, before_BTD, *hidden_cRF)
+
+    def _counts_to_balance(
+        self, routed: "Routed", counts_BE: jax.Array, valid_BT: jax.Array, dispatch: Dispatch
+    ) -> jax.Array:
+        """How many tokens of each row have each expert among their best scores, [B, E]: those that
+        chose it, `counts_BE`, where neither a bias nor groups have a say."""
+        config = self.config
+        if not config.balance_weight or (self.router_bias is None and config.router_groups == 1):
+            return counts_BE
+        router, scores_BTE = router_of(config), jax.lax.stop_gradient(routed.scores)
+        best_BTK = self._choose(scores_BTE, valid_BT, dispatch, router.by_scores_alone, None)
+        return routing.choice_counts(best_BTK, config.num_experts)
 
     def _loss(
         self, routed: "Routed", counts_BE: jax.Array, batch: Batch, kernels: Kernels

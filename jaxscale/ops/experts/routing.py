@@ -5,7 +5,7 @@ layout; of equal scores the expert of the smaller number wins. Letters: B batch,
 of a token, E experts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,11 @@ class Router:
     groups: int = 1
     groups_kept: int = 1
 
+    @property
+    def by_scores_alone(self) -> "Router":
+        """Whose choices are a token's best scores, of whichever group."""
+        return replace(self, groups=1, groups_kept=1)
+
 
 def router_logits(x_BTD: Array, router_DE: Array) -> Array:
     """[B, T, E] in float32 or wider."""
@@ -53,16 +58,16 @@ def router_scores(logits_BTE: Array, router: Router) -> Array:
     return jax.nn.softmax(logits_BTE, axis=-1)
 
 
-def choose_experts(scores_BTE: Array, router: Router, bias_E: Array | None = None) -> Array:
-    """The experts of each token, [B, T, K] int32.
-
-    Args:
-      scores_BTE: or logits.
 def _by_prototype(x_BTE: Array, router: Router) -> Array:
     """[B, T, K, experts of a set]."""
     return x_BTE.reshape(*x_BTE.shape[:-1], router.choices, -1)
 
 
+def choose_experts(scores_BTE: Array, router: Router, bias_E: Array | None = None) -> Array:
+    """The experts of each token, [B, T, K] int32.
+
+    Args:
+      scores_BTE: or logits.
       bias_E: added to the scores for the choice alone (balancing without an auxiliary loss, arXiv
         2408.15664).
     """
@@ -131,7 +136,8 @@ def load_balance(scores_BTE: Array, valid_BT: Array, counts_BE: Array) -> Array:
 
     Args:
       valid_BT: whether a token counts.
-      counts_BE: `choice_counts` of these rows, or [1, E] of all that are to be balanced together.
+      counts_BE: `choice_counts` of these rows, or [1, E] of all that are to be balanced together;
+        of choices by scores alone, without biases and groups (DeepSeek-V3, equation 18).
     """
     p_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
     tokens_B1 = jnp.maximum(jnp.sum(valid_BT, axis=1, keepdims=True), 1)
