@@ -202,11 +202,12 @@ class Experts(nnx.Module):
         self, routed: "Routed", counts_BE: jax.Array, batch: Batch, kernels: Kernels
     ) -> jax.Array:
         """The auxiliary losses, summed over the tokens that count in the loss."""
-        config = self.config
-        if config.balance == "microbatch":
-            counts_BE = kernels.all_rows(jnp.sum(counts_BE, axis=0, keepdims=True))
-        uneven_B = routing.load_balance(routed.scores, batch.segments != 0, counts_BE)
-        loss = config.balance_weight * jnp.sum(uneven_B * jnp.sum(batch.weights, axis=1))
+        config, loss = self.config, jnp.zeros((), routed.scores.dtype)
+        if config.balance_weight:
+            if config.balance == "microbatch":
+                counts_BE = kernels.all_rows(jnp.sum(counts_BE, axis=0, keepdims=True))
+            uneven_B = routing.load_balance(routed.scores, batch.segments != 0, counts_BE)
+            loss += config.balance_weight * jnp.sum(uneven_B * jnp.sum(batch.weights, axis=1))
         if config.router_z_loss:
             squares_BT = routing.router_z(routed.logits, router_of(config))
             loss += config.router_z_loss * jnp.sum(squares_BT * batch.weights)

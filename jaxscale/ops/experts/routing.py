@@ -116,9 +116,14 @@ def expert_gates(logits_BTE: Array, scores_BTE: Array, experts_BTK: Array, route
     if after:
         gates_BTK = jax.nn.softmax(gates_BTK, axis=-1)
     if router.normalized:
-        total_BT1 = jnp.sum(gates_BTK, axis=-1, keepdims=True)
-        gates_BTK /= jnp.where(total_BT1 > 0, total_BT1, 1)  # padding has no expert
+        gates_BTK = _over_their_sum(gates_BTK)  # padding has no expert
     return gates_BTK * router.scale
+
+
+def _over_their_sum(x: Array) -> Array:
+    """The last axis over its sum; as it is where that is 0, as of sigmoids that underflow."""
+    total = jnp.sum(x, axis=-1, keepdims=True)
+    return x / jnp.where(total > 0, total, 1)
 
 
 def choice_counts(experts_BTK: Array, num_experts: int) -> Array:
@@ -139,7 +144,7 @@ def load_balance(scores_BTE: Array, valid_BT: Array, counts_BE: Array) -> Array:
       counts_BE: `choice_counts` of these rows, or [1, E] of all that are to be balanced together;
         of choices by scores alone, without biases and groups (DeepSeek-V3, equation 18).
     """
-    p_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
+    p_BTE = _over_their_sum(scores_BTE)
     tokens_B1 = jnp.maximum(jnp.sum(valid_BT, axis=1, keepdims=True), 1)
     p_BE = jnp.sum(jnp.where(valid_BT[..., None], p_BTE, 0), axis=1) / tokens_B1
     total_B1 = jnp.maximum(jnp.sum(counts_BE, axis=-1, keepdims=True), 1)

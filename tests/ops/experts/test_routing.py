@@ -117,6 +117,15 @@ def test_balance_is_one_where_even_and_grows_to_the_number_of_experts():
     assert load_balance(certain, valid, choice_counts(all_to_one, E)) == pytest.approx(E)
 
 
+def test_scores_that_underflow_have_a_finite_balance():
+    """Sigmoids of logits below -104 are zero in float32, and so is their sum."""
+    scores = router_scores(jnp.full((1, T, E), -200, jnp.float32), Router(2, "sigmoid"))
+    counts, valid = jnp.full((1, E), 2.0 * T / E), np.ones((1, T), bool)
+    found, gradient = jax.value_and_grad(lambda x: load_balance(x, valid, counts)[0])(scores)
+    assert found == 0
+    assert np.isfinite(gradient).all()
+
+
 def test_padding_is_no_choice():
     experts = jnp.array([[[0, 1], [-1, -1], [1, 2]]])
     assert choice_counts(experts, 4).tolist() == [[1, 2, 1, 0]]
