@@ -35,6 +35,7 @@ def _both_from_hf(rest: dict[str, Any], period: int, cap: float | None) -> dict[
         LOCAL if (i + 1) % period else GLOBAL for i in range(sizes["num_layers"])
     ]
     window = pop(rest, "sliding_window", 4096) or 0
+    expect(rest, "sliding_window_size", window)  # its first name, in Gemma 2 9B-it beside it
     expect(rest, "use_bidirectional_attention", None, False)
     ours = {
         **sizes,

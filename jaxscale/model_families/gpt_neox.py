@@ -6,6 +6,7 @@ from typing import Any
 from jaxscale.model_families.family import ROPE, Family, Model, TensorRule
 from jaxscale.model_families.hf.config import (
     activation_to_hf,
+    expect,
     head_size_of,
     pop,
     pop_activation,
@@ -26,6 +27,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     rest = dict(hf)
     rope = dict(rest.pop("rope_scaling", None) or rest.get("rope_parameters") or {})
     share = rope.pop("partial_rotary_factor", pop(rest, "rotary_pct", 0.25))
+    expect(rest, "partial_rotary_factor", share)  # which transformers 4 writes beside it
     rest["rope_parameters"] = rope
     rest.setdefault("rope_theta", pop(rest, "rotary_emb_base", 10_000.0))
     ours = {

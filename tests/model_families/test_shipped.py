@@ -169,6 +169,8 @@ REFUSED = [
     ),
     ("llama", {"hidden_size": None}, "has no 'hidden_size', which a llama model needs"),
     ("qwen2", {"use_sliding_window": True, "layer_types": ["chunked"]}, "has 'chunked' in layer"),
+    ("gemma2", {"sliding_window_size": 6}, "sliding_window_size = 6; for gemma2 it can be 5"),
+    ("gpt_neox", {"partial_rotary_factor": 1.0}, "factor = 1.0; for gpt_neox it can be 0.25"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True; for g"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "it can be None"),
     ("phi3", {"rope_scaling": {"type": "linear"}}, "rope_type = 'linear'; for phi3 it can be"),
@@ -222,7 +224,10 @@ POOLER = {
 NO_CHANGE = {
     "SmolLM2": ("llama", {"is_llama_config": True, "rope_interleaved": False}),
     "SmolLM2 Instruct": ("llama", {"transformers.js_config": {"dtype": "q4"}}),
+    "LLaMA": ("llama", {"max_sequence_length": 2048}),
+    "Vicuna": ("llama", {"max_length": 4096, "do_sample": True, "temperature": 0.9, "top_p": 0.6}),
     "saved by unsloth": ("llama", {"unsloth_fixed": True, "unsloth_version": "2025.1"}),
+    "Gemma 2 9B-it": ("gemma2", {"sliding_window_size": 5, "_attn_implementation": "eager"}),
     "Mistral": ("mistral", {"attention_bias": False}),
     "Mixtral": ("mixtral", {"attention_bias": False}),
     "Phi-4-mini": (
@@ -235,6 +240,10 @@ NO_CHANGE = {
     ),
     "DistilGPT-2": ("gpt2", {"_num_labels": 1, "finetuning_task": None}),
     "GPT-NeoX": ("gpt_neox", {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}),
+    "a Pythia saved by transformers 4": (
+        "gpt_neox",
+        {"rotary_pct": 0.25, "partial_rotary_factor": 0.25, "rope_theta": 10_000},
+    ),
     "BERT Chinese": ("bert", {"directionality": "bidi", "hidden_dropout_prob": 0.1, **POOLER}),
     "UMT5": ("umt5", {"scalable_attention": True}),
 }

@@ -14,6 +14,7 @@ from jaxscale.model_families.family import Model
 REQUIRED = object()
 
 UNUSED = [
+    "_attn_implementation",
     "_attn_implementation_autoset",
     "_name_or_path",
     "_num_labels",
@@ -27,6 +28,7 @@ UNUSED = [
     "chunk_size_feed_forward",
     "classifier_dropout",
     "directionality",
+    "do_sample",
     "dtype",
     "embd_pdrop",
     "eos_token_id",
@@ -39,6 +41,8 @@ UNUSED = [
     "is_llama_config",
     "keys_to_ignore_at_inference",
     "label2id",
+    "max_length",
+    "max_sequence_length",
     "model_type",
     "n_special",
     "output_attentions",
@@ -63,7 +67,9 @@ UNUSED = [
     "summary_type",
     "summary_use_proj",
     "task_specific_params",
+    "temperature",
     "tokenizer_class",
+    "top_p",
     "torch_dtype",
     "transformers.js_config",
     "transformers_version",
@@ -72,8 +78,8 @@ UNUSED = [
     "unsloth_version",
     "use_cache",
 ]
-"""Keys without a part in the logits: dropout, initial values, special tokens, records, what other
-programs read, and a pooler, which is not read."""
+"""Keys without a part in the logits: dropout, initial values, special tokens, how text is
+drawn, records, what other programs read, and a pooler, which is not read."""
 
 ACTIVATIONS = {
     "silu": "silu",
