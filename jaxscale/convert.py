@@ -138,6 +138,7 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
         params,
         dtype=options.dtype or config.model.param_dtype,
         beside=workdir,
+        seq_len=config.data.seq_len if step else 0,
         end_of_text=tokenizer.boundary,
         decoder_start=tokenizer.decoder_start,
         padding=tokenizer.pad,

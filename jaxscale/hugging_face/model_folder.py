@@ -22,6 +22,7 @@ from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor, open_
 from jaxscale.hugging_face.value_types import check_value_types
 from jaxscale.hugging_face.write_params import write_params
 from jaxscale.model_config import ModelConfig
+from jaxscale.model_families.hf.config import with_context
 from jaxscale.model_families.shipped import SHIPPED, find_family
 from jaxscale.run_folder import HF_CONFIG, copy_tokenizer
 
@@ -155,6 +156,7 @@ def write_model(
     *,
     dtype: str,
     beside: pathlib.Path,
+    seq_len: int = 0,
     end_of_text: int | None = None,
     decoder_start: int | None = None,
     padding: int | None = None,
@@ -166,6 +168,7 @@ def write_model(
       params: in canonical form.
       dtype: of the tensors: float32, bfloat16 or float16.
       beside: a run's folder, whose tokenizer goes along.
+      seq_len: of the sequences that it was trained on; 0 if it was not.
       end_of_text: the id of that token, where the weights do not come from a model that says it.
       decoder_start: likewise, of an encoder-decoder.
       padding: likewise, where the tokenizer has such a token.
@@ -181,7 +184,7 @@ def write_model(
         raise ValueError(f"--output {directory} exists; name a new folder")
     family = find_family(config.family)
     config, params = family.hf_form(config, params)
-    hf = family.to_hf(config)
+    hf = family.to_hf(with_context(config, seq_len))
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

@@ -56,7 +56,9 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
     d_ff: int = 256
     vocab_size: int = 257
     family: str = "llama"
-    max_seq_len: int = 2048  # rows of the learned position table; rotary positions have no limit
+    # Rows of the learned position table, 0 for 2048. Other positions have no limit: there the
+    # longest text of the model that the weights come from, if any.
+    max_seq_len: int = 0
 
     norm: str = option("rms")  # "layer" subtracts the mean and has a bias
     norm_eps: float = option(1e-5)
@@ -122,7 +124,7 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
             head_dim=1,
             d_ff=1,
             vocab_size=2,
-            max_seq_len=1,
+            max_seq_len=0,
             num_encoder_layers=int(self.relative_bias != "none"),
             relative_buckets=4,
             norm_eps=0,
@@ -191,6 +193,8 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
                 if given is not None and given != value:
                     raise ValueError(refuse_setting(family, one.name))
             object.__setattr__(self, one.name, value)
+        if self.positions == "learned" and not self.max_seq_len:
+            object.__setattr__(self, "max_seq_len", 2048)
 
     def _check_positions(self) -> None:
         if self.rope_theta <= 0:

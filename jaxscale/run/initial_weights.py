@@ -147,6 +147,9 @@ def check_settings(model: ModelConfig, weights: Weights, why: str) -> None:
     may_differ = set(MAY_DIFFER)
     if ours.get("router") == "expert_choice":
         may_differ.remove("capacity_factor")
+    # Of rows of a table; otherwise it only says how long texts were.
+    if getattr(model, "positions", "learned") != "learned":
+        may_differ.add("max_seq_len")
     lines = [
         f"model.{name} = {ours.get(name, none)!r} here, {theirs.get(name, none)!r} there"
         for name in {**ours, **theirs}

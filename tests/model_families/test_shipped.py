@@ -13,6 +13,7 @@ from jaxscale.hugging_face.value_types import check_value_types
 from jaxscale.model_config import ModelConfig
 from jaxscale.model_config.prediction import PREDICTION
 from jaxscale.model_config.rope_scaling import SCALING
+from jaxscale.model_families.hf.config import with_context
 from jaxscale.model_families.shipped import FAMILIES, SHIPPED
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.training.engine import find_model
@@ -324,6 +325,28 @@ def test_a_value_of_another_type_is_refused_by_name(name, change, fragment):
     with pytest.raises(ValueError, match=re.escape(fragment)) as caught:
         read()
     assert "\n" not in str(caught.value)
+
+
+YARN = {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_context": 1024}
+CONTEXTS = [
+    ({}, 0, 2048),
+    ({}, 512, 512),
+    ({"max_seq_len": 4096}, 512, 4096),
+    ({"max_seq_len": 4096}, 8192, 8192),
+    (YARN, 1024, 4096),
+    ({**YARN, "max_seq_len": 1024}, 0, 1024),
+    (YARN | {"rope_scaling": "dynamic"}, 8192, 1024),
+    ({"family": "gpt", "tied_embeddings": True}, 512, 2048),
+]
+
+
+@pytest.mark.parametrize(("settings", "trained", "written"), CONTEXTS)
+def test_the_context_that_is_written_is_that_of_training_or_of_the_model_before(
+    settings, trained, written
+):
+    model = with_context(ModelConfig(**settings), trained)
+    hf = FAMILIES[model.family].to_hf(model)
+    assert hf.get("max_position_embeddings", hf.get("n_positions")) == written
 
 
 def test_what_scores_are_divided_by_is_written_whole():

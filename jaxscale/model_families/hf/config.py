@@ -4,6 +4,7 @@ A reader takes what it knows out of a copy of the file with `pop`; `refuse_rest`
 left, so that no setting is dropped silently. Keys and defaults are those of transformers 5.
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -154,8 +155,26 @@ def pop_sizes(rest: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def with_context(model: Model, seq_len: int) -> Model:
+    """The model with the `max_seq_len` that its config.json names, which servers take for a limit:
+    at least the length that it was trained at.
+
+    Args:
+      seq_len: that length; 0 if it was not trained.
+    """
+    if model.positions == "learned":
+        return model
+    longest = model.max_seq_len
+    if not longest and model.rope_scaling in ("yarn", "longrope"):
+        longest = round(model.rope_factor * model.rope_original_context)
+    longest = max(longest, seq_len) or 2048
+    if model.rope_scaling == "dynamic":  # there it is where scaling begins
+        longest = model.rope_original_context
+    return dataclasses.replace(model, max_seq_len=longest)
+
+
 def sizes_to_hf(model: Model) -> dict[str, Any]:
-    """The inverse of `pop_sizes`."""
+    """The inverse of `pop_sizes`, of a model `with_context`."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.d_model,
