@@ -142,6 +142,7 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
         end_of_text=tokenizer.boundary,
         decoder_start=tokenizer.decoder_start,
         padding=tokenizer.pad,
+        mask=tokenizer.mask,
         max_file_bytes=int(options.max_file_gb * 1e9),
     )
     log.info(f"step {step} of {workdir} written to {output}: {tensors} tensors")

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import tokenizers
+
 from jaxscale.hugging_face.checkpoint_rules import (
     ParameterTensors,
     check_tensors,
@@ -160,6 +162,7 @@ def write_model(
     end_of_text: int | None = None,
     decoder_start: int | None = None,
     padding: int | None = None,
+    mask: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> int:
     """Writes a folder that transformers loads; it has its name only once it is complete.
@@ -172,6 +175,7 @@ def write_model(
       end_of_text: the id of that token, where the weights do not come from a model that says it.
       decoder_start: likewise, of an encoder-decoder.
       padding: likewise, where the tokenizer has such a token.
+      mask: likewise.
       max_file_bytes: of each file of tensors.
 
     Returns:
@@ -201,6 +205,7 @@ def write_model(
     (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     copy_tokenizer(beside, unfinished)
     (unfinished / HF_CONFIG).unlink(missing_ok=True)
+    name_tokenizer_class(unfinished, {"mask_token_id": mask, **written})
     unfinished.rename(directory)
     return len(stored)
 
@@ -218,6 +223,34 @@ def _special_ids(workdir: pathlib.Path) -> dict[str, Any]:
         return {}
     hf = _read_json(workdir / HF_CONFIG)
     return {name: value for name, value in hf.items() if name.endswith("_token_id")}
+
+
+def name_tokenizer_class(directory: pathlib.Path, hf: Mapping[str, Any]) -> None:
+    """Says that tokenizer.json is to be read as it is. Where tokenizer_config.json names no class,
+    transformers takes that of the model's type, which may split texts otherwise (Qwen's every
+    digit) or find no token of its own and fail (Gemma's).
+
+    Args:
+      hf: the config.json, with the ids of special tokens.
+    """
+    file, path = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    given = _read_json(path) if path.is_file() else {}
+    if "tokenizer_class" in given or not file.is_file():
+        return
+    added = tokenizers.Tokenizer.from_file(str(file)).get_added_tokens_decoder()
+    # An ordinary token that is named would become a special one.
+    special = {i: token.content for i, token in added.items() if token.special}
+    ids = {f"{name}_token": hf.get(f"{name}_token_id") for name in ("bos", "eos", "pad", "mask")}
+    first = {name: one[0] if isinstance(one, list) else one for name, one in ids.items()}
+    names = {name: special[i] for name, i in first.items() if i in special}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, **given}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+    if hf["model_type"] == "qwen2":
+        log.warning(
+            "note: AutoTokenizer of transformers 5 splits texts of every qwen2 model as Qwen's, "
+            "whatever tokenizer_config.json says; load this tokenizer with "
+            "PreTrainedTokenizerFast.from_pretrained(DIR)"
+        )
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

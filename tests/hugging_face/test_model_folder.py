@@ -4,9 +4,11 @@ import json
 import pathlib
 
 import pytest
+import tokenizers
+from tokenizers import models
 
 from jaxscale.hugging_face import model_folder
-from jaxscale.hugging_face.model_folder import open_model, write_model
+from jaxscale.hugging_face.model_folder import name_tokenizer_class, open_model, write_model
 from jaxscale.hugging_face.safetensors_format import read_header
 from jaxscale.run.pretrained import from_pretrained
 from tests.hugging_face import tiny_llama
@@ -116,6 +118,32 @@ def test_an_exported_model_has_the_padding_id_that_transformers_needs(
         padding=padding,
     )
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == written
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        (None, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}),
+        (
+            {"eos_token": "x", "model_max_length": 9},
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "x",
+                "model_max_length": 9,
+            },
+        ),
+        ({"tokenizer_class": "GemmaTokenizer"}, {"tokenizer_class": "GemmaTokenizer"}),
+    ],
+)
+def test_an_exported_tokenizer_says_that_it_is_read_as_it_is(given, written, tmp_path):
+    """By the model's type transformers 5 would take Gemma's class, which fails on it."""
+    tokenizer = tokenizers.Tokenizer(models.BPE({"<|endoftext|>": 0, "a": 1}, []))
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    if given:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    name_tokenizer_class(tmp_path, {"model_type": "gemma3_text", "eos_token_id": [0, 1]})
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == written
 
 
 def test_headers_are_read_as_the_library_writes_them(tmp_path):
