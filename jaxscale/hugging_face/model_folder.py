@@ -3,6 +3,7 @@
 Nothing in it is run: no code (`auto_map`), no pickles.
 """
 
+import fnmatch
 import json
 import logging
 import math
@@ -54,8 +55,15 @@ class HuggingFaceModel:
 
     @property
     def dtype(self) -> str:
-        """The type that holds every parameter: bfloat16 where all tensors are, else float32."""
-        narrow = all(one.dtype == "BF16" for one in self.tensors.values() if one.dtype in DTYPES)
+        """The type that holds every parameter: bfloat16 where all tensors are, but for those that
+        are never, else float32."""
+        rules = find_family(self.config.family).tensors(self.config)
+        wide = [rule.name.format(layer="*", expert="*") for rule in rules if rule.wide]
+        narrow = all(
+            one.dtype == "BF16" or any(fnmatch.fnmatchcase(name, pattern) for pattern in wide)
+            for name, one in self.tensors.items()
+            if one.dtype in DTYPES
+        )
         return "bfloat16" if narrow else "float32"
 
     @property
@@ -169,7 +177,7 @@ def write_model(
 
     Args:
       params: in canonical form.
-      dtype: of the tensors: float32, bfloat16 or float16.
+      dtype: of the tensors: float32, bfloat16 or float16; some are in float32 always.
       beside: a run's folder, whose tokenizer goes along.
       seq_len: of the sequences that it was trained on; 0 if it was not.
       end_of_text: the id of that token, where the weights do not come from a model that says it.

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.hugging_face.checkpoint_rules import ParameterTensors
@@ -37,7 +38,7 @@ def write_params(
 
     Args:
       params: in canonical form, on any layout of the devices of this process.
-      dtype: of every tensor, a key of `FILE_TYPES`.
+      dtype: of every tensor that a rule does not make wider, a key of `FILE_TYPES`.
       max_file_bytes: of each file.
 
     Returns:
@@ -50,8 +51,13 @@ def write_params(
         *parameters,
         *(replace(one, tensors=(copy,)) for one in parameters for copy in one.written),
     ]
-    shapes = {name: one.rule.shape for one in parameters for name in one.tensors}
-    tensors = {name: (FILE_TYPES[dtype], shapes[name]) for name in sorted(shapes, key=_by_layer)}
+    wide = jnp.promote_types(dtype, jnp.float32).name
+    found = {
+        name: (FILE_TYPES[wide if one.rule.wide else dtype], one.rule.shape)
+        for one in parameters
+        for name in one.tensors
+    }
+    tensors = {name: found[name] for name in sorted(found, key=_by_layer)}
     stored = lay_out(directory, tensors, max_file_bytes)
     by_name = {
         leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]

@@ -56,6 +56,7 @@ class TensorRule:
     shape: tuple[int, ...] = ()  # of the tensor itself, where it is not that of `view`
     first: int = 0  # layers of the model before those of the stack
     stride: int = 1  # layers of the model for one of the stack
+    wide: bool = False  # in float32, whatever the type of the others is
     is_copy: bool = False  # a second tensor with the values of another, which is written too
 
 

@@ -34,7 +34,8 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, weights: Weights):
         self.config = config
         self.router = weights.normal("embed", "routes")
-        self.router_bias = weights.zeros("routes") if config.router_bias else None
+        # Wide: steps of `balance_rate` would be lost in rounding.
+        self.router_bias = weights.zeros("routes", wide=True) if config.router_bias else None
         self.logit_bias = weights.zeros("routes") if config.router_logit_bias else None
         self.up = weights.normal("experts", "embed", "expert_mlp")
         self.down = weights.normal("experts", "expert_mlp", "embed", residual=True)

@@ -75,8 +75,14 @@ class Weights:
     def ones(self, *axes: str) -> nnx.Param:
         return nnx.Param(jnp.ones(self.shape(axes), self.dtype), axes=axes)
 
-    def zeros(self, *axes: str) -> nnx.Param:
-        return nnx.Param(jnp.zeros(self.shape(axes), self.dtype), axes=axes)
+    def zeros(self, *axes: str, wide: bool = False) -> nnx.Param:
+        """Zeros.
+
+        Args:
+          wide: in float32 or wider, whatever `param_dtype` is.
+        """
+        dtype = jnp.promote_types(self.dtype, jnp.float32) if wide else self.dtype
+        return nnx.Param(jnp.zeros(self.shape(axes), dtype), axes=axes)
 
     def shape(self, axes: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(self.sizes[axis] for axis in axes)

@@ -20,6 +20,7 @@ from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face
 from jaxscale.model_config import ModelConfig, is_own_family
 from jaxscale.run.both_tiers import bring_newest
 from jaxscale.run_folder import TOKENIZERS, folder_of
+from jaxscale.sharding.resolve import leaf_name
 from jaxscale.storage.tiers import CHECKPOINTS, fetch_files, fetching
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine
@@ -71,8 +72,12 @@ class RunWeights:
     def read(self, axes: Any, abstract: Any) -> Any:
         """The parameters in canonical form, with the types and devices of `abstract`."""
         del axes
-        stored = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.dtype, sharding=leaf.sharding),
+        with contextlib.closing(Checkpoints(self.directory / CHECKPOINTS)) as checkpoints:
+            types = checkpoints.types(self.step, "params")
+        stored = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: jax.ShapeDtypeStruct(
+                leaf.shape, types.get(leaf_name(path), self.dtype), sharding=leaf.sharding
+            ),
             abstract,
         )
         params = self.restore("params", stored)

@@ -296,6 +296,20 @@ class Checkpoints:
         """
         return {name.partition("/")[0] for name in self._description(step)["arrays"]}
 
+    def types(self, step: int, part: str) -> dict[str, str]:
+        """The types of the arrays of a part, such as "params", by their paths in it.
+
+        Raises:
+          ValueError: as `parts`.
+        """
+        arrays = self._description(step)["arrays"].items()
+        inside = f"{part}/"
+        return {
+            name.removeprefix(inside): about["dtype"]
+            for name, about in arrays
+            if name.startswith(inside)
+        }
+
     def restore(
         self,
         step: int,

@@ -14,6 +14,7 @@ from jaxscale.config import Config, DataConfig
 from jaxscale.hugging_face import tensor_blocks, write_params
 from jaxscale.hugging_face.model_folder import open_model, write_model
 from jaxscale.layout import Layout
+from jaxscale.run.pretrained import from_pretrained
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 from tests.hugging_face import tiny_llama
@@ -143,6 +144,22 @@ def test_a_module_that_predicts_a_further_token_is_read_and_written_where_a_run_
     write_model(output, model.config, engine.model.axes, params, dtype="float32", beside=tmp_path)
     assert tiny_llama.bits(load_all(output)) == tiny_llama.bits(values)
     assert json.loads((output / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_the_biases_that_balance_experts_stay_in_float32(tmp_path):
+    """A step moves them by 0.001, which bfloat16 cannot hold."""
+    source, bias = GOLDENS / "deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias"
+    model = from_pretrained(source, param_dtype="bfloat16")
+    output = tmp_path / "output"
+    write_model(
+        output, model.config, model.model.axes, model.params, dtype="bfloat16", beside=tmp_path
+    )
+    values = load_file(output / "model.safetensors")
+    wide = {name: value for name, value in values.items() if value.dtype != "bfloat16"}
+    assert tiny_llama.bits(wide) == tiny_llama.bits(
+        {bias: load_file(source / "model.safetensors")[bias]}
+    )
+    assert open_model(output).dtype == "bfloat16"
 
 
 def test_a_tied_head_is_checked_and_not_written(tmp_path):

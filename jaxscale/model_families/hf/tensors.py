@@ -164,7 +164,8 @@ def expert_rules(model: Model, block: str, names: Mapping[str, str]) -> Iterator
     gate, width = f"{LAYER}.{block}.gate", model.expert_d_ff or model.d_ff
     yield matrix("layers/mlp/router", f"{gate}.weight", model.d_model, model.num_experts)
     if model.router_bias:
-        yield vector("layers/mlp/router_bias", f"{gate}.e_score_correction_bias", model.num_experts)
+        name, shape = f"{gate}.e_score_correction_bias", (model.num_experts,)
+        yield TensorRule("layers/mlp/router_bias", name, shape, (0,), wide=True)
     experts = {"": ("experts.{expert}", width)}
     if model.shared_d_ff:
         experts["/shared"] = ("shared_experts", model.shared_d_ff)

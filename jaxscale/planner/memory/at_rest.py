@@ -25,6 +25,8 @@ COUNT_BYTES = 4  # an int32 scalar
 COUNTS = {"adamw": 2, "lion": 2, "adafactor": 2, "muon": 3}
 """Scalars of an optimizer's state: step counts of its own (Muon uses AdamW for vectors), and of the
 learning-rate schedule."""
+BALANCED = "mlp/router_bias"
+"""Which is never narrower than float32."""
 MUON_COEFFICIENTS = 3 * 4  # float32, in its state
 
 
@@ -42,11 +44,13 @@ def parameter_bytes(config: Config, rows: Rows) -> Ints:
       rows: layers of each stack that a device allocates.
     """
     layout, stage = config.layout, config.layout.zero_stage
-    elements = sum(
-        _repeats(array, rows) * array.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
+    width = itemsize(config.model.param_dtype)
+    return sum(
+        (max(width, 4) if array.name.endswith(BALANCED) else width)
+        * _repeats(array, rows)
+        * array.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
         for array in _stacks(parameters(config.model))
     )
-    return itemsize(config.model.param_dtype) * elements
 
 
 def moment_bytes(config: Config, rows: Rows) -> Ints:
@@ -93,7 +97,7 @@ def trained_parameters(config: Config) -> list[ParamShape]:
     return [
         array
         for array in parameters(config.model)
-        if not array.name.endswith("mlp/router_bias")
+        if not array.name.endswith(BALANCED)
         and not find_group(f"{array.part}/{array.name}", groups).frozen
     ]
 
