@@ -53,9 +53,15 @@ def _to_hf(model: Model) -> dict[str, Any]:
     scaled = model.rope_scaling == "longrope"
     if not scaled:
         refuse_options(model, rope_scaling="none")
+    rope = rope_to_hf(model)
+    # As published, and all that transformers 4 accepts; it computes the two others so.
+    factor = max(model.max_seq_len / model.rope_original_context, 1.0)
+    if scaled and factor == model.rope_factor and not model.rope_attention_factor:
+        lists = {key: rope["rope_scaling"][key] for key in ("short_factor", "long_factor")}
+        rope["rope_scaling"] = {"type": "longrope", **lists}
     return {
         **sizes_to_hf(model),
-        **rope_to_hf(model),
+        **rope,
         "partial_rotary_factor": model.rope_share,
         "original_max_position_embeddings": (
             model.rope_original_context if scaled else model.max_seq_len

@@ -333,7 +333,7 @@ CONTEXTS = [
     ({}, 512, 512),
     ({"max_seq_len": 4096}, 512, 4096),
     ({"max_seq_len": 4096}, 8192, 8192),
-    (YARN, 1024, 4096),
+    (YARN, 8192, 4096),
     ({**YARN, "max_seq_len": 1024}, 0, 1024),
     (YARN | {"rope_scaling": "dynamic"}, 8192, 1024),
     ({"family": "gpt", "tied_embeddings": True}, 512, 2048),
@@ -347,6 +347,24 @@ def test_the_context_that_is_written_is_that_of_training_or_of_the_model_before(
     model = with_context(ModelConfig(**settings), trained)
     hf = FAMILIES[model.family].to_hf(model)
     assert hf.get("max_position_embeddings", hf.get("n_positions")) == written
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("phi3_long", {"type", "short_factor", "long_factor"}),
+        (
+            "phi3_short",
+            {"rope_type", "factor", "original_max_position_embeddings", "attention_factor"}
+            | {"short_factor", "long_factor"},
+        ),
+    ],
+)
+def test_a_long_phi_is_written_as_transformers_4_reads_it_where_it_can_be(name, keys):
+    """Its class refuses other keys than the three of the published files."""
+    hf = json.loads((GOLDENS / name / "config.json").read_text())
+    written = FAMILIES["phi3"].to_hf(ModelConfig(**FAMILIES["phi3"].from_hf(hf)))
+    assert set(written["rope_scaling"]) == keys
 
 
 def test_what_scores_are_divided_by_is_written_whole():

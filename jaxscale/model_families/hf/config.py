@@ -157,19 +157,19 @@ def pop_sizes(rest: dict[str, Any]) -> dict[str, Any]:
 
 def with_context(model: Model, seq_len: int) -> Model:
     """The model with the `max_seq_len` that its config.json names, which servers take for a limit:
-    at least the length that it was trained at.
+    at least the length that it was trained at, where it has no part in the logits.
 
     Args:
       seq_len: that length; 0 if it was not trained.
     """
     if model.positions == "learned":
         return model
-    longest = model.max_seq_len
-    if not longest and model.rope_scaling in ("yarn", "longrope"):
-        longest = round(model.rope_factor * model.rope_original_context)
-    longest = max(longest, seq_len) or 2048
     if model.rope_scaling == "dynamic":  # there it is where scaling begins
         longest = model.rope_original_context
+    elif model.rope_scaling in ("yarn", "longrope"):  # their factor may be computed from it
+        longest = model.max_seq_len or round(model.rope_factor * model.rope_original_context)
+    else:
+        longest = max(model.max_seq_len, seq_len) or 2048
     return dataclasses.replace(model, max_seq_len=longest)
 
 
