@@ -380,9 +380,10 @@ def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) 
     can be moved, and exported to Hugging Face's format."""
     if not tokenizer.file:
         return
-    kept = workdir / tokenizer.file_name
-    if not kept.exists():
-        kept.write_bytes(tokenizer.file)
+    # Whatever its name and place: what was read beside it decides how texts begin and end.
+    for name, data in {tokenizer.file_name: tokenizer.file, **tokenizer.beside}.items():
+        if not (workdir / name).exists():
+            (workdir / name).write_bytes(data)
     given = pathlib.Path(config.data.tokenizer)
     if given.name in run_folder.TOKENIZERS:
         run_folder.copy_tokenizer(given.parent, workdir)

@@ -3,16 +3,33 @@
 import dataclasses
 import json
 import logging
+import pathlib
 
 import jax
 import pytest
 
 from jaxscale import config as configs
+from jaxscale.data.tokens.tokenizer import load_tokenizer
 from jaxscale.layout import Layout
 from jaxscale.model_config import ModelConfig
 from jaxscale.run import resume, setup, trainer
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
+from tests.data.dialogues import write_tokenizer
+
+
+def test_a_run_keeps_what_lies_beside_its_tokenizer_whatever_its_name_is(tmp_path):
+    path = pathlib.Path(write_tokenizer(tmp_path / "given", bos=True, add_bos_token=False))
+    path = path.rename(path.with_name("mine.json"))
+    config = configs.load("configs/tiny.py", [f"data.tokenizer={path}"])
+    given = load_tokenizer(str(path))
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    setup.keep_tokenizer(config, given, workdir)
+    kept = load_tokenizer(str(workdir / "tokenizer.json"))
+    assert (kept.bos, kept.fingerprint) == (given.bos, given.fingerprint)
+    assert kept.bos is None
+    assert kept.template == given.template is not None
 
 
 def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
