@@ -47,8 +47,12 @@ BESIDE = (
     "generation_config.json",
     "chat_template.jinja",
 )
-"""Files that are read where they lie in the folder of a tokenizer.json: the chat template, the
-token that begins a text, and those that end a generation."""
+"""Files that are read where they lie in the folder of a tokenizer: the chat template, the token
+that begins a text, and those that end a generation."""
+
+BEGINNING = {"LlamaTokenizer": "<s>", "CodeLlamaTokenizer": "<s>", "GemmaTokenizer": "<bos>"}
+"""Classes of transformers that begin texts of a SentencePiece model with this token where
+tokenizer_config.json says nothing else; a tokenizer.json says it itself."""
 
 TRAINING_BYTES = 8_000_000
 """Bytes of text that a BPE tokenizer is trained on; more changes little and takes longer."""
@@ -198,13 +202,16 @@ def from_file(path: str, name: str) -> Tokenizer:
       ValueError: the file is neither, or has no boundary token.
     """
     data = read_file(path)
-    if path.endswith(".model"):
-        return _from_sentencepiece(data, path, name)
     folder = path.rpartition("/")[0] or "."
     places = {name: path_in(folder, name) for name in BESIDE}
     beside = {name: read_file(place) for name, place in places.items() if exists(place)}
     config = read_json(beside, "tokenizer_config.json", path)
-    tokenizer = _from_json(data, path, name, token_text(config.get("eos_token")))
+    if path.endswith(".model"):
+        tokenizer = _from_sentencepiece(data, path, name)
+        begins = BEGINNING.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
+        config = {"add_bos_token": bool(begins), "bos_token": begins, **config}
+    else:
+        tokenizer = _from_json(data, path, name, token_text(config.get("eos_token")))
     return _with_files_beside(tokenizer, beside, config, path)
 
 

@@ -310,6 +310,24 @@ def test_a_sentencepiece_model(tmp_path, kind):
     assert again.fingerprint == tokenizer.fingerprint
 
 
+@pytest.mark.parametrize(
+    ("config", "bos"),
+    [
+        ({}, None),
+        ({"bos_token": "<s>"}, None),
+        ({"add_bos_token": True, "bos_token": {"content": "<s>"}}, 1),
+        ({"tokenizer_class": "LlamaTokenizerFast"}, 1),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, None),
+    ],
+)
+def test_a_sentencepiece_model_begins_texts_as_the_file_beside_it_says(config, bos, tmp_path):
+    plain = load_tokenizer(write_model(tmp_path / "t.model"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(str(tmp_path / "t.model"))
+    assert (tokenizer.bos, tokenizer.boundary) == (bos, plain.boundary)
+    assert (tokenizer.fingerprint == plain.fingerprint) == (bos is None)
+
+
 def test_a_sentencepiece_model_makes_a_corpus(tmp_path, texts):
     tokenizer = load_tokenizer(write_model(tmp_path / "t.model"))
     corpus = open_corpus([str(texts)], tokenizer, tmp_path / "run")
