@@ -333,6 +333,23 @@ CASES = {
             "hidden_act": "gelu",
         },
     ),
+    # OLMo 3
+    "olmo3": (
+        "Olmo3",
+        FUSED
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu",
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1_000.0},
+            },
+        },
+    ),
     # Phi-3
     "phi3": ("Phi3", FUSED),
     "phi3_partial": (

@@ -16,9 +16,9 @@ from jaxscale.model_families.hf.config import (
     pop_activation,
     pop_bias,
     pop_rope,
+    pop_ropes_by_layer,
     pop_sizes,
     refuse_rest,
-    rope_from_hf,
     rope_to_hf,
     sizes_to_hf,
 )
@@ -63,23 +63,14 @@ def _gemma2_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gemma3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     rest = dict(hf)
+    rest.setdefault("max_position_embeddings", 131_072)
     expect(rest, "attn_logit_softcapping", None)
-    both = pop(rest, "rope_parameters", None) or {}
-    both = {GLOBAL: both, LOCAL: both} if "rope_type" in both else both
-    context = rest.get("max_position_embeddings", 131_072)
-    far = pop(rest, "rope_scaling", None) or both.get(GLOBAL) or {}
-    near = both.get(LOCAL) or {}
-    rope = rope_from_hf(far, pop(rest, "rope_theta", 1_000_000.0), context)
-    local = rope_from_hf(near, pop(rest, "rope_local_base_freq", 10_000.0), context)
-    if "rope_scaling" in local:
-        raise ValueError(
-            f"config.json scales rotary positions of local layers by rope_type = "
-            f"{local['rope_scaling']!r}; only those of global layers can be scaled"
-        )
+    near = pop(rest, "rope_local_base_freq", 10_000.0)
+    rope = pop_ropes_by_layer(rest, 1_000_000.0, near)
     period = pop(rest, "sliding_window_pattern", None) or pop(rest, "_sliding_window_pattern", 6)
     rest.pop("_sliding_window_pattern", None)
     ours = _both_from_hf(rest, period, None)
-    return {**rope, **ours, "local_rope_theta": local["rope_theta"]}
+    return {**rope, **ours}
 
 
 def _both_to_hf(model: Model) -> dict[str, Any]:

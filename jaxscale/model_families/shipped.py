@@ -14,13 +14,13 @@ from jaxscale.model_families.gpt_neox import GPT_NEOX
 from jaxscale.model_families.gpt_oss import GPT_OSS
 from jaxscale.model_families.llama import LLAMA
 from jaxscale.model_families.mistral import MISTRAL, MIXTRAL
-from jaxscale.model_families.olmo2 import OLMO2
+from jaxscale.model_families.olmo import OLMO2, OLMO3
 from jaxscale.model_families.phi3 import PHI3
 from jaxscale.model_families.qwen import QWEN2, QWEN3
 from jaxscale.model_families.qwen_moe import QWEN3_MOE
 from jaxscale.model_families.t5 import MT5, T5, UMT5
 
-DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT, GPT_NEOX)
+DECODERS = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, OLMO3, PHI3, GPT, GPT_NEOX)
 PLANNED = (*DECODERS, BERT, ESM)
 """Of which the planner has formulas."""
 SHIPPED = (*PLANNED, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS, M6_T, T5, MT5, UMT5)

@@ -280,6 +280,34 @@ def rope_from_hf(given: Mapping[str, Any], theta: float, context: int) -> dict[s
     return ours
 
 
+def pop_ropes_by_layer(
+    rest: dict[str, Any], theta: float, local_theta: float | None = None
+) -> dict[str, Any]:
+    """The settings of rotary positions where local layers have their own, which are never scaled:
+    in the form of transformers 4, of which `rope_scaling` is of global layers, or 5 (a dictionary
+    for each kind of layer).
+
+    Args:
+      theta, local_theta: the default bases; None is that of global layers.
+
+    Raises:
+      ValueError: as `rope_from_hf`; or those of local layers are scaled.
+    """
+    context = rest.get("max_position_embeddings", 2048)
+    both = pop(rest, "rope_parameters", None) or {}
+    both = {GLOBAL: both, LOCAL: both} if "rope_type" in both else both
+    far = pop(rest, "rope_scaling", None) or both.get(GLOBAL) or {}
+    ours = rope_from_hf(far, pop(rest, "rope_theta", theta), context)
+    near = both.get(LOCAL) or {}
+    local = rope_from_hf(near, local_theta or ours["rope_theta"], context)
+    if "rope_scaling" in local:
+        raise ValueError(
+            f"config.json scales rotary positions of local layers by rope_type = "
+            f"{local['rope_scaling']!r}; only those of global layers can be scaled"
+        )
+    return {**ours, "local_rope_theta": local["rope_theta"]}
+
+
 def rope_to_hf(model: Model) -> dict[str, Any]:
     """The inverse of `pop_rope`, in the form that every version reads."""
     scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_factor}

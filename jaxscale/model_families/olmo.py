@@ -1,0 +1,121 @@
+"""OLMo 2: norms after attention and MLP, and of queries and keys over all heads; OLMo 3: an OLMo 2
+with a window in three of four layers, whose rotary positions are not scaled."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.model_families.family import ROPE, Family, Model
+from jaxscale.model_families.hf.config import (
+    GLOBAL,
+    LOCAL,
+    activation_to_hf,
+    layer_types,
+    pattern_of,
+    pop,
+    pop_activation,
+    pop_bias,
+    pop_rope,
+    pop_ropes_by_layer,
+    pop_sizes,
+    refuse_rest,
+    rope_to_hf,
+    sizes_to_hf,
+)
+from jaxscale.model_families.hf.tensors import llama_tensors
+
+
+def _olmo2_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rest = dict(hf)
+    return {**pop_rope(rest), **_both_from_hf(rest)}
+
+
+def _olmo3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
+    rest = dict(hf)
+    window, types = pop(rest, "sliding_window", 4096), pop(rest, "layer_types", None)
+    ours = {**pop_ropes_by_layer(rest, 500_000.0), **_both_from_hf(rest)}
+    types = types or [LOCAL if (i + 1) % 4 else GLOBAL for i in range(ours["num_layers"])]
+    pattern = pattern_of(types) if window else ""
+    return {**ours, "sliding_window": window or 0, "layer_pattern": pattern}
+
+
+def _both_from_hf(rest: dict[str, Any]) -> dict[str, Any]:
+    ours = {
+        **pop_sizes(rest),
+        "activation": pop_activation(rest, "hidden_act", "silu"),
+        "norm_eps": pop(rest, "rms_norm_eps", 1e-5),
+        "attention_bias": pop_bias(rest),
+        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+    }
+    refuse_rest(rest)
+    return ours
+
+
+def _to_hf(model: Model) -> dict[str, Any]:
+    return {
+        **sizes_to_hf(model),
+        **rope_to_hf(model),
+        "hidden_act": activation_to_hf(model),
+        "rms_norm_eps": model.norm_eps,
+        "attention_bias": model.attention_bias == "all",
+        "tie_word_embeddings": model.tied_embeddings,
+    }
+
+
+def _olmo3_to_hf(model: Model) -> dict[str, Any]:
+    hf = _to_hf(model)
+    far = hf["rope_scaling"] or {"rope_type": "default"}
+    near = {"rope_type": "default", "rope_theta": model.local_rope_theta}
+    both = {GLOBAL: {**far, "rope_theta": model.rope_theta}, LOCAL: near}
+    if model.local_rope_theta != model.rope_theta:  # transformers 4 knows one base
+        del hf["rope_theta"], hf["rope_scaling"]
+    windows = {"sliding_window": model.sliding_window or None, "layer_types": layer_types(model)}
+    return {**hf, **windows, "rope_parameters": both}
+
+
+SETTINGS: Mapping[str, Any] = {
+    **ROPE,
+    "rope_theta": 500_000.0,
+    "norm_eps": 1e-6,
+    "activation": "silu",
+    "attention_bias": "none",
+    "tied_embeddings": False,
+}
+FIXED = {"norm_placement": "after", "qk_norm": True, "qk_norm_over_heads": True}
+
+_tensors = functools.partial(
+    llama_tensors,
+    norms={
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+)
+
+OLMO2 = Family(
+    name="olmo2",
+    paper="2 OLMo 2 Furious, arXiv 2501.00656",
+    settings=SETTINGS,
+    fixed=FIXED,
+    hf_types=("olmo2",),
+    hf_architectures="Olmo2ForCausalLM",
+    read_hf=_olmo2_from_hf,
+    write_hf=_to_hf,
+    tensors=_tensors,
+)
+
+OLMO3 = Family(
+    name="olmo3",
+    paper="Olmo 3, arXiv 2512.13961",
+    settings={
+        **SETTINGS,
+        "local_rope_theta": 500_000.0,
+        "sliding_window": 4096,
+        "layer_pattern": "LLLG",
+    },
+    fixed=FIXED,
+    hf_types=("olmo3",),
+    hf_architectures="Olmo3ForCausalLM",
+    read_hf=_olmo3_from_hf,
+    write_hf=_olmo3_to_hf,
+    tensors=_tensors,
+)
