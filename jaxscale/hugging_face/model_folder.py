@@ -22,6 +22,7 @@ from jaxscale.hugging_face.checkpoint_rules import (
 )
 from jaxscale.hugging_face.read_params import read_params
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor, open_tensors
+from jaxscale.hugging_face.text_part import DEFAULTS, text_settings, text_tensors
 from jaxscale.hugging_face.value_types import check_value_types
 from jaxscale.hugging_face.write_params import write_params
 from jaxscale.model_config import ModelConfig
@@ -114,13 +115,19 @@ def open_model(directory: pathlib.Path, *, prediction_depth: int = 0) -> Hugging
       FileNotFoundError: no config.json, or no checkpoint.
       ValueError: a model, a setting or a file that is not supported; names it.
     """
-    hf = _read_json(directory / "config.json")
+    whole = _read_json(directory / "config.json")
+    try:
+        hf = text_settings(whole)
+    except ValueError as error:
+        raise ValueError(f"{directory / 'config.json'}: {error}") from error
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        own = " (its auto_map names code of its own, which is not run)" if "auto_map" in hf else ""
+        own = (
+            " (its auto_map names code of its own, which is not run)" if "auto_map" in whole else ""
+        )
         raise ValueError(
             f"{directory / 'config.json'}: model_type {kind!r} is not supported{own}; it can be "
-            f"{', '.join(sorted(FAMILIES))}"
+            f"{', '.join(sorted({*FAMILIES, *DEFAULTS}))}"
         )
     for name in ("config.json", "tokenizer_config.json"):
         if (directory / name).is_file() and "auto_map" in _read_json(directory / name):
@@ -128,10 +135,12 @@ def open_model(directory: pathlib.Path, *, prediction_depth: int = 0) -> Hugging
                 f"note: {directory / name} names code of its own (auto_map), which is not run: the "
                 f"model is jaxscale's {FAMILIES[kind].name}, and the tokenizer that of its file"
             )
-    if "quantization_config" in hf:
+    if "quantization_config" in whole:
         raise ValueError(f"{directory / 'config.json'}: quantized weights are not supported")
     family = FAMILIES[kind]
-    tensors = open_tensors(directory)
+    tensors: Mapping[str, StoredTensor] = open_tensors(directory)
+    if kind != whole["model_type"]:
+        tensors = text_tensors(tensors, directory)
     try:
         check_value_types(hf)
         settings = family.from_hf(hf, tensors)

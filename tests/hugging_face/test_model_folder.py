@@ -3,11 +3,13 @@
 import json
 import pathlib
 
+import numpy as np
 import pytest
 import tokenizers
+from safetensors.numpy import load_file, save_file
 from tokenizers import models
 
-from jaxscale.hugging_face import model_folder
+from jaxscale.hugging_face import model_folder, text_part
 from jaxscale.hugging_face.model_folder import name_tokenizer_class, open_model, write_model
 from jaxscale.hugging_face.safetensors_format import read_header
 from jaxscale.run.pretrained import from_pretrained
@@ -97,6 +99,28 @@ def test_code_of_its_own_is_not_run_and_a_line_says_so(tmp_path, monkeypatch):
     (line,) = said
     assert f"{folder / 'config.json'} names code of its own (auto_map), which is not run" in line
     assert "jaxscale's llama" in line
+
+
+@pytest.mark.parametrize("outer", ["language_model.model.", "model.language_model."])
+def test_of_a_model_that_reads_images_the_text_model_is_taken(outer, tmp_path, monkeypatch):
+    """As Gemma 3's of 4 to 27 billion, in the form of transformers 4 and 5."""
+    said = []
+    monkeypatch.setattr(text_part.log, "warning", said.append)
+    text = json.loads((GOLDENS / "gemma3" / "config.json").read_text())
+    hf = {"model_type": "gemma3", "text_config": text, "vision_config": {}, "image_token_index": 5}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    tensors = load_file(GOLDENS / "gemma3" / "model.safetensors")
+    values = {name.replace("model.", outer, 1): value for name, value in tensors.items()}
+    images = ("vision_tower.x", "model.multi_modal_projector.y")
+    save_file(values | {name: np.zeros(2) for name in images}, tmp_path / "model.safetensors")
+    model, alone = open_model(tmp_path), open_model(GOLDENS / "gemma3")
+    assert model.settings == alone.settings
+    assert model.tensors.keys() == alone.tensors.keys()
+    (line,) = said
+    assert f"2 tensors of {len(tensors) + 2} are of images, and left out" in line
+    config(text_config=None)(tmp_path)
+    with pytest.raises(ValueError, match=r"text_config = None; of a gemma3 model, which reads im"):
+        open_model(tmp_path)
 
 
 @pytest.mark.parametrize(
