@@ -198,7 +198,8 @@ def offload_seconds(
         moved = tokens * shape_saved_bytes(shape, parallelism.remat) / parallelism.tensor
         m, each = np.asarray(parallelism.microbatches, float), moved / host
         for name in ("forward", "input"):
-            seconds = seconds + m * stages.busiest * np.maximum(0, each - passes[name].seconds)
+            late = np.maximum(0, each - passes[name].seconds)
+            seconds = seconds + m * stages.busiest * parallelism.offload_share * late
     return seconds
 
 

@@ -80,6 +80,7 @@ class Parallelism(LayoutBatch):
     microbatch: Ints = 1  # sequences per micro-batch and shard of the batch
     fused: bool = False  # the backward pass is one operation
     remat_share: Any = 1.0  # share of layers with the policy; the others save everything
+    offload_share: Any = 1.0  # share of layers with offloaded activations, where there are any
     traits: TrainerTraits = field(default=JAXSCALE)
 
     @classmethod

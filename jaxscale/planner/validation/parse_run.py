@@ -279,8 +279,8 @@ def _trainer(get: Columns) -> str:
 
 
 FAST_HOST = 200e9
-"""Bytes per second of a host link from which on offloading activations is free: those of Grace
-superchips, 450 GB/s, prefetch a layer's residuals during the compute of one layer."""
+"""Bytes per second of a host link from which on trainers offload activations rather than recompute
+them: those of Grace superchips have 205 to 297 GB/s."""
 
 
 def fitting(
@@ -296,14 +296,16 @@ def fitting(
     if parallelism.traits.attention == "written":
         policies[1] = "save_all_but_attention"
     room = ROOM * machine.memory_bytes
-    needs = [
-        float(other_trainers.trainer_memory(shape, replace(parallelism, remat=remat)).needed)
-        for remat in policies
-    ]
+
+    def needed(**changes: str) -> float:
+        return float(other_trainers.trainer_memory(shape, replace(parallelism, **changes)).needed)
+
+    needs = [needed(remat=remat) for remat in policies]
     if needs[0] < room:
         return parallelism
     if machine.chip.host_bytes_per_second > FAST_HOST:
-        return replace(parallelism, offload="activations")
+        share = (needs[0] - room) / max(1.0, needs[0] - needed(offload="activations"))
+        return replace(parallelism, offload="activations", offload_share=min(1.0, share))
     if parallelism.traits.lockstep:
         fits = [remat for remat, size in zip(policies, needs) if size < room]
         return replace(parallelism, remat=fits[0]) if fits else _offloaded(parallelism)
