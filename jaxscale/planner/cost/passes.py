@@ -104,7 +104,7 @@ def make_passes(
     }
     hidden = {
         name: sum(s - e for s, e in zip(getattr(sent, name), both))
-        for name, both in (exposed | {"tensor": tensor}).items()
+        for name, both in {"tensor": tensor, **exposed}.items()
     }
     return passes, hidden
 
