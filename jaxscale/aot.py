@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="write the compiled program to FILE",
     )
     add("--json", type=command_line.output_file, metavar="FILE", help="write the numbers to FILE")
-    options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)
+    options, overrides = command_line.parse(
+        parser, sys.argv[1:] if argv is None else argv, configs.leaves()
+    )
     with command_line.refusals():
         config = configs.load(options.config, overrides)
     # JAX is imported only now, so that a typo is reported at once.

@@ -3,7 +3,33 @@
 import difflib
 import math
 import numbers
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+
+OTHER_NAMES = {
+    "data.source": ("data", "dataset", "path", "data_path", "train_file"),
+    "data.global_batch_size": ("batch_size", "batch", "train_batch_size"),
+    "data.seq_len": ("seq_length", "sequence_length", "max_length", "max_seq_length", "block_size"),
+    "model.d_model": ("hidden_size", "embed_dim", "n_embd", "dim"),
+    "model.d_ff": ("intermediate_size", "ffn_hidden_size", "mlp_dim"),
+    "model.num_layers": ("num_hidden_layers", "n_layers", "n_layer"),
+    "model.num_heads": ("num_attention_heads", "n_heads", "n_head"),
+    "model.num_kv_heads": ("num_key_value_heads", "n_kv_heads"),
+    "model.compute_dtype": ("dtype", "precision", "bf16"),
+    "optimizer.name": ("optimizer",),
+    "optimizer.learning_rate": ("lr", "max_lr", "peak_lr"),
+    "optimizer.schedule": ("lr_schedule", "lr_scheduler_type"),
+    "optimizer.clip_norm": ("max_grad_norm", "grad_clip", "clip"),
+    "layout.data": ("dp", "data_parallel"),
+    "layout.tensor": ("tp", "tensor_parallel"),
+    "layout.pipeline": ("pp", "pipeline_parallel"),
+    "layout.context": ("cp", "context_parallel", "sequence_parallel"),
+    "layout.expert": ("ep", "expert_parallel"),
+    "layout.microbatches": ("grad_accum", "gradient_accumulation_steps", "num_microbatches"),
+    "run.steps": ("max_steps", "train_steps", "num_steps", "max_iters"),
+    "run.checkpoint_every": ("save_every", "save_steps", "save_interval"),
+    "run.eval_every": ("eval_steps", "eval_interval"),
+}
+"""Setting -> what other trainers call it."""
 
 
 def nearest(got: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
@@ -25,6 +51,38 @@ def did_you_mean(got: object, known: Iterable[str], count: int = 1, cutoff: floa
     """
     near = nearest(got, known, count, cutoff)
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def settings_called(key: str, settings: Iterable[str]) -> list[str]:
+    """The settings, each "section.key", of this key, or that other trainers call so.
+
+    >>> settings_called("lr", ["optimizer.learning_rate", "run.steps"])
+    ['optimizer.learning_rate']
+    """
+    key = key.lower().replace("-", "_")
+    return [
+        setting
+        for setting in settings
+        if setting.partition(".")[2] == key or key in OTHER_NAMES.get(setting, ())
+    ]
+
+
+def nearest_settings(got: str, settings: Collection[str]) -> list[str]:
+    """The settings that a name, "key" or "section.key", may mean; mostly one.
+
+    >>> nearest_settings("mesh.fsdp", ["layout.fsdp", "layout.tensor"])
+    ['layout.fsdp']
+    >>> nearest_settings("layout.tesnor", ["layout.fsdp", "layout.tensor"])
+    ['layout.tensor']
+    """
+    section, _, key = got.rpartition(".")
+    if called := settings_called(key, settings):
+        return called
+    here = [setting.partition(".")[2] for setting in settings if setting.startswith(f"{section}.")]
+    if near := nearest(key, here):
+        return [f"{section}.{near[0]}"]
+    near = nearest(key, {setting.partition(".")[2] for setting in settings})
+    return settings_called(near[0], settings) if near else []
 
 
 def check_choice(name: str, got: object, allowed: Iterable[str], *, equals: str = " = ") -> None:

@@ -16,13 +16,20 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NoReturn, TextIO
 
-from jaxscale.choices import nearest
+from jaxscale.choices import nearest, nearest_settings, settings_called
 from jaxscale.storage import durable
 
 MOST_CPU_DEVICES = 4096
 
 type Report = Callable[[str, int], tuple[str, int]]
 """Error message and status -> the text to print, and the status to end with."""
+
+OTHER_FLAGS = {
+    "resume": "--workdir DIR, with which the same command resumes",
+    "output_dir": "--workdir DIR",
+    "wandb": "--trackers wandb",
+}
+"""What other trainers call a flag -> ours, where a command has it."""
 
 
 def _unchanged(message: str, status: int) -> tuple[str, int]:
@@ -233,7 +240,7 @@ def output_file(text: str) -> pathlib.Path:
 
 
 def parse(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
+    parser: argparse.ArgumentParser, argv: Sequence[str], settings: Collection[str] = ()
 ) -> tuple[argparse.Namespace, list[str]]:
     """Reads the flags of a command; flags are never abbreviated.
 
@@ -241,6 +248,7 @@ def parse(
       parser: when it has --config, `--config.section.key=value` (or a space for the `=`) is taken
         as an override.
       argv: without the name of the program.
+      settings: every "section.key" of a configuration, to suggest in place of an unknown flag.
 
     Returns:
       The flags, and the overrides as "section.key=value" in their order, for `config.load`.
@@ -262,23 +270,41 @@ def parse(
         elif "--" in (flag, value):  # argparse would give the flag an empty list
             refuse("unexpected '--'; every value follows its flag")
         elif flag.startswith("--") and flag not in known:
-            refuse(_unknown(flag, known))
+            refuse(_unknown(word, known, settings))
         else:
             rest.append(word)
     parser.allow_abbrev = False
     parser.error = refuse
     namespace, unknown = parser.parse_known_args(rest)
     if unknown:
-        refuse(_unknown(unknown[0], known))
+        refuse(_unknown(unknown[0], known, settings))
     return namespace, overrides
 
 
-def _unknown(word: str, known: Collection[str]) -> str:
+def _unknown(word: str, known: Collection[str], settings: Collection[str]) -> str:
+    flag, equals, value = word.partition("=")
     if not word.startswith("-"):
+        if "--config" in known and equals and "." in flag:
+            return f"unexpected {word!r}; write --config.{word}"
         return f"unexpected {word!r}; every value follows its flag"
-    head, dot, tail = word.partition(".")
-    near = nearest(word, known)
+    near = _meant(flag, known, settings)
+    near = [one + equals + value if one.startswith("--config.") else one for one in near]
+    return f"unknown flag {flag}" + (f"; did you mean {' or '.join(near)}?" if near else "")
+
+
+def _meant(flag: str, known: Collection[str], settings: Collection[str]) -> list[str]:
+    """The flags, or settings as flags, that an unknown flag may mean."""
+    name = flag.lstrip("-")
+    head, dot, tail = name.partition(".")
     if dot and "--config" in known:
-        misspelt = nearest(head, ["--config"])
-        near = [f"--config.{tail}" if misspelt else f"--config.{word.lstrip('-')}"]
-    return f"unknown flag {word}" + (f"; did you mean {near[0]}?" if near else "")
+        name = tail if nearest(head, ["config"]) else name
+        return [f"--config.{one}" for one in nearest_settings(name, settings) or [name]]
+    other = OTHER_FLAGS.get(name, "")
+    if other.partition(" ")[0] in known:
+        return [other]
+    flags = {one.lstrip("-"): one for one in known}
+    if near := settings_called(name, settings):
+        return [f"--config.{one}" for one in near]
+    if near := nearest(name, flags):
+        return [flags[near[0]]]
+    return [f"--config.{one}" for one in nearest_settings(name, settings)]

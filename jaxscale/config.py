@@ -25,6 +25,8 @@ from jaxscale.choices import (
     check_kind,
     did_you_mean,
     nearest,
+    nearest_settings,
+    settings_called,
 )
 from jaxscale.data_source import Source, to_plain, to_sources, to_validation
 from jaxscale.layout import AUTO, Layout
@@ -291,6 +293,9 @@ class Config:
         return self.optimizer.schedule_steps or self.run.steps
 
 
+SECTIONS = tuple(section.name for section in dataclasses.fields(Config))
+
+
 def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a configuration file, applies overrides, and checks everything once.
 
@@ -354,7 +359,8 @@ def from_dict(
         values["model"] = _upgrade(values["model"])
     for name, key, text in changed:
         record = model if name == "model" else _section(name)
-        values.setdefault(name, {})[key] = _parse(text, _field(record, name, key))
+        annotation = _field(record, name, key, "--config.")
+        values.setdefault(name, {})[key] = _parse(text, annotation)
     built = {}
     for name, given in values.items():
         record: Any = model if name == "model" else _section(name)
@@ -377,7 +383,9 @@ def _split_override(override: str) -> tuple[str, str, str]:
     if key.startswith("--config."):
         raise ValueError(f"{override!r}: leave out '--config.', which belongs to the command line")
     name, dot, key = key.partition(".")
-    _section(name)
+    if name not in SECTIONS:
+        near = nearest_settings(f"{name}{dot}{key}", leaves()) or nearest(name, SECTIONS)
+        raise ValueError(f"unknown section config.{name}{_hint(near, '--config.')}")
     if not separator or not dot:
         raise ValueError(f"--config.{override}: expected --config.section.key=value")
     return name, key, text
@@ -492,33 +500,38 @@ def _section(name: str) -> type:
     }
     records["model"] = ModelConfig
     if name not in records:
-        leaves = [leaf for leaf in _leaves() if leaf.partition(".")[2] == name]
-        raise ValueError(f"unknown section {_nearest(name, leaves or records)}")
+        near = settings_called(name, leaves()) or nearest(name, records)
+        raise ValueError(f"unknown section config.{name}{_hint(near, 'config.')}")
     return typing.cast(type, records[name])
 
 
-def _leaves() -> list[str]:
+def leaves(model: type = ModelConfig) -> list[str]:
+    """Every setting, as "section.key".
+
+    Args:
+      model: the record of the section "model".
+    """
     return [
         f"{section.name}.{leaf.name}"
         for section in dataclasses.fields(Config)
         for leaf in dataclasses.fields(
-            ModelConfig if section.name == "model" else typing.cast(type, section.type)
+            model if section.name == "model" else typing.cast(type, section.type)
         )
     ]
 
 
-def _field(record: type, section: str, key: str) -> typing.Any:
+def _field(record: type, section: str, key: str, prefix: str = "config.") -> typing.Any:
+    """The type of a setting; `prefix` goes before the one that an unknown key may mean."""
     types = {leaf.name: leaf.type for leaf in dataclasses.fields(record)}
     if key in types:
         return types[key]
-    here = nearest(key, types)
-    near = [f"{section}.{here[0]}"] if here else _leaves()
-    raise ValueError(f"unknown key {_nearest(f'{section}.{key}', near)}")
+    known = leaves(record) if section == "model" else leaves()
+    hint = _hint(nearest_settings(f"{section}.{key}", known), prefix)
+    raise ValueError(f"unknown key config.{section}.{key}{hint}")
 
 
-def _nearest(got: str, known: typing.Iterable[str]) -> str:
-    near = nearest(got, known, cutoff=0.3)
-    return f"config.{got}" + (f"; did you mean config.{near[0]}?" if near else "")
+def _hint(near: Sequence[str], prefix: str) -> str:
+    return f"; did you mean {' or '.join(prefix + one for one in near)}?" if near else ""
 
 
 def _parse(text: str, annotation: typing.Any) -> object:

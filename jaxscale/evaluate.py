@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--json", metavar="FILE", type=command_line.output_file, help="write the numbers there too"
     )
     launcher.add_process_flags(parser)
-    options, overrides = command_line.parse(parser, sys.argv[1:] if argv is None else argv)
+    options, overrides = command_line.parse(
+        parser, sys.argv[1:] if argv is None else argv, configs.leaves()
+    )
     with command_line.refusals():
         config = run_folder.load_config(
             options.workdir, overrides, trust_foreign=options.trust_family

@@ -21,7 +21,9 @@ log = logging.getLogger("jaxscale")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the status of the process: 0."""
-    options, overrides = command_line.parse(_parser(), sys.argv[1:] if argv is None else argv)
+    options, overrides = command_line.parse(
+        _parser(), sys.argv[1:] if argv is None else argv, configs.leaves()
+    )
     with command_line.refusals():
         prompts = _prompts(options)
         config = run_folder.load_config(

@@ -39,7 +39,7 @@ divisors of an arbitrary number can take forever to find."""
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the status of the process."""
     words = sys.argv[1:] if argv is None else argv
-    options, overrides = command_line.parse(_parser(), words)
+    options, overrides = command_line.parse(_parser(), words, configs.leaves())
     with command_line.refusals():
         heads = {word.partition("=")[0].partition(".")[0] for word in words}
         _check_read([name for name in vars(options) if f"--{name}" in heads], overrides)

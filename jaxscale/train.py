@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     started = time.monotonic()
-    options, overrides = command_line.parse(_parser(), argv)
+    options, overrides = command_line.parse(_parser(), argv, configs.leaves())
     with command_line.refusals():
         config = configs.load(options.config, overrides)
         if options.profile and options.profile[-1] > config.run.steps:

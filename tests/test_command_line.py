@@ -17,7 +17,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale import command_line, schedule, train
+from jaxscale import command_line, config, schedule, train
+from jaxscale.choices import OTHER_NAMES
+
+
+@pytest.mark.parametrize("setting", OTHER_NAMES)
+def test_what_others_call_a_setting_is_no_setting_of_another_meaning(setting):
+    assert setting in config.leaves()
+    keys = {leaf.partition(".")[2] for leaf in config.leaves()} - {"data"}
+    assert not keys & set(OTHER_NAMES[setting])
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -32,7 +40,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(text: str) -> tuple[argparse.Namespace, list[str]]:
-    return command_line.parse(make_parser(), text.split())
+    settings = ("data.global_batch_size", "data.seed", "optimizer.learning_rate", "run.steps")
+    return command_line.parse(make_parser(), text.split(), (*settings, "run.seed"))
 
 
 def test_overrides_are_collected_in_order_with_either_spelling():
@@ -66,9 +75,25 @@ def test_other_flags_reach_the_parser():
         ("--config c --zzz", "unknown flag --zzz"),
         (
             "--config c --confg.run.steps=3",
-            "unknown flag --confg.run.steps; did you mean --config.run.steps?",
+            "unknown flag --confg.run.steps; did you mean --config.run.steps=3?",
         ),
-        ("--config c --run.steps=3", "unknown flag --run.steps; did you mean --config.run.steps?"),
+        ("--run.steps=3", "unknown flag --run.steps; did you mean --config.run.steps=3?"),
+        ("--steps=3", "unknown flag --steps; did you mean --config.run.steps=3?"),
+        (
+            "--learning_rat=3e-4",
+            "unknown flag --learning_rat; did you mean --config.optimizer.learning_rate=3e-4?",
+        ),
+        ("--optim.lr 1", "unknown flag --optim.lr; did you mean --config.optimizer.learning_rate?"),
+        (
+            "--batch-size 8",
+            "unknown flag --batch-size; did you mean --config.data.global_batch_size?",
+        ),
+        (
+            "--seed=1",
+            "unknown flag --seed; did you mean --config.data.seed=1 or --config.run.seed=1?",
+        ),
+        ("--output_dir a", "unknown flag --output_dir; did you mean --workdir DIR?"),
+        ("--wandb", "unknown flag --wandb"),
         (
             "--config c --config.run.steps",
             "--config.run.steps needs a value: --config.run.steps=VALUE",
@@ -77,7 +102,8 @@ def test_other_flags_reach_the_parser():
             "--config c --config.run.steps --describe",
             "--config.run.steps needs a value: --config.run.steps=VALUE",
         ),
-        ("--config c run.steps=3", "unexpected 'run.steps=3'; every value follows its flag"),
+        ("--config c run.steps=3", "unexpected 'run.steps=3'; write --config.run.steps=3"),
+        ("--config c run.steps", "unexpected 'run.steps'; every value follows its flag"),
         ("--workdir w", "the following arguments are required: --config"),
         ("--config c --profile_steps many", "argument --profile_steps: invalid int value: 'many'"),
         ("--config c --workdir", "argument --workdir: expected one argument"),
