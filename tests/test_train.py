@@ -232,6 +232,7 @@ def test_a_typo_is_answered_before_jax_is_imported(arguments, said):
         ("data.source=no_such_folder/*.txt", "no_such_folder"),
         ("data.tokenizer=no_such.json", "data.tokenizer"),
         ("model.vocab_size=200", "set model.vocab_size = 257"),
+        ("data.source={stdlib}/**/*.py model.vocab_size=32000", "257 tokens; set --config.data."),
         ("data.heldout=0.999", "data.heldout"),
         ("model.d_model=1000000000", "this host has"),
         ("model.num_layers=1000000000", "lower model.num_layers or model.d_model"),
@@ -242,10 +243,9 @@ def test_what_does_not_fit_the_devices_or_the_data_is_refused(override, said, tm
     # In this process: importing JAX anew for each would take most of the time.
     from jaxscale import train as command  # noqa: PLC0415
 
+    changed = [f"--config.{one}" for one in override.split()]
     with pytest.raises(SystemExit) as refused:
-        command.main(
-            ["--config", "configs/tiny.py", "--workdir", str(tmp_path), f"--config.{override}"]
-        )
+        command.main(["--config", "configs/tiny.py", "--workdir", str(tmp_path), *changed])
     assert refused.value.code == 2
     error = capsys.readouterr().err
     assert said in error

@@ -24,8 +24,7 @@ import jax
 from jaxscale import config as configs
 from jaxscale.batch import ShardedBatch
 from jaxscale.choices import check_kind
-from jaxscale.config import Config, RunConfig
-from jaxscale.data.dataset import Examples
+from jaxscale.config import Config, DataConfig, RunConfig
 from jaxscale.distributed import hangs, phases, processes
 from jaxscale.formatting import duration, human_bytes
 from jaxscale.run import signals
@@ -139,6 +138,8 @@ def open_trainer(
         newest_file=workdir / LAST_SAVED,
     )
     found = find_newest(checkpoints, refuse_damaged=refuse_damaged)
+    if found.step == 0:
+        _check_text_is_chosen(config)
     config = with_schedule(config, found.metadata.get("config", {}))
     if not skip_memory_check:
         check_host_room(config)
@@ -168,6 +169,23 @@ def open_trainer(
     return trainer
 
 
+def _check_text_is_chosen(config: Config) -> None:
+    """Refuses to train a model with a large vocabulary on the defaults, the standard library as
+    bytes: nobody means that, and the loss would not tell.
+
+    Raises:
+      ValueError: names the settings.
+    """
+    data, default = config.data, DataConfig()
+    size = config.model.vocab_size
+    if (data.source, data.tokenizer) == (default.source, default.tokenizer) and size > 4096:
+        raise ValueError(
+            f"model.vocab_size = {size}, and data.source and data.tokenizer are the defaults: "
+            "Python's standard library as bytes, 257 tokens; set --config.data.source=TEXT_FILES "
+            "and --config.data.tokenizer=tokenizer.json"
+        )
+
+
 def _is_complete(run: RunConfig, step: int, workdir: pathlib.Path) -> bool:
     """Whether nothing is left to do after a step. A run may have been stopped or killed after its
     last one, before it was evaluated and summarised."""
@@ -191,7 +209,7 @@ def _prepare(
     weights = None if begin else open_initial(config, engine, workdir)
     random = begin == 0 and weights is None
     text, step, state = _read_and_compile(config, engine, workdir, random=random)
-    _log_epochs(config, text.train)
+    _log_epochs(config, text)
     if begin:
         phases.enter_phase("reading the checkpoint")
         begin, state, text = resume(
@@ -415,12 +433,13 @@ def compile_step(engine: Engine, lowered: jax.stages.Lowered | None = None) -> S
     return compiled
 
 
-def _log_epochs(config: Config, train: Examples) -> None:
+def _log_epochs(config: Config, text: Text) -> None:
     steps = config.run.steps
-    for source in train.progress(steps * config.data.global_batch_size):
+    tokenizer = f"data.tokenizer = {config.data.tokenizer} ({text.tokenizer.vocab_size:,} tokens)"
+    for source in text.train.progress(steps * config.data.global_batch_size):
         log.info(
-            f"data: {source.name} has {source.epoch:,} examples; run.steps = {steps} reads them "
-            f"{source.seen / source.epoch:.2f} times"
+            f"data: {source.name} has {source.epoch:,} examples by {tokenizer}; run.steps = "
+            f"{steps} reads them {source.seen / source.epoch:.2f} times"
         )
 
 

@@ -310,7 +310,7 @@ def test_a_run_of_a_mixture_says_what_it_sees(tmp_path, caplog):
         fit(trainer, trackers=())
     assert isinstance(train, Mixture)
     prose, code = train.members
-    assert f"{prose.name} has {len(prose)} examples; run.steps = 8 reads them" in caplog.text
+    assert f"{prose.name} has {len(prose)} examples by data.tokenizer = bytes" in caplog.text
     seen = train.progress(8 * 8)[1].seen
     assert seen == 12  # six steps of eight, a quarter
     assert f"reads them {seen / len(code):.2f} times" in caplog.text

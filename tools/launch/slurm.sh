@@ -2,7 +2,8 @@
 # Trains on several nodes under SLURM: one process per node, which has all of its GPUs.
 #
 #   sbatch --nodes=4 --gpus-per-node=8 tools/launch/slurm.sh \
-#     --config configs/llama3_8b.py --workdir /shared/runs/llama3
+#     --config configs/llama3_8b.py --workdir /shared/runs/llama3 \
+#     --config.data.source=/shared/text --config.data.tokenizer=/shared/tokenizer.json
 #   SPARE_NODES=1 sbatch --nodes=5 ...  trains on four, and has one in reserve
 #
 # The arguments are those of jaxscale.train; the processes find each other by what srun tells them.

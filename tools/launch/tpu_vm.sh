@@ -2,7 +2,8 @@
 # Trains on every host of a Cloud TPU slice: one process per host, which has all of its chips.
 #
 #   tools/launch/tpu_vm.sh my-slice europe-west4-b \
-#     --config llama2_7b --workdir /shared/runs/llama2
+#     --config llama2_7b --workdir /shared/runs/llama2 \
+#     --config.data.source=/shared/text --config.data.tokenizer=/shared/tokenizer.json
 #
 # The name of the slice, its zone, then the arguments of jaxscale.train; the processes find each
 # other by what the slice tells them. --workdir must be on a file system that all hosts have mounted,
