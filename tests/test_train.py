@@ -304,8 +304,8 @@ def test_a_changed_batch_size_or_text_is_not_continued(whole, capsys):
 
     workdir, _ = whole
     for override, said in (
-        ("data.global_batch_size=16", "data.global_batch_size"),
-        ("data.seed=1", "data.seed"),
+        ("data.global_batch_size=16", "data.global_batch_size = 8, and this run has data.global"),
+        ("data.seed=1", "data.seed = 0, and this run has data.seed = 1; restore it"),
         ("model.d_ff=64", "layers/mlp/up"),
     ):
         with pytest.raises(SystemExit):

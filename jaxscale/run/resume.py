@@ -106,7 +106,7 @@ def resume(
         assert first, "`found` is a checkpoint"
         raise first
     state = engine.placement.from_canonical(state, donate=True)
-    _check_examples(step, metadata, config, text.train)
+    _check_examples(step, metadata, text.train)
     train = with_ranges(text.train, metadata["data"].get("passed_over", ()))
     set_aside(checkpoints, damaged, step)
     log.info(f"resuming at step {step} of {config.run.steps}")
@@ -115,6 +115,24 @@ def resume(
     if change := rate_change(metadata["config"], config, step):
         log.info(f"  {change}")
     return step, state, dataclasses.replace(text, train=train)
+
+
+def check_same_examples(found: Found, config: Config) -> None:
+    """Refuses, before text is read or anything compiled, settings with which a run that resumes
+    would see other examples.
+
+    Raises:
+      ValueError: names the setting.
+    """
+    before = found.metadata["config"].get("data", {})
+    for key in ("global_batch_size", "seq_len", "target_len", "seed", "heldout", "objective"):
+        now = getattr(config.data, key)
+        if before.get(key, now) != now:
+            raise ValueError(
+                f"checkpoint {found.step} was trained with data.{key} = {before[key]!r}, and this "
+                f"run has data.{key} = {now!r}; restore it, or start a new --workdir, whose "
+                "model.init_from can name this run's"
+            )
 
 
 def _steps_to(last: int, checkpoints: Checkpoints) -> list[int]:
@@ -217,7 +235,7 @@ def set_aside(checkpoints: Checkpoints, damaged: dict[int, str], step: int) -> N
             )
 
 
-def _check_examples(step: int, metadata: dict[str, Any], config: Config, train: Examples) -> None:
+def _check_examples(step: int, metadata: dict[str, Any], train: Examples) -> None:
     """A run may resume in another layout, but not on other examples.
 
     Raises:
@@ -226,13 +244,6 @@ def _check_examples(step: int, metadata: dict[str, Any], config: Config, train: 
     if metadata["data"]["fingerprint"] != train.fingerprint:
         raise ValueError(
             f"the examples are not those that checkpoint {step} was trained on: the text, the "
-            "names of its files, its weights, data.tokenizer, data.seed, data.seq_len, "
-            "data.heldout, data.objective or model.vocab_size changed; restore what did, or start "
-            "a new --workdir"
-        )
-    if metadata["data"]["next_example"] != step * config.data.global_batch_size:
-        raise ValueError(
-            f"checkpoint {step} is at example {metadata['data']['next_example']}, which "
-            f"data.global_batch_size = {config.data.global_batch_size} does not reach at that "
-            "step; restore the batch size, or start a new --workdir"
+            "names of its files, its weights, data.tokenizer or model.vocab_size changed; restore "
+            "what did, or start a new --workdir"
         )

@@ -34,7 +34,14 @@ from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_in
 from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.mirror import Mirror
 from jaxscale.run.recorder import BadStepsError, Recorder, is_summarised, tracing
-from jaxscale.run.resume import Found, find_newest, resume, rewind, set_aside
+from jaxscale.run.resume import (
+    Found,
+    check_same_examples,
+    find_newest,
+    resume,
+    rewind,
+    set_aside,
+)
 from jaxscale.run.saves import SaveError, Saves, wait_for_write
 from jaxscale.run.setup import (
     Text,
@@ -206,6 +213,8 @@ def _prepare(
     """Reads the text, compiles the step, and makes the state: of the newest checkpoint, of initial
     weights, or random."""
     begin = found.step
+    if begin:
+        check_same_examples(found, config)
     weights = None if begin else open_initial(config, engine, workdir)
     random = begin == 0 and weights is None
     text, step, state = _read_and_compile(config, engine, workdir, random=random)

@@ -163,15 +163,15 @@ def test_a_run_whose_files_are_renamed_is_told_that_names_matter(tmp_path):
     def train(folder):
         data = {"source": [f"{folder}/*.txt"], "seq_len": 8, "heldout": 0}
         config = configs.from_dict({"data": data, "run": {"eval_every": 0}})
-        return config, setup.open_text(config, tmp_path / "run").train
+        return setup.open_text(config, tmp_path / "run").train
 
     texts = tmp_path / "texts"
     texts.mkdir()
     for name in "ab":
         (texts / f"{name}.txt").write_text(f"the text of {name}")
-    metadata = {"data": {"fingerprint": train(texts)[1].fingerprint, "next_example": 0}}
+    metadata = {"data": {"fingerprint": train(texts).fingerprint, "next_example": 0}}
     texts = texts.rename(tmp_path / "moved")
-    resume._check_examples(0, metadata, *train(texts))
+    resume._check_examples(0, metadata, train(texts))
     (texts / "a.txt").rename(texts / "c.txt")
     with pytest.raises(ValueError, match=r"not those that checkpoint 0 .*the names of its files"):
-        resume._check_examples(0, metadata, *train(texts))
+        resume._check_examples(0, metadata, train(texts))
