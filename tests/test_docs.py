@@ -1,6 +1,7 @@
 """The pages of docs/: each opens with what it is for and a command to try, which is run here; and
 what any page names is there."""
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -14,6 +15,8 @@ import jax
 import pytest
 
 from jaxscale import train
+from jaxscale.model_config import ModelConfig
+from jaxscale.model_families.shipped import SHIPPED
 from jaxscale.training import metrics
 
 PAGES = sorted(pathlib.Path("docs").glob("*.md"))
@@ -149,6 +152,16 @@ def test_every_link_and_file_exists(name):
 
 def test_every_page_is_linked_from_the_readme():
     assert set(re.findall(r"\(docs/(\w+\.md)", TEXTS["README.md"])) == INDEX
+
+
+def test_every_family_and_its_settings_are_named():
+    settings = {
+        field.name for field in dataclasses.fields(ModelConfig) if "plain" not in field.metadata
+    }
+    for family in SHIPPED:
+        settings |= {family.name, *family.settings}
+    missing = [name for name in settings if f"`{name}`" not in TEXTS["model_families.md"]]
+    assert not missing
 
 
 def test_the_questions_of_the_architecture_page_have_one_file_each():
