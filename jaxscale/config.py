@@ -151,13 +151,14 @@ MOST_STEPS = 2**31 - 1
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long a run is, and what it writes when. A period of zero means never."""
+    """How long a run is, and what it writes when. A period of zero is never, but the last step is
+    evaluated and saved in any case."""
 
     steps: int = 100
     seed: int = 0
     eval_every: int = 0
     eval_batches: int = 8  # of the held-out text; validation sets are read as a whole
-    checkpoint_every: int = 0  # the last step is always saved
+    checkpoint_every: int = 0  # 0 saves the last step only
     keep_last: int = 3
     keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this
     metrics_by_layer: bool = False  # also those that are means over layers, such as experts' loads

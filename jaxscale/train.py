@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.train",
         description="Trains a model; resumes when the folder holds a checkpoint.",
-        epilog="Any leaf of the config can be set: --config.optimizer.learning_rate=1e-3",
+        epilog="Any leaf of the config can be set: --config.optimizer.learning_rate=1e-3; "
+        "docs/settings.md lists them",
     )
     parser.add_argument(
         "--config",

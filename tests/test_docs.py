@@ -15,8 +15,12 @@ import jax
 import pytest
 
 from jaxscale import train
+from jaxscale.config import DataConfig, RunConfig
+from jaxscale.data_source import to_plain
+from jaxscale.layout import Layout
 from jaxscale.model_config import ModelConfig
 from jaxscale.model_families.shipped import SHIPPED
+from jaxscale.optimizer_config import OptimizerConfig
 from jaxscale.training import metrics
 
 PAGES = sorted(pathlib.Path("docs").glob("*.md"))
@@ -157,11 +161,28 @@ def test_every_page_is_linked_from_the_readme():
 def test_every_family_and_its_settings_are_named():
     settings = {
         field.name for field in dataclasses.fields(ModelConfig) if "plain" not in field.metadata
-    }
+    } - {"family"}
     for family in SHIPPED:
         settings |= {family.name, *family.settings}
     missing = [name for name in settings if f"`{name}`" not in TEXTS["model_families.md"]]
     assert not missing
+
+
+@pytest.mark.parametrize("record", [RunConfig, DataConfig, OptimizerConfig])
+def test_every_setting_of_a_run_is_listed_with_its_default(record):
+    section = record.__name__.removesuffix("Config").lower()
+    rows = re.findall(rf"^\| `{section}\.(\w+)` \| `(.*?)` \|", TEXTS["settings.md"], re.MULTILINE)
+    defaults = {
+        field.name: str(getattr(record(), field.name)) for field in dataclasses.fields(record)
+    }
+    if record is DataConfig:
+        defaults["source"] = str(to_plain(record().source[0]))
+    assert dict(rows) == defaults
+
+
+def test_every_setting_of_a_layout_is_named():
+    keys = {field.name for field in dataclasses.fields(Layout)} - {"sequence_chunks"}
+    assert not [key for key in keys if f"`layout.{key}`" not in TEXTS["layouts.md"]]
 
 
 def test_the_questions_of_the_architecture_page_have_one_file_each():
