@@ -225,7 +225,7 @@ class Config:
             name = "optimizer.schedule_steps" if given else "run.steps"
             raise ValueError(
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} is more than "
-                f"{name} = {self.schedule_steps}"
+                f"{name} = {self.schedule_steps}; lower optimizer.warmup_steps, or raise {name}"
             )
         if isinstance(self.model, ModelConfig):
             self._take_length(self.model)

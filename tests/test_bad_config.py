@@ -166,7 +166,7 @@ OVERRIDES = [
     ("optimizer.b2=1.5", "optimizer.b2 = 1.5 must be below 1"),
     ("optimizer.clip_norm=-1", "optimizer.clip_norm = -1.0 is too small"),
     ("optimizer.warmup_steps=-1", "optimizer.warmup_steps = -1 is too small"),
-    ("optimizer.warmup_steps=200", "optimizer.warmup_steps = 200 is more than run.steps = 100"),
+    ("optimizer.warmup_steps=200", "than run.steps = 100; lower optimizer.warmup_steps, or raise"),
     (
         "optimizer.warmup_steps=20 optimizer.schedule_steps=10",
         "optimizer.warmup_steps = 20 is more than optimizer.schedule_steps = 10",
