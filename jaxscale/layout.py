@@ -231,6 +231,11 @@ class Layout:
         return self.pipeline == 1 and self.num_groups == 1
 
     @property
+    def least_devices(self) -> int:
+        """The product of the sizes, but one of -1: the devices are this many, or a multiple."""
+        return math.prod(size for size in self.settings.values() if size != -1)
+
+    @property
     def auto(self) -> bool:
         """Whether the planner is still to choose this layout."""
         return self.schedule == AUTO
@@ -422,18 +427,19 @@ def resolve_sizes(layout: Layout, num_devices: int) -> Layout:
             "python -m jaxscale.plan --write FILE"
         )
     free = [axis for axis, size in layout.settings.items() if size == -1]
-    fixed = math.prod(size for size in layout.settings.values() if size != -1)
+    fixed = layout.least_devices
     named = " x ".join(f"{axis} {size}" for axis, size in layout.settings.items() if size > 1)
+    there = f"there {'is' if num_devices == 1 else 'are'} {num_devices}"
     if free:
         if num_devices % fixed:
             raise ValueError(
-                f"layout.{free[0]} = -1 takes what {named} leaves of {num_devices} devices, but "
-                f"{num_devices} is not a multiple of {fixed}; change one of the sizes"
+                f"the layout ({named}) needs a multiple of {fixed} devices and {there}; change one "
+                "of the sizes"
             )
         return dataclasses.replace(layout, **{free[0]: num_devices // fixed})
     if fixed != num_devices:
         raise ValueError(
-            f"the layout ({named or 'every axis 1'}) needs {fixed} devices and there are "
-            f"{num_devices}; change a size, or set layout.data = -1 to use them all"
+            f"the layout ({named or 'every axis 1'}) needs {fixed} devices and {there}; change a "
+            "size, or set layout.data = -1 to use them all"
         )
     return layout

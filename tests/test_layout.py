@@ -45,8 +45,8 @@ def test_a_resolved_layout_splits_the_batch_over_data_and_fsdp():
 @pytest.mark.parametrize(
     ("layout", "devices", "fragment"),
     [
-        (Layout(fsdp=3), 8, "layout.data = -1 takes what fsdp 3 leaves of 8 devices"),
-        (Layout(data=1, fsdp=-1, tensor=16), 8, "8 is not a multiple of 16"),
+        (Layout(fsdp=3), 8, "the layout (fsdp 3) needs a multiple of 3 devices and there are 8"),
+        (Layout(data=1, fsdp=-1, tensor=16), 8, "needs a multiple of 16 devices and there are 8"),
         (Layout(data=2, fsdp=2), 8, "(data 2 x fsdp 2) needs 4 devices and there are 8"),
         (Layout(data=4, tensor=4), 8, "needs 16 devices and there are 8"),
         (Layout(data=1), 8, "(every axis 1) needs 1 devices and there are 8"),

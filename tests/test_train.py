@@ -222,8 +222,8 @@ def test_a_typo_is_answered_before_jax_is_imported(arguments, said):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("layout.fsdp=16", "8 is not a multiple of 16"),
-        ("layout.fsdp=3", "8 is not a multiple of 3"),
+        ("layout.fsdp=16", "(fsdp 16) needs a multiple of 16 devices and there are 8; change one"),
+        ("layout.fsdp=3", "or start with JAX_NUM_CPU_DEVICES=3 in the environment"),
         ("layout.tensor=8", "model.num_heads = 4 does not divide over layout.tensor = 8"),
         ("data.global_batch_size=12", "data.global_batch_size to 8 or 16"),
         ("layout.microbatches=3", "data.global_batch_size"),

@@ -141,9 +141,21 @@ def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Confi
       workdir: of a run that may have started; one with layout = "auto" keeps its first choice.
     """
     config = planned(config, workdir)
-    layout = resolve_sizes(config.layout, jax.device_count())
+    layout = _sized(config.layout)
     config = dataclasses.replace(config, layout=layout)
     return _with_remat(config, workdir) if layout.remat == AUTO else config
+
+
+def _sized(layout: Layout) -> Layout:
+    """`resolve_sizes` for the devices at hand; CPUs can be as many as a layout needs."""
+    try:
+        return resolve_sizes(layout, jax.device_count())
+    except ValueError as error:
+        if layout.auto or jax.default_backend() != "cpu" or jax.process_count() > 1:
+            raise
+        raise ValueError(
+            f"{error}; or start with JAX_NUM_CPU_DEVICES={layout.least_devices} in the environment"
+        ) from None
 
 
 def check_host_room(config: Config) -> None:
@@ -269,7 +281,7 @@ def _layout_begun(config: Config, workdir: pathlib.Path | None) -> Layout | None
 def for_evaluation(config: Config) -> Config:
     """The config for a command that only evaluates. Where the batch of training does not split over
     the devices at hand, each evaluates about as many sequences at a time as a micro-batch has."""
-    layout = resolve_sizes(config.layout, jax.device_count())
+    layout = _sized(config.layout)
     batch, shards = config.data.global_batch_size, layout.batch_shards
     if layout.pipeline > 1 or batch % (shards * layout.microbatches) == 0:
         return config
@@ -288,7 +300,7 @@ def for_sampling(config: Config) -> Config:
 
     The ranks of a pipeline become ranks of fsdp where d_model divides, else of data.
     """
-    layout = resolve_sizes(config.layout, jax.device_count())
+    layout = _sized(config.layout)
     if layout.pipeline > 1:
         ranks = layout.tensor_rows * layout.context * layout.fsdp * layout.pipeline
         axis = "data" if config.model.d_model % ranks else "fsdp"
