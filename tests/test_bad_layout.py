@@ -14,11 +14,11 @@ DATA = {"global_batch_size": 16, "seq_len": 32}
 # (settings, what the error says); eight devices.
 REFUSED = [
     # devices
-    ("layout.fsdp=16", "layout.data = -1 takes what fsdp 16 leaves of 8 devices"),
+    ("layout.fsdp=16", "the layout (fsdp 16) needs a multiple of 16 devices and there are 8"),
     ("layout.data=3", "(data 3) needs 3 devices and there are 8"),
     ("layout.data=2 layout.fsdp=2 layout.context=4", "needs 16 devices and there are 8"),
-    ("layout.tensor=5", "8 is not a multiple of 5"),
-    ("layout.data=1 layout.context=-1 layout.tensor=3", "what tensor 3 leaves of 8 devices"),
+    ("layout.tensor=5", "needs a multiple of 5 devices and there are 8"),
+    ("layout.data=1 layout.context=-1 layout.tensor=3", "(tensor 3) needs a multiple of 3 devices and there are 8"),
     # the batch
     ("data.global_batch_size=12", "set data.global_batch_size to 8 or 16, or change the layout"),
     ("data.global_batch_size=4", "set data.global_batch_size to 8, or change the layout"),
@@ -126,7 +126,7 @@ REFUSED = [
     ),
     (
         "model.family=mixtral layout.expert=16",
-        "layout.data = -1 takes what expert 16 leaves of 8 devices",
+        "(expert 16) needs a multiple of 16 devices and there are 8",
     ),
     (
         "model.family=qwen3_moe model.num_layers=4 model.expert_pattern=DE layout.pipeline=4 "
