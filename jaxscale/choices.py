@@ -33,12 +33,14 @@ OTHER_NAMES = {
 
 
 def nearest(got: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The known names most similar to `got`, at most `count` of them.
+    """The known names most similar to `got` in any case, at most `count` of them.
 
     Args:
       cutoff: the least similarity, from 0 (anything) to 1 (equal), of `difflib`.
     """
-    return difflib.get_close_matches(str(got), list(known), n=count, cutoff=cutoff)
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(str(got).lower(), names, n=count, cutoff=cutoff)
+    return [names[name] for name in near]
 
 
 def did_you_mean(got: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> str:

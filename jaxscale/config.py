@@ -477,8 +477,8 @@ def _existing(name: str) -> pathlib.Path:
         found |= {f"configs/{stem}.py" for stem in shipped} | shipped.keys()
         hint = did_you_mean(name, sorted(found), cutoff=0.5)
         raise FileNotFoundError(
-            f"--config {name}: there is no such file, nor is it the name of a shipped "
-            f"configuration ({', '.join(shipped)}){hint}"
+            f"--config {name}: there is no such file{hint or '.'} The shipped configurations are "
+            f"{', '.join(shipped)}"
         )
     return shipped[name]
 

@@ -232,7 +232,8 @@ def show(report: dict[str, Any]) -> str:
             title = f"process {number} on {one['host']['name']}"
         lines += [title, *_machine(one["host"], one["devices"])]
     lines.append("extras that are not installed")
-    lines += [f"  {extra:8} {command}" for extra, command in report["missing_extras"].items()]
+    width = max(map(len, report["missing_extras"]), default=0)
+    lines += [f"  {extra:{width}} {command}" for extra, command in report["missing_extras"].items()]
     if not report["missing_extras"]:
         lines.append("  none")
     lines.append(f"XLA flags for this platform (table of {report['xla_flags_version']})")

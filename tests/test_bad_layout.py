@@ -18,7 +18,10 @@ REFUSED = [
     ("layout.data=3", "(data 3) needs 3 devices and there are 8"),
     ("layout.data=2 layout.fsdp=2 layout.context=4", "needs 16 devices and there are 8"),
     ("layout.tensor=5", "needs a multiple of 5 devices and there are 8"),
-    ("layout.data=1 layout.context=-1 layout.tensor=3", "(tensor 3) needs a multiple of 3 devices and there are 8"),
+    (
+        "layout.data=1 layout.context=-1 layout.tensor=3",
+        "(tensor 3) needs a multiple of 3 devices and there are 8",
+    ),
     # the batch
     ("data.global_batch_size=12", "set data.global_batch_size to 8 or 16, or change the layout"),
     ("data.global_batch_size=4", "set data.global_batch_size to 8, or change the layout"),

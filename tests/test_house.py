@@ -13,7 +13,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 def test_folders_are_small():
-    assert len(list(PACKAGE.glob("*.py"))) <= 22
+    assert len([path for path in PACKAGE.glob("*.py") if "__" not in path.name]) <= 21
     for folder in {path.parent for path in MODULES}:
         files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
         assert len(files) <= 16 or folder == PACKAGE, folder
@@ -33,7 +33,7 @@ def test_no_public_name_is_a_module():
     modules = {module.name for module in pkgutil.iter_modules([str(PACKAGE)])}
     assert not modules & set(dir(jaxscale))
     before = {name: getattr(jaxscale, name) for name in dir(jaxscale)}
-    for module in modules:
+    for module in modules - {"__main__"}:
         importlib.import_module(f"jaxscale.{module}")
     assert before == {name: getattr(jaxscale, name) for name in dir(jaxscale)}
 

@@ -75,6 +75,13 @@ def test_the_notebook_block_of_ten_lines_runs_and_runs_again(tmp_path):
     assert losses[4] < losses[0]
 
 
+def test_the_package_lists_the_commands_of_the_readme():
+    done = subprocess.run([sys.executable, "-m", "jaxscale"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    names = re.compile(r"python -m jaxscale\.(\w+)")
+    assert set(names.findall(done.stdout)) == set(names.findall(README))
+
+
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`(\w+\.py)`", README))))
 def test_every_file_that_it_names_is_there(path):
     found = [p for p in pathlib.Path(".").rglob(path) if ".venv" not in p.parts]
