@@ -255,7 +255,8 @@ def verdict(numbers: dict[str, Any]) -> str:
 
 def row(case: Case, numbers: dict[str, Any]) -> list[str]:
     """The cells of a case."""
-    layout = case.layout.replace(f"remat={MINIMAL}", "remat=minimal")
+    others = [setting for setting in case.layout.split() if not setting.startswith("fsdp=")]
+    layout = " ".join(others)
     first = [case.model, case.topology, str(num_devices(case.topology)), f"{case.sequences:g}"]
     if "refusal" in numbers:
         return [*first, layout, "-", "-", "-", "refused", "-", "-", "-", "-"]

@@ -95,4 +95,7 @@ def find_make(family: str) -> Callable[[Any, Any], Any]:
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"model.family = {family!r} cannot be imported: {error}") from None
+        raise ValueError(
+            f"model.family = {family!r} cannot be imported: {error}; the folder of {module}.py "
+            "must be in PYTHONPATH"
+        ) from None
