@@ -140,7 +140,7 @@ REFUSED = {
     ),
     "shapes": ({"d_ff": 32, "init_from": "run"}, "model.d_ff = 32 here, 24 there"),
     "twice": ({"init_from": "hf"}, "already holds weights to start from"),
-    "nowhere": ({"init_from": "nowhere"}, "nowhere holds no model: no config.json"),
+    "nowhere": ({"init_from": "nowhere"}, "nowhere is not a folder; download a model of"),
 }
 
 

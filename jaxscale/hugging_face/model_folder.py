@@ -271,6 +271,11 @@ def name_tokenizer_class(directory: pathlib.Path, hf: Mapping[str, Any]) -> None
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"{path.parent} is not a folder; download a model of Hugging Face first: hf download "
+            "NAME --local-dir DIR"
+        )
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} holds no model: no {path.name}")
     try:

@@ -181,7 +181,9 @@ def load_tokenizer(
     if not is_remote(name) and not pathlib.Path(name).is_file():
         raise ValueError(
             f"data.tokenizer = {name!r} is neither a file nor a name; it can be 'bytes', 'esm2', "
-            "'bpe:4096' or another size, or the path of a tokenizer.json or a SentencePiece model"
+            "'bpe:4096' or another size, or the path of a tokenizer.json or a SentencePiece "
+            "model; download one of Hugging Face first: hf download NAME tokenizer.json "
+            "--local-dir DIR"
         )
     return from_file(name, name)
 
