@@ -546,7 +546,11 @@ def _parse(text: str, annotation: typing.Any) -> object:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return text
+        pass
+    if text.startswith(("{", "[")):  # JSON, with true, false or null
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(text)
+    return text
 
 
 def _convert(name: str, value: object, annotation: typing.Any) -> object:

@@ -153,6 +153,12 @@ def test_keys_that_a_file_leaves_out_keep_their_defaults(empty):
         ("data.source=a.txt", "data", "source", (Source(("a.txt",)),)),
         ("data.source=a.txt,b/*.txt", "data", "source", (Source(("a.txt",)), Source(("b/*.txt",)))),
         ("data.source=('a,b.txt',)", "data", "source", (Source(("a,b.txt",)),)),
+        (
+            'data.source={"path": "a.jsonl", "apart": false}',
+            "data",
+            "source",
+            (Source(("a.jsonl",)),),
+        ),
         ("layout.fsdp=8", "layout", "fsdp", 8),
         ("optimizer.schedule_steps=1e3", "optimizer", "schedule_steps", 1000),
         ("optimizer.schedule_steps=None", "optimizer", "schedule_steps", None),

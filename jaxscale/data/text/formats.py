@@ -12,7 +12,7 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
-from jaxscale.choices import did_you_mean
+from jaxscale.choices import nearest
 from jaxscale.data.text.dialogue import (
     Conversation,
     Exchange,
@@ -226,9 +226,15 @@ def _value_of(record: Any, field: str, key: str) -> Any:
     for name in [field] if field in record else field.split("."):
         if not isinstance(value, Mapping) or name not in value:
             names = list(value) if isinstance(value, Mapping) else []
+            near = nearest(name, names) or names[:1]
+            if key == "field" and "messages" in record:
+                key, near = "messages", ["messages"]
+            example = ""
+            if near and value is record:
+                example = f", such as {{'path': 'FILE', {key!r}: {near[0]!r}}}"
             return ValueError(
                 f"has no field {field!r}; it has {', '.join(names) or 'none'}; set "
-                f"{setting(key)}{did_you_mean(name, names)}"
+                f"{setting(key)}{example}"
             )
         value = value[name]
     return value

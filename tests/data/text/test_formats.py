@@ -242,8 +242,10 @@ LINES = [
     ("null", "is null, not an object"),
     (
         '{"txt": "a"}',
-        "has no field 'text'; it has txt; set 'field' in its entry of data.source",
+        "has no field 'text'; it has txt; set 'field' in its entry of data.source or "
+        "data.validation (--field of prepare), such as {'path': 'FILE', 'field': 'txt'}",
     ),
+    ('{"messages": []}', "has no field 'text'; it has messages; set 'messages' in its entry of"),
     ('{"a": 1, "b": 2}', "has no field 'text'; it has a, b"),
     ("{}", "has no field 'text'; it has none"),
     ('{"text": 3}', "has a int in its field 'text' instead of text"),
