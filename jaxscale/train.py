@@ -322,7 +322,9 @@ def _next_steps(
       same: the words of its command that say what is trained.
     """
     folder, other = shlex.quote(str(workdir)), shlex.quote(f"{workdir}_8")  # of commands to paste
-    generate = f'\n  python -m jaxscale.generate --workdir {folder} --prompt "def main("'
+    python = any("{stdlib}" in path for source in config.data.source for path in source.path)
+    prompt = '"def main("' if python else "TEXT"
+    generate = f"\n  python -m jaxscale.generate --workdir {folder} --prompt {prompt}"
     events = " tensorboard/," if "tensorboard" in trackers else ""
     return f"""
 Next steps:

@@ -268,7 +268,9 @@ def test_the_last_lines_name_what_was_written_in_commands_that_can_be_pasted():
     assert lines[-1].endswith(
         "my run/loss.png, metrics.jsonl, summary.json, tensorboard/, checkpoints/"
     )
+    config = load("configs/tiny.py", ["data.source=a.txt"])
     silent = _next_steps("--config c.py", "r", config, ()).splitlines()
+    assert "generate --workdir r --prompt TEXT" in "\n".join(silent)
     assert silent[-1].endswith("r/loss.png, metrics.jsonl, summary.json, checkpoints/")
 
 
