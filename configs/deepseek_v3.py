@@ -4,7 +4,7 @@ which model.prediction_depth = 1 adds.
 Command: python -m jaxscale.train --config configs/deepseek_v3.py --workdir runs/deepseek_v3
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json
 Hardware: 2,048 accelerators of 80 GB, in nodes of 8 whose accelerators share the experts.
-Parameters: 671,026,419,200, of which a token meets 37,552,297,472.
+Parameters: 671,026,419,200; 37,552,297,472 active per token.
 Expected: not measured yet.
 """
 

@@ -3,7 +3,7 @@
 Command: python -m jaxscale.train --config configs/mixtral_8x7b.py --workdir runs/mixtral_8x7b
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json
 Hardware: 64 accelerators of 80 GB, in nodes of 8 whose accelerators share the experts.
-Parameters: 46,702,792,704, of which a token meets 12,879,925,248.
+Parameters: 46,702,792,704; 12,879,925,248 active per token.
 Expected: not measured yet.
 """
 

@@ -3,7 +3,7 @@
 Command: python -m jaxscale.train --config configs/qwen3_30b_a3b.py --workdir runs/qwen3_30b_a3b
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json
 Hardware: 64 accelerators of 80 GB, in nodes of 8 whose accelerators share the experts.
-Parameters: 30,532,122,624, of which a token meets 3,353,032,704.
+Parameters: 30,532,122,624; 3,353,032,704 active per token.
 Expected: not measured yet.
 """
 
