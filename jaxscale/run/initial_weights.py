@@ -149,7 +149,7 @@ def check_settings(model: ModelConfig, weights: Weights, why: str) -> None:
     """
     ours, theirs = dataclasses.asdict(model), dataclasses.asdict(weights.config)
     none = "no such setting"
-    may_differ = set(MAY_DIFFER)
+    may_differ = set[str](MAY_DIFFER)
     if ours.get("router") == "expert_choice":
         may_differ.remove("capacity_factor")
     # Of rows of a table; otherwise it only says how long texts were.
