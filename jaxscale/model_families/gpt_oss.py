@@ -7,6 +7,7 @@ from jaxscale.model_families.family import EXPERTS, ROPE, Family, Model, TensorR
 from jaxscale.model_families.hf.config import (
     GLOBAL,
     LOCAL,
+    balance_to_hf,
     expect,
     layer_types,
     pattern_of,
@@ -54,7 +55,7 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     ours = {
         **rope,
         **sizes,
-        **pop_experts(rest, experts=128, per_token=4),
+        **pop_experts(rest, experts=128, per_token=4, layers=sizes["num_layers"]),
         "sliding_window": window,
         "layer_pattern": pattern_of(types) if window else "",
         "mlp_limit": pop(rest, "swiglu_limit", 7.0),
@@ -79,7 +80,7 @@ def _to_hf(model: Model) -> dict[str, Any]:
         **rope,
         "num_local_experts": model.num_experts,
         "num_experts_per_tok": model.experts_per_token,
-        "router_aux_loss_coef": model.balance_weight,
+        **balance_to_hf(model),
         "sliding_window": model.sliding_window or None,
         "layer_types": layer_types(model),
         "swiglu_limit": model.mlp_limit,

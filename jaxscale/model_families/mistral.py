@@ -6,6 +6,7 @@ from typing import Any
 from jaxscale.model_families.family import EXPERTS, ROPE, Family, Model, TensorRule
 from jaxscale.model_families.hf.config import (
     activation_to_hf,
+    balance_to_hf,
     expect,
     pop,
     pop_activation,
@@ -67,10 +68,11 @@ MISTRAL = Family(
 
 def _mixtral_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     rest = {"num_key_value_heads": 8, **hf}
+    sizes = pop_sizes(rest)
     ours = {
         **pop_rope(rest, theta=1_000_000.0),
-        **pop_sizes(rest),
-        **pop_experts(rest, experts=8, per_token=2),
+        **sizes,
+        **pop_experts(rest, experts=8, per_token=2, layers=sizes["num_layers"]),
         "activation": pop_activation(rest, "hidden_act", "silu"),
         "norm_eps": pop(rest, "rms_norm_eps", 1e-5),
         "sliding_window": pop(rest, "sliding_window", None) or 0,
@@ -88,7 +90,7 @@ def _mixtral_to_hf(model: Model) -> dict[str, Any]:
         **rope_to_hf(model),
         "num_local_experts": model.num_experts,
         "num_experts_per_tok": model.experts_per_token,
-        "router_aux_loss_coef": model.balance_weight,
+        **balance_to_hf(model),
         "hidden_act": activation_to_hf(model),
         "rms_norm_eps": model.norm_eps,
         "sliding_window": model.sliding_window or None,

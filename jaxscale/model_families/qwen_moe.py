@@ -6,6 +6,7 @@ from typing import Any
 from jaxscale.model_families.family import EXPERTS, ROPE, Family, Model
 from jaxscale.model_families.hf.config import (
     activation_to_hf,
+    balance_to_hf,
     expect,
     pop,
     pop_activation,
@@ -28,10 +29,13 @@ def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {**pop_rope(rest), **pop_sizes(rest)}
     window = pop(rest, "sliding_window", 4096)
     pop(rest, "max_window_layers", None)  # in published files; no layer reads it
+    dense = _pop_dense_layers(rest, sizes["num_layers"])
+    pattern = dense["expert_pattern"] or "E"
+    turns = (sizes["num_layers"] - dense["dense_layers"]) // len(pattern)
     ours = {
         **sizes,
-        **pop_experts(rest, experts=128, per_token=8),
-        **_pop_dense_layers(rest, sizes["num_layers"]),
+        **pop_experts(rest, experts=128, per_token=8, layers=turns * pattern.count("E")),
+        **dense,
         "expert_d_ff": pop(rest, "moe_intermediate_size", 768),
         "router_normalized": pop(rest, "norm_topk_prob", False),
         "sliding_window": window or 0 if pop(rest, "use_sliding_window", False) else 0,
@@ -80,7 +84,7 @@ def _to_hf(model: Model) -> dict[str, Any]:
         "mlp_only_layers": [i for i in range(model.num_layers) if not model.has_experts(i)],
         "decoder_sparse_step": 1,
         "norm_topk_prob": model.router_normalized,
-        "router_aux_loss_coef": model.balance_weight,
+        **balance_to_hf(model),
         "use_sliding_window": bool(model.sliding_window),
         "sliding_window": model.sliding_window or None,
         "attention_bias": model.attention_bias == "all",

@@ -277,9 +277,13 @@ def test_a_balancing_loss_that_is_off_there_is_off_here():
     """As of published gpt-oss, whose weight of 0.9 transformers does not use."""
     hf = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text())
     hf["router_aux_loss_coef"] = 0.9
-    for on in (False, True):
-        settings = FAMILIES["gpt_oss"].from_hf(hf | {"output_router_logits": on})
-        assert settings["balance_weight"] == 0.9 * on
+    family = FAMILIES["gpt_oss"]
+    settings = family.from_hf(hf | {"output_router_logits": False})
+    assert settings["balance_weight"] == 0
+    # Theirs is four times ours where a token has four experts, and a mean over the two layers.
+    settings = family.from_hf(hf | {"output_router_logits": True})
+    assert settings["balance_weight"] == pytest.approx(0.9 * 4 / 2)
+    assert family.to_hf(ModelConfig(**settings))["router_aux_loss_coef"] == pytest.approx(0.9)
 
 
 # Changes of a config.json that ended in a traceback, or were dropped: the whole message.

@@ -331,24 +331,31 @@ def rope_to_hf(model: Model) -> dict[str, Any]:
     }
 
 
-def pop_experts(rest: dict[str, Any], experts: int, per_token: int) -> dict[str, Any]:
+def pop_experts(rest: dict[str, Any], experts: int, per_token: int, layers: int) -> dict[str, Any]:
     """The settings of experts that all formats have.
 
-    They add an auxiliary loss only with output_router_logits, whatever its weight is. It is over a
-    batch and grows with the experts of a token, so another one than ours; its weight is taken for
-    ours.
+    They add an auxiliary loss only with output_router_logits, whatever its weight is. It is over
+    the tokens of all layers together, and as many times ours as a token has experts.
 
     Args:
       experts, per_token: the defaults.
+      layers: those with experts, over which ours is summed.
     """
     weight = pop(rest, "router_aux_loss_coef", 0.001)
     has_loss = pop(rest, "output_router_logits", False)
     other = pop(rest, "num_experts", experts)
+    choices = pop(rest, "num_experts_per_tok", per_token)
     return {
         "num_experts": pop(rest, "num_local_experts", other),
-        "experts_per_token": pop(rest, "num_experts_per_tok", per_token),
-        "balance_weight": weight if has_loss else 0.0,
+        "experts_per_token": choices,
+        "balance_weight": weight * choices / layers if has_loss else 0.0,
     }
+
+
+def balance_to_hf(model: Model) -> dict[str, Any]:
+    """The weight of their auxiliary loss that is as strong as ours, for who turns it on."""
+    weight = model.balance_weight * model.num_expert_layers / model.experts_per_token
+    return {"router_aux_loss_coef": weight}
 
 
 def pop_bias(rest: dict[str, Any], default: bool = False) -> str:
