@@ -1,9 +1,11 @@
 """The pages of docs/: each opens with what it is for and a command to try, which is run here; and
 what any page names is there."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib
+import io
 import os
 import pathlib
 import re
@@ -113,6 +115,10 @@ def test_the_worked_example_works(tmp_path, monkeypatch):
 
 @functools.cache
 def help_of(program: tuple[str, ...]) -> str:
+    if program[0] == "-m" and hasattr(module := importlib.import_module(program[1]), "main"):
+        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
+            module.main(["--help"])
+        return out.getvalue()
     done = subprocess.run(
         [sys.executable, *program, "--help"], capture_output=True, text=True, timeout=60
     )

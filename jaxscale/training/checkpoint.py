@@ -163,8 +163,6 @@ class Checkpoints:
           NotFiniteError: the state has a number that is not finite; nothing is written.
         """
         self.wait()
-        # What ends the thread in a way that nobody foresaw is no success.
-        self._failure = f"saving checkpoint {step} in {self.directory} did not end"
         # Process 0 asks for all: one that failed alone would leave the others in a collective.
         if away := processes.from_first("begin of a save", self._clear_place(step)):
             self._fail(step, OSError(away))
@@ -188,6 +186,8 @@ class Checkpoints:
             description = json.loads(json.dumps(description, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ValueError(f"metadata of checkpoint {step} is not JSON: {error}") from error
+        # What ends the thread in a way that nobody foresaw is no success.
+        self._failure = f"saving checkpoint {step} in {self.directory} did not end"
         begin = time.monotonic()
         try:
             self._writer = self._writer or _make_writer(self._host_gb)
