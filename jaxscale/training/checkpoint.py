@@ -496,9 +496,9 @@ class Checkpoints:
             f"saving checkpoint {step} in {self.directory} failed ({durable.reason(error)})"
         )
         with contextlib.suppress(OSError):  # the storage may be away
-            newest = max(self.steps(), default=None)
-            there = "there is none yet" if newest is None else f"the newest one there is {newest}"
-            self._failure += f"; {there}"
+            saved = self.steps()
+            newest = f"the newest one there is {max(saved)}" if saved else "there is none yet"
+            self._failure += f"; {newest}"
         self._report(f"warning: {self._failure}")
 
     def _remove_old(self) -> None:
