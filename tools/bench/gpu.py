@@ -12,6 +12,7 @@ import pathlib
 import shlex
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,10 +24,10 @@ from train import OUT_OF_MEMORY
 from jaxscale import config as configs
 
 BUDGET_SECONDS = 460
-"""No part is started, or goes on, after this. The limits of the parts up to `layouts` fit in it."""
+"""The limits of the parts up to `layouts` fit in it."""
 
-ENDING_SECONDS = 10
-"""What a case has left, after the step in which its time ends, to finish and write its record."""
+ENDING_SECONDS = 20
+"""What a case has left, after the step in which its time ends, to be traced and write its record."""
 
 PACKAGES = (
     "jax",
@@ -113,9 +114,9 @@ def parts(rehearse: bool, memory_gib: float = math.inf) -> Iterator[Part]:
     )
     if rehearse:
         first, others = [first[0], first[2]], others[:1]
-    yield Part("attention", ["tools/bench/attention.py", *small], 80)
     yield from (_timed(case, rehearse) for case in first)
-    yield Part("layouts", ["tools/bench/gpu_layouts.py"], 80)
+    yield Part("attention", ["tools/bench/attention.py", *small], 60)
+    yield Part("layouts", ["tools/bench/gpu_layouts.py"], 75)
     yield Part("sums of float8", ["tools/bench/float8.py", *small], 40)
     yield Part("loss", ["tools/bench/loss.py", *small], 60)
     yield from (_timed(case, rehearse) for case in others)
@@ -148,20 +149,25 @@ def _timed(case: Case, rehearse: bool) -> Part:
             str(min(16, max(3, int(FLOPS_TIMED / flops)))),
             *(f"--config.{setting}" for setting in settings),
         ],
-        75,
+        85 if case.memory_gib else 70,
         steps=True,
     )
 
 
-def run(part: Part, seconds: float) -> tuple[list[dict[str, Any]], bool]:
-    """The records that a part wrote, and whether it ended well; memory that ran out is well."""
+def run(part: Part, seconds: float, trace: pathlib.Path | None = None) -> tuple[list[dict[str, Any]], bool]:
+    """The records that a part wrote, and whether it ended well; memory that ran out is well.
+
+    Args:
+      seconds: after which it is ended.
+      trace: a file, for an archive of what is traced of its steps.
+    """
     print(f"\n== {part.name}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "records.jsonl"
         limit = min(seconds, part.limit_seconds)
         flags = ["--json", str(file)]
         if part.steps:
-            flags.append(f"--seconds={limit - ENDING_SECONDS:.0f}")
+            flags += [f"--seconds={limit - ENDING_SECONDS:.0f}", f"--trace={folder}/trace"]
         # Its own session, so that what it started ends with it.
         process = subprocess.Popen(
             [sys.executable, *part.program, *flags], cwd=ROOT, start_new_session=True
@@ -174,6 +180,9 @@ def run(part: Part, seconds: float) -> tuple[list[dict[str, Any]], bool]:
             process.wait()
             trouble = f"stopped after {limit:.0f} s"
         lines = file.read_text().splitlines() if file.exists() else ()
+        if trace and part.steps and (found := pathlib.Path(folder) / "trace").exists():
+            with tarfile.open(trace, "w:gz") as archive:
+                archive.add(found, trace.name.partition(".")[0])
     records = [json.loads(line) for line in lines]
     errors = [record["error"] for record in records if "error" in record]
     if trouble and not errors:
@@ -210,9 +219,22 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tools/bench/gpu.sh", description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="every part, tiny, on a CPU")
     parser.add_argument(
-        "--only", default="", metavar="WORD", help="the parts whose name has it: 8b, float8, loss"
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="WORD",
+        help="the parts whose name has one of them: 8b, float8, loss",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=BUDGET_SECONDS,
+        help=f"in which all is to end, {BUDGET_SECONDS} unless given",
     )
     parser.add_argument("--results", type=pathlib.Path, help="where JSON lines are appended")
+    parser.add_argument(
+        "--traces", type=pathlib.Path, help="folder for the traces of steps and their programs"
+    )
     parser.add_argument("--commit", help="of this code, where there is no repository to ask")
     options = parser.parse_args(argv)
     folder = (
@@ -222,16 +244,23 @@ def main(argv: Sequence[str]) -> int:
     if options.rehearse:
         os.environ["JAX_PLATFORMS"] = "cpu"
     common = machine()
+    if options.traces:
+        options.traces.mkdir(parents=True, exist_ok=True)
     begin, failed = time.monotonic(), []
     memory_gib = math.inf if options.rehearse else common["memory_gib"]
-    chosen = [part for part in parts(options.rehearse, memory_gib) if options.only in part.name]
+    chosen = [
+        part
+        for part in parts(options.rehearse, memory_gib)
+        if any(word in part.name for word in options.only)
+    ]
     if not chosen:
         names = "; ".join(part.name for part in parts(options.rehearse, memory_gib))
-        parser.error(f"--only {options.only!r} is in no part's name: {names}")
-    for part in chosen:
-        left = BUDGET_SECONDS - (time.monotonic() - begin)
+        parser.error(f"--only {' '.join(options.only)} is in no part's name: {names}")
+    for number, part in enumerate(chosen):
+        left = options.seconds - (time.monotonic() - begin)
         if left > 20:
-            records, well = run(part, left)
+            file = options.traces / f"trace_{number}.tar.gz" if options.traces else None
+            records, well = run(part, left, file)
         else:
             records, well = [{"part": part.name, "error": "no time left"}], False
         if not well:

@@ -6,8 +6,10 @@ starts them and lets them step in turn, so that a busy machine slows them alike.
 
 import argparse
 import concurrent.futures
+import dataclasses
 import importlib.metadata
 import json
+import pathlib
 import resource
 import sys
 import time
@@ -17,7 +19,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxscale import config as configs
+from jaxscale.compiled import trace
 from jaxscale.config import Config
+
+TRACED = 2
+"""Steps."""
+
+LONGEST = 40
+"""Operations of a trace that are reported."""
 
 
 class Case(NamedTuple):
@@ -38,6 +47,7 @@ def serve(build: Callable[[Config, str], Case]) -> None:
     parser.add_argument("--config", required=True)
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value")
     parser.add_argument("--variant", default="")
+    parser.add_argument("--trace", type=pathlib.Path, help="folder for a trace of two more steps")
     options = parser.parse_args()
     phases, mark = {}, options.started
 
@@ -85,11 +95,33 @@ def serve(build: Callable[[Config, str], Case]) -> None:
         state, loss = _step(compiled, state, case.batch)
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
         _say(seconds=seconds, cpu_seconds=cpu_seconds, loss=loss)
+    traced = options.trace and _trace(options.trace, compiled, state, case.batch)
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.devices()]
     _say(
         peak_resident_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         peak_device_bytes=max((peak for peak in peaks if peak), default=None),
+        trace=traced,
     )
+
+
+def _trace(folder: pathlib.Path, compiled: Any, state: Any, batch: Any) -> dict[str, Any]:
+    """Where the time of TRACED more steps went; keeps the program's text beside the trace."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it would slow the host that it traces
+    folder.mkdir(parents=True, exist_ok=True)
+    text = compiled.as_text()
+    (folder / "program.txt").write_text(text)
+    with jax.profiler.trace(folder, profiler_options=options):
+        for _ in range(TRACED):
+            state, _ = _step(compiled, state, batch)
+    found = trace.read_trace(folder)
+    return {
+        "steps": TRACED,
+        "devices": [dataclasses.asdict(one) for one in trace.time_by_cause(found, text)],
+        "longest": [
+            dataclasses.asdict(one) for one in trace.longest_operations(found, text, LONGEST)
+        ],
+    }
 
 
 def _step(compiled: Callable, state: Any, batch: Any) -> tuple[Any, float]:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -28,6 +28,7 @@ from provenance import provenance  # noqa: E402
 
 from jaxscale import command_line  # noqa: E402
 from jaxscale import config as configs  # noqa: E402
+from jaxscale.compiled.trace import DeviceTime, trace_line  # noqa: E402
 from jaxscale.config import Config  # noqa: E402
 from jaxscale.hardware import peak_flops  # noqa: E402
 from jaxscale.layout import MESH_AXES  # noqa: E402
@@ -49,6 +50,7 @@ class Run(NamedTuple):
     first: dict[str, Any]  # after its first step
     steps: list[dict[str, float]]  # the others
     peaks: dict[str, Any]  # of memory
+    trace: dict[str, Any] | None  # where the time of traced steps went
 
 
 class Subject:
@@ -97,7 +99,8 @@ class Subject:
     def finish(self) -> Run:
         """Everything that was measured."""
         self._send("end\n")
-        return Run(self.first, self.steps, self._read())
+        peaks = self._read()
+        return Run(self.first, self.steps, peaks, peaks.pop("trace"))
 
     def close(self) -> None:
         """Ends the process, whatever it is doing."""
@@ -138,12 +141,14 @@ def measure(
     *,
     steps: int,
     end: float = math.inf,
+    trace: str | None = None,
 ) -> dict[str, Run]:
     """One round: starts the subjects one after the other, then lets them step in turn.
 
     Args:
       end: of `time.monotonic()`: a step, but not the first timed one, that might end later is not
         begun.
+      trace: a folder, for a trace of two more steps of ours.
     """
     layout = configs.load(config_file, settings).layout
     sizes = [getattr(layout, axis) for axis in MESH_AXES]
@@ -152,6 +157,8 @@ def measure(
         subjects = []
         for name in names:
             command = command_of(name, config_file, settings)
+            if trace and name == OURS:
+                command.insert(-1 - len(settings), f"--trace={trace}")
             subject = Subject(name, command, num_devices if name == OURS else 1)
             subjects.append(stack.enter_context(contextlib.closing(subject)))
         longest = 0.0
@@ -185,6 +192,8 @@ def summarise(name: str, runs: Sequence[Run], config: Config) -> dict[str, Any]:
         **{name: first[name] for name in first.keys() - {"phases", "loss", "cpu_seconds"}},
         **{name: max(run.peaks[name] or 0 for run in runs) or None for name in runs[-1].peaks},
     }
+    if runs[-1].trace:
+        record["trace"] = runs[-1].trace
     peak = peak_flops(first["device_kind"], model.compute_dtype)
     if peak:
         per_token = peak * first["num_devices"] / tokens_per_second
@@ -216,18 +225,27 @@ def run_case(
     steps: int,
     repeats: int,
     seconds: float = math.inf,
+    trace: str | None = None,
 ) -> list[dict[str, Any]]:
     """The records of a case, one a subject; a case that fails is a record with its error.
 
     Args:
       seconds: of a round, start included, after which no further step begins.
+      trace: a folder, for the last round's trace of two more steps of ours.
     """
     case = {"config": config_file, "settings": list(settings), "rounds": repeats}
     try:
         config = configs.load(config_file, settings)
         rounds = [
-            measure(config_file, settings, names, steps=steps, end=time.monotonic() + seconds)
-            for _ in range(repeats)
+            measure(
+                config_file,
+                settings,
+                names,
+                steps=steps,
+                end=time.monotonic() + seconds,
+                trace=trace if number == repeats - 1 else None,
+            )
+            for number in range(repeats)
         ]
     except (RuntimeError, ValueError) as error:
         return [{**case, "subject": OURS, "error": str(error)}]
@@ -269,6 +287,16 @@ def row(record: dict[str, Any]) -> str:
     )
 
 
+def trace_rows(traced: Mapping[str, Any]) -> Iterator[str]:
+    """Shares of the causes, then the longest operations."""
+    yield trace_line([DeviceTime(**device) for device in traced["devices"]], traced["steps"])
+    for one in traced["longest"]:
+        milliseconds = 1e3 * one["seconds"] / traced["steps"]
+        runs = one["runs"] // traced["steps"]
+        source = "/".join(one["source"].split("/")[-3:])
+        yield f"{milliseconds:9.2f} ms {runs:5} x {one['cause']:9} {one['operation']:40} {source}"
+
+
 def main(argv: Sequence[str]) -> int:
     """Returns 1 when a case failed."""
     parser = argparse.ArgumentParser(
@@ -306,6 +334,11 @@ def main(argv: Sequence[str]) -> int:
         help="begin no further step after so many of a round, start and compiling included",
     )
     parser.add_argument("--repeats", type=int, default=3, help="processes of each subject")
+    parser.add_argument(
+        "--trace",
+        metavar="FOLDER",
+        help="trace two more steps of ours there, and say where their time went",
+    )
     parser.add_argument("--json", metavar="FILE", help="append a line of JSON for each subject")
     options, overrides = command_line.parse(parser, argv)
     names = [OURS, *(f"plain {name}" for name in options.against if name != "none")]
@@ -321,10 +354,13 @@ def main(argv: Sequence[str]) -> int:
             steps=options.steps,
             repeats=options.repeats,
             seconds=options.seconds,
+            trace=options.trace,
         )
         for record in records:
             failed |= "error" in record
             print(row(record), flush=True)
+            if "trace" in record:
+                print("\n".join(trace_rows(record["trace"])), flush=True)
             if options.json:
                 with pathlib.Path(options.json).open("a") as lines:
                     lines.write(json.dumps({"benchmark": "train", **provenance(), **record}) + "\n")
