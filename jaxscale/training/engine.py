@@ -30,6 +30,7 @@ from jaxscale.sharding.rules import Rules, own_rules
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
 from jaxscale.training import optimizer as optimizers
+from jaxscale.training.accumulation import saves_in_place
 from jaxscale.training.engine_checks import (
     check_engine_arguments,
     check_engine_settings,
@@ -175,6 +176,7 @@ def make_engine(
         mesh,
         pipelined=stages is not None,
         deterministic=config.run.deterministic,
+        in_place=saves_in_place(layout, platform),
         matmul_dtype=config.model.matmul_dtype,
         layer=_combined_layer(layout, zero, shapes),
     )

@@ -46,6 +46,7 @@ from jaxscale.training.layer_scan import (
     one_layer,
 )
 from jaxscale.training.remat import from_host, to_host
+from jaxscale.training.save_in_place import save_in_place
 
 Tree = Any
 Index = int | jax.Array
@@ -89,6 +90,7 @@ class Loop:
     passes: tuple[tuple[Callable, Callable], ...]  # `split_vjp` of each kind of layer
     offload: bool  # whether residuals are in host memory between the passes
     early: Early
+    in_place: bool  # whether residuals are written where they are made (`save_in_place`)
     unroll: bool
     is_first: bool  # of the model's stacks
 
@@ -165,11 +167,10 @@ def forward_pass(loop: Loop, inputs: Inputs, x: Stream, sums: Sums) -> Passed:
     if loop.prefetches:
         return _forward_pass_with_prefetch(loop, inputs, x, sums)
 
-    def layer(carry, place):
+    def layer(carry, place, *into):
         x, sums = carry
-        x, sums, residuals = _layer_forward(
-            loop, _gather(loop, inputs.layers, place.index), inputs, x, sums, place
-        )
+        weights = _gather(loop, inputs.layers, place.index)
+        x, sums, residuals = _layer_forward(loop, weights, inputs, x, sums, place, *into)
         return (x, sums), residuals
 
     (x, sums), residuals = ascend(
@@ -179,6 +180,7 @@ def forward_pass(loop: Loop, inputs: Inputs, x: Stream, sums: Sums) -> Passed:
         loop.stack.period,
         unroll=loop.unroll,
         into=inputs.residuals,
+        in_place=loop.in_place,
     )
     return Passed(x, sums, inputs.layers, Prefetched(), residuals)
 
@@ -257,17 +259,33 @@ def _bottom_backward(loop: Loop, inputs: Inputs, carry: Carry) -> Carry:
 
 
 def _layer_forward(
-    loop: Loop, weights: Tree, inputs: Inputs, x: Stream, sums: Sums, place: Place
+    loop: Loop,
+    weights: Tree,
+    inputs: Inputs,
+    x: Stream,
+    sums: Sums,
+    place: Place,
+    into: tuple[Residuals, Index] | None = None,
 ) -> tuple[Stream, Sums, Residuals]:
-    """One layer, forward, for each micro-batch: x, the sums, and the residuals, [G, ...]."""
+    """One layer, forward, for each micro-batch: x, the sums, and the residuals, [G, ...], or the
+    arrays `into` which they are written, with the layer's place in them."""
     forward, _ = loop.passes[place.kind]
     # A value as in a loop: a constant would become part of the one backward pass that all layers of
     # a kind have.
     index = jax.lax.optimization_barrier(jnp.asarray(place.index, jnp.int32))
 
-    def microbatch(sums, xs):
-        x, shared, batch = xs
+    def one(x: Stream, shared: Stream, batch: Batch) -> tuple[tuple, Residuals]:
         (x, loss), others, residuals = forward(weights, x, shared, (batch, index))
+        return (x, loss, others), residuals
+
+    if into:
+        only, *rest = jax.tree.map(lambda x: x[0], (x, inputs.shared, inputs.batch))
+        (x, loss, others), residuals = save_in_place(lambda x: one(x, *rest), only, *into)
+        sums = add_layer_sums(loop.stack, sums, place.index, loss, others)
+        return jax.tree.map(lambda x: x[None], x), sums, residuals
+
+    def microbatch(sums, xs):
+        (x, loss, others), residuals = one(*xs)
         return add_layer_sums(loop.stack, sums, place.index, loss, others), (x, residuals)
 
     sums, (x, residuals) = each(microbatch, sums, (x, inputs.shared, inputs.batch))
@@ -294,7 +312,8 @@ def _layer_backward(
     weights = _gather(loop, inputs.layers, now) if weights is None else weights
     if residuals is None:
         assert inputs.residuals is not None, "residuals are saved or prefetched"
-        here = Place(index if loop.stack.period > 1 else now, place.kind)
+        counted = loop.stack.period > 1 or loop.in_place
+        here = Place(index if counted else now, place.kind)
         residuals = inputs.residuals.at(here)
     prefetched = _prefetch(loop, inputs, place) if prefetch else Prefetched()
     if unreduced is not None:

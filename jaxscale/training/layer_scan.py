@@ -62,35 +62,41 @@ def ascend(
     *,
     unroll: bool = False,
     into: SavedLayers | None = None,
+    in_place: bool = False,
 ) -> tuple[Tree, SavedLayers | None]:
     """`function(carry, place) -> (carry, y)` for the first layers of a stack, in order.
 
     Args:
       into: arrays that the whole periods' y are written into; None makes new ones, which XLA fills
         with zeros first.
+      in_place: whether the function writes into them: it is called with `(written, number)`, the
+        arrays of the layer's kind and the place in them, and returns them as y.
     """
     if num_layers == 0:
         return carry, None
-    whole = num_layers // period
+    whole, in_place = num_layers // period, in_place and into is not None
 
-    def one_period(carry, number):
+    def one_period(carry, number, *written):
         ys = []
         for kind in range(period):
             index = number * period + kind if period > 1 else number
-            carry, y = function(carry, Place(index, kind))
+            given = ((written[0][kind], number),) if in_place else ()
+            carry, y = function(carry, Place(index, kind), *given)
             ys.append(y)
         return carry, tuple(ys)
 
     def write_period(state, number):
         carry, written = state
+        if in_place:
+            return one_period(carry, number, written), None
         carry, ys = one_period(carry, number)
         return (carry, put(written, ys, number)), None
 
-    numbers, ys = jnp.array(range(whole)), ()
+    ys = ()
     if whole and into:
-        (carry, ys), _ = each(write_period, (carry, into.periods), numbers, unroll)
+        (carry, ys), _ = _count(write_period, (carry, into.periods), range(whole), unroll)
     elif whole:
-        carry, ys = each(one_period, carry, numbers, unroll)
+        carry, ys = _count(one_period, carry, range(whole), unroll)
     rest = []
     for index in range(whole * period, num_layers):
         carry, y = function(carry, Place(index, index % period))
@@ -123,9 +129,27 @@ def descend(
     if first == end:
         return singly(carry, range(top, bottom - 1, -1))
     carry = singly(carry, range(top, end * period - 1, -1))
-    numbers = jnp.array(range(end - 1, first - 1, -1))
-    carry, _ = each(one_period, carry, numbers, unroll)
+    carry, _ = _count(one_period, carry, range(end - 1, first - 1, -1), unroll)
     return singly(carry, range(first * period - 1, bottom - 1, -1))
+
+
+def _count(
+    function: Callable, carry: Tree, numbers: range, unroll: bool = False
+) -> tuple[Tree, Tree]:
+    """`each` for numbers, counted instead of read from an array: a compiler knows what a loop's
+    counter is in each trip, and so where an entry of a stack lies."""
+    first = jnp.asarray(numbers[0], jnp.int32)
+    if len(numbers) == 1:
+        carry, y = function(carry, first)
+        return carry, jax.tree.map(lambda x: x[None], y)
+
+    def counted(state, _):
+        number, carry = state
+        carry, y = function(carry, number)
+        return (number + numbers.step, carry), y
+
+    (_, carry), ys = jax.lax.scan(counted, (first, carry), None, length=len(numbers), unroll=unroll)
+    return carry, ys
 
 
 def one_layer(function: Callable, carry: Tree, place: Place) -> Tree:

@@ -187,6 +187,28 @@ FLOAT8 = {
 """By `device.platform`: what a step with `model.matmul_dtype = "float8"` has besides."""
 
 
+IN_PLACE = {
+    "cpu": (),
+    "tpu": (),
+    "gpu": (
+        XlaFlag(
+            "xla_gpu_enable_triton_gemm",
+            False,
+            "leaves matmuls to cuBLAS before slices are looked at: a kernel that XLA writes with "
+            "Triton, or chooses cuBLAS over by timing both, writes its result to an array of its "
+            "own",
+        ),
+        XlaFlag(
+            "xla_gpu_enable_dynamic_slice_fusion",
+            True,
+            "matmuls write residuals into the arrays of all layers, and read them from there",
+        ),
+    ),
+}
+"""By `device.platform`: what a step whose layers write residuals where they make them
+(`save_in_place`) has besides."""
+
+
 def has_sparse_cores(device_kind: str) -> bool:
     """Whether it is a TPU whose sparse cores drive collectives."""
     return XLA_FLAGS.get(device_kind) is _TPU_SPARSE_CORES
@@ -301,6 +323,7 @@ def step_options(
     *,
     pipelined: bool = False,
     deterministic: bool = False,
+    in_place: bool = False,
     matmul_dtype: str = "",
     layer: LayerBytes | None = None,
 ) -> dict[str, bool | int | str]:
@@ -308,8 +331,10 @@ def step_options(
     know, which are logged.
 
     Args:
-      pipelined: whether to add those of `PIPELINED`. These, those for `matmul_dtype` and `layer`
-        and that of the memory are only added where the environment's XLA_FLAGS leave them open.
+      pipelined: whether to add those of `PIPELINED`. These, those for `in_place`, `matmul_dtype`
+        and `layer` and that of the memory are only added where the environment's XLA_FLAGS leave
+        them open.
+      in_place: whether to add those of `IN_PLACE`.
       deterministic: whether to add the options that make a step compute the same bits every time.
       matmul_dtype: of the model; "float8" adds those of `FLOAT8`.
       layer: the largest one, whose collectives are to be combined.
@@ -322,7 +347,8 @@ def step_options(
     needed = _deterministic(device) if deterministic else ()
     recorded = PIPELINED.get(device.platform, ()) if pipelined else ()
     precise = FLOAT8.get(device.platform, ()) if matmul_dtype == "float8" else ()
-    optional = (*recorded, *precise, *_combining(device, layer), *_memory_limit(device))
+    direct = IN_PLACE.get(device.platform, ()) if in_place else ()
+    optional = (*recorded, *direct, *precise, *_combining(device, layer), *_memory_limit(device))
     flags = (*flags_of(device), *(flag for flag in optional if not _is_set(flag)), *needed)
     refused = refused_options(flags, replicated(mesh))
     for name, error in refused.items():

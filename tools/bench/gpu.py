@@ -27,7 +27,7 @@ BUDGET_SECONDS = 460
 """The limits of the parts up to `layouts` fit in it."""
 
 ENDING_SECONDS = 20
-"""What a case has left, after the step in which its time ends, to be traced and write its record."""
+"""What a case has left when its steps end: to be traced, and to write its record."""
 
 PACKAGES = (
     "jax",
@@ -154,7 +154,9 @@ def _timed(case: Case, rehearse: bool) -> Part:
     )
 
 
-def run(part: Part, seconds: float, trace: pathlib.Path | None = None) -> tuple[list[dict[str, Any]], bool]:
+def run(
+    part: Part, seconds: float, trace: pathlib.Path | None = None
+) -> tuple[list[dict[str, Any]], bool]:
     """The records that a part wrote, and whether it ended well; memory that ran out is well.
 
     Args:

@@ -1,0 +1,108 @@
+"""Residuals that layers write where they make them, as a step on one GPU does."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.compiled import compile_ahead, hlo
+from jaxscale.compiled.bytes_moved import bytes_moved
+from jaxscale.config import Config, from_dict
+from jaxscale.data.synthetic import synthetic_batch
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training import accumulation, layer_loop
+from jaxscale.training.engine import make_engine
+from jaxscale.training.save_in_place import save_in_place
+
+LAYERS = 3
+
+
+def tiny(**layout) -> Config:
+    model = {"num_layers": LAYERS, "d_model": 16, "num_heads": 2, "head_dim": 8, "d_ff": 32}
+    return from_dict(
+        {
+            "model": {**model, "num_kv_heads": 2, "vocab_size": 32, "compute_dtype": "float32"},
+            "data": {"global_batch_size": 4, "seq_len": 16},
+            "layout": {"data": 1, "microbatches": 2, **layout},
+        }
+    )
+
+
+def after_two_steps(config: Config) -> tuple[float, dict]:
+    """The loss of the second step, and the parameters after it."""
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:1]))
+    batch, state = engine.shard(synthetic_batch(config)), engine.init(jax.random.key(0))
+    for _ in range(2):
+        state, metrics = engine.step(state, batch)
+    return float(metrics.loss), jax.device_get(state.params)
+
+
+@pytest.mark.parametrize("remat", ["none", "save_matmuls"])
+def test_the_same_steps(remat, monkeypatch):
+    """To the bit; and what is read back in a layer is what it wrote: the arrays begin as NaN."""
+    config, written = tiny(remat=remat), []
+    expected = after_two_steps(config)
+
+    def counted(function, x, saved, index):
+        written.append(len(saved))
+        return save_in_place(function, x, saved, index)
+
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+    monkeypatch.setattr(accumulation, "_can_leave_unfilled", lambda *_: True)
+    monkeypatch.setattr(accumulation, "saves_in_place", lambda *_: True)
+    monkeypatch.setattr(layer_loop, "save_in_place", counted)
+    jax.tree.map(np.testing.assert_array_equal, after_two_steps(config), expected)
+    assert set(written) == {
+        {"none": 11, "save_matmuls": 9, "save:query,mlp_up": 3, "full": 1}[remat]
+    }
+
+
+def test_a_value_is_written_where_it_is_made_and_read_from_there():
+    """Also one that a checkpoint hands on; an argument is written at the end."""
+    weights = jnp.arange(12.0).reshape(3, 4)
+
+    def function(x):
+        made = checkpoint_name(x @ weights, "made")
+        handed_on = jax.checkpoint(lambda made: (-made, made))
+        result, same = handed_on(jax.lax.reduce_precision(made, 8, 23))
+        return result.sum(), [x, same]
+
+    x = jnp.ones((2, 3))
+    saved = [jnp.full((LAYERS, 1, 2, width), jnp.nan) for width in (3, 4)]
+    traced = jax.jit(lambda x, saved, index: save_in_place(function, x, saved, index))
+    y, after = traced(x, saved, 1)
+    expected, residuals = function(x)
+    np.testing.assert_array_equal(y, expected)
+    for array, residual in zip(after, residuals):
+        np.testing.assert_array_equal(array[1, 0], residual)
+        assert np.isnan(array[0]).all()
+        assert np.isnan(array[2]).all()
+    write, read = "dynamic_update_slice", "dynamic_slice"
+    operations = "|".join(("dot_general", write, "optimization_barrier", read, "negate"))
+    found = re.findall(rf"stablehlo\.({operations})", traced.lower(x, saved, 1).as_text())
+    assert found == ["dot_general", write, "optimization_barrier", read, "negate", write]
+
+
+def test_matmuls_on_a_gpu_write_residuals_into_the_arrays_of_all_layers(monkeypatch):
+    """None multiplies twice, and fewer bytes are moved than with copies. (XLA would make one of two
+    small matmuls of the same operand.)"""
+    model = {"d_model": 2048, "num_heads": 32, "num_kv_heads": 32, "head_dim": 64, "d_ff": 8192}
+    config = from_dict(
+        {
+            "model": {**model, "num_layers": LAYERS, "vocab_size": 512, "attention": "flash"},
+            "data": {"global_batch_size": 4, "seq_len": 8192},
+            "layout": {"data": 1, "remat": "none"},
+        }
+    )
+    with jax.enable_x64(False):  # in which loops count in 64 bits
+        report = compile_ahead.compile_for(config, "h200:1x1")
+        monkeypatch.setattr(accumulation, "saves_in_place", lambda *_: False)
+        before = compile_ahead.compile_for(config, "h200:1x1")
+    fused = r"%dynamic_slice_fusion[.\d]* = \(bf16\[3,1,4,8192,8192\]"
+    assert len(re.findall(fused, report.program)) == 2, "the matmuls that widen"
+    assert report.flops == before.flops is not None
+    moved, moved_before = (bytes_moved(hlo.parse_hlo(one.program)) for one in (report, before))
+    assert moved < 0.95 * moved_before
