@@ -86,6 +86,7 @@ def test_a_value_is_written_where_it_is_made_and_read_from_there():
     assert found == ["dot_general", write, "optimization_barrier", read, "negate", write]
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 def test_matmuls_on_a_gpu_write_residuals_into_the_arrays_of_all_layers(monkeypatch):
     """None multiplies twice, and fewer bytes are moved than with copies. (XLA would make one of two
     small matmuls of the same operand.)"""
