@@ -9,8 +9,9 @@ import jax
 from jaxscale.distributed import processes
 from jaxscale.formatting import duration
 from jaxscale.storage import durable, tiers
+from jaxscale.storage.checkpoint_folder import DamagedError
 from jaxscale.storage.object_store import StoreError
-from jaxscale.training.checkpoint import Checkpoints, DamagedError
+from jaxscale.training.checkpoint import Checkpoints
 
 log = logging.getLogger("jaxscale")
 

@@ -21,8 +21,9 @@ from jaxscale.run.both_tiers import (
 )
 from jaxscale.run.saves import wait_for_write
 from jaxscale.run.setup import Text, metadata_of
+from jaxscale.storage.checkpoint_folder import DamagedError
 from jaxscale.storage.differences import describe_difference
-from jaxscale.training.checkpoint import Checkpoints, DamagedError
+from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine
 from jaxscale.training.learning_rate import rate_change
 from jaxscale.training.step import TrainState, init_guard

@@ -1,20 +1,16 @@
-"""Checkpoints: written in the background, committed all at once, read onto any layout.
+"""The checkpoints of a run: written in the background, committed all at once, read onto any layout.
 
-A checkpoint is a folder named by its step. It gets that name by one rename, after everything in
-it is on disk and was opened as a reader would: a killed save leaves a folder under another name,
-which is never read and which the next save removes. Every array is stored whole, under its path in
-the state, so neither the layout nor the classes that saved it matter when it is read. The
-description of the arrays and what the caller adds (data state, config, axes) are in the same folder
-and the same commit. Checksums of both are compared on reading, so that a bit that flipped on disk
-does not go unnoticed.
+A checkpoint is a folder named by its step (`storage/checkpoint_folder.py` writes and reads its
+files). It gets that name by one rename, after everything in it is on disk and was opened as a
+reader would: a killed save leaves a folder under another name, which is never read and which the
+next save removes. What the caller adds (data state, config, axes) is in the same folder and the
+same commit. Checksums are compared on reading, so that a bit that flipped on disk does not go
+unnoticed.
 """
 
 import contextlib
-import errno
 import glob
 import json
-import logging
-import os
 import pathlib
 import shutil
 import threading
@@ -22,57 +18,31 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import absl.logging
 import jax
-import jax.numpy as jnp
-import numpy as np
-from etils import epath, epy
 
 from jaxscale.distributed import processes
 from jaxscale.storage import durable
 from jaxscale.storage.array_sums import array_sums
-from jaxscale.storage.description import read_description, write_description
+from jaxscale.storage.checkpoint_folder import (
+    ArrayWriter,
+    DamagedError,
+    UnreadableError,
+    array_signature,
+    array_writer,
+    begin_write,
+    complete_folder,
+    forget_errors,
+    named_arrays,
+    read_arrays,
+    read_twice,
+    unusable,
+)
+from jaxscale.storage.description import read_description
 from jaxscale.storage.differences import array_differences, describe_difference, listing
 from jaxscale.storage.tiers import MARKER, local_steps
 
-with epy.lazy_imports():  # by a run, while its step is compiled
-    import orbax.checkpoint as ocp
-
-# Orbax logs each save at length; its errors are raised here, and reported once.
-absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
-# Of several files that cannot be written the first is reported. The others' errors asyncio reports
-# when they are forgotten.
-logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
-
 LOOK_SECONDS = 5.0
 """Between looks at how much is written, by one who waits for it."""
-
-MOST_ERRORS = 1000
-"""Of one save that failed."""
-
-
-class DamagedError(ValueError):
-    """A checkpoint that cannot be used, whatever the run; `reason` says why in a few words."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-class UnreadableError(OSError):
-    """A checkpoint that the operating system does not let this process read: it may be intact."""
-
-    exit_status = 1  # it may do so the next time: a supervisor tries again
-
-
-NOT_READ = frozenset(
-    os.strerror(code) for code in (errno.EACCES, errno.EPERM, *durable.MAY_PASS - {errno.EIO})
-)
-"""Reasons for which a file cannot be read that say nothing of what is in it. A disk's error may be
-a network's, which passes, or a bad sector: it counts as damage the second time."""
-
-AGAIN_SECONDS = 5.0
-"""After which what could not be read for a disk's error is read again."""
 
 
 class NotFiniteError(FloatingPointError):
@@ -137,7 +107,7 @@ class Checkpoints:
         self._keep_every = keep_every
         self._report = report if jax.process_index() == 0 else lambda line: None
         self._host_gb = host_gb
-        self._writer: ocp.AsyncCheckpointer | None = None  # the first save makes it
+        self._writer: ArrayWriter | None = None  # the first save makes it
         self._thread: threading.Thread | None = None
         self._failure = ""
         self._newest_file = newest_file
@@ -167,7 +137,7 @@ class Checkpoints:
         if away := processes.from_first("begin of a save", self._clear_place(step)):
             self._fail(step, OSError(away))
             return
-        arrays = _named(state)
+        arrays = named_arrays(state)
         sums = array_sums(arrays)
         names = [
             name
@@ -178,7 +148,7 @@ class Checkpoints:
             raise NotFiniteError(step, names)
         description = {
             "arrays": {
-                n: _signature(a) | {"checksum": sums[n].checksum} for n, a in arrays.items()
+                n: array_signature(a) | {"checksum": sums[n].checksum} for n, a in arrays.items()
             },
             "metadata": dict(metadata),
         }
@@ -190,13 +160,11 @@ class Checkpoints:
         self._failure = f"saving checkpoint {step} in {self.directory} did not end"
         begin = time.monotonic()
         try:
-            self._writer = self._writer or _make_writer(self._host_gb)
-            self._writer.save(
-                self._unfinished(step),
-                args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays)),
-            )
+            self._writer = self._writer or array_writer(self._host_gb)
+            begin_write(self._writer, self._unfinished(step), arrays)
         except Exception as error:
-            self._forget_errors()
+            if self._writer:
+                forget_errors(self._writer)
             self._fail(step, error)
             return
         arguments = (step, description, begin)
@@ -337,8 +305,8 @@ class Checkpoints:
           UnreadableError: the operating system does not let this process read it.
         """
         description = self._description(step)
-        wanted = _named(abstract_state)
-        wanted_signatures = {name: _signature(leaf) for name, leaf in wanted.items()}
+        wanted = named_arrays(abstract_state)
+        wanted_signatures = {name: array_signature(leaf) for name, leaf in wanted.items()}
         saved = {
             name: about
             for name, about in description["arrays"].items()
@@ -355,15 +323,17 @@ class Checkpoints:
         wrong = [name for name in arrays if saved[name]["checksum"] != sums[name].checksum]
         if wrong:
             names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
-            raise self._unusable(step, ValueError(f"bits of {names} changed since they were saved"))
+            raise unusable(
+                self.directory, step, ValueError(f"bits of {names} changed since they were saved")
+            )
         structure = jax.tree.structure(abstract_state)
         return jax.tree.unflatten(structure, [arrays[name] for name in wanted])
 
     def _read_everywhere(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
-        """`_read` in every process: all raise when one does, so that none waits for it."""
+        """Reads the arrays in every process: all raise when one does, so that none waits for it."""
         arrays, problem = {}, ["", ""]
         try:
-            arrays = self._read(step, wanted)
+            arrays = read_arrays(self.directory, step, wanted)
         except (DamagedError, UnreadableError) as error:
             if jax.process_count() == 1:
                 raise
@@ -374,26 +344,6 @@ class Checkpoints:
             if message:
                 raise DamagedError(message, why) if why else UnreadableError(message)
         return arrays
-
-    def _read(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
-        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        restore_args = {
-            name: ocp.ArrayRestoreArgs(
-                sharding=leaf.sharding or default, global_shape=leaf.shape, dtype=leaf.dtype
-            )
-            for name, leaf in wanted.items()
-        }
-        reader = ocp.PyTreeCheckpointHandler()  # an `ocp.Checkpointer` waits for all processes
-        path = epath.Path(self.directory / str(step) / "arrays")
-        item = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
-        try:
-            return _twice(lambda: reader.restore(path, args=item))
-        except jax.errors.JaxRuntimeError:  # such as out of memory: not the checkpoint's fault
-            raise
-        except Exception as error:  # Orbax raises bare Exceptions
-            raise self._unusable(step, error) from error
-        finally:
-            reader.close()
 
     @contextlib.contextmanager
     def held(self, step: int) -> Iterator[bool]:
@@ -433,7 +383,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 self._finish(step, description)
         except Exception as error:
-            self._forget_errors()
+            forget_errors(self._writer)
             self._fail(step, error)
             return
         self._failure = ""
@@ -445,19 +395,13 @@ class Checkpoints:
                 self._report(f"old checkpoints could not be listed: {error}")
 
     def _finish(self, step: int, description: dict[str, Any]) -> None:
-        """Opens what was written as a reader would, and gives it the name of a checkpoint.
+        """Completes what was written, and gives it the name of a checkpoint.
 
         Raises:
           ValueError: it cannot be read.
         """
         path = self._unfinished(step)
-        saved = _open_arrays(path / "arrays")
-        if differences := array_differences(saved, description["arrays"], part=False):
-            raise ValueError(f"what was written cannot be read: {differences[0]}")
-        description["files"] = durable.describe_files(path)
-        (path / MARKER).parent.mkdir()
-        (path / MARKER).write_text(write_description(description))
-        durable.sync_tree(path)
+        complete_folder(path, description)
         target = self.directory / str(step)
         try:
             durable.move(path, target)
@@ -475,18 +419,6 @@ class Checkpoints:
         except OSError as error:
             why = durable.reason(error)
             self._report(f"warning: checkpoint {step} is saved, but {file} is not written ({why})")
-
-    def _forget_errors(self) -> None:
-        """After a save that failed: the writer keeps an error for each file, and would raise the
-        next one of them in each later save, and when it is closed."""
-        if self._writer is None:
-            return
-        for _ in range(MOST_ERRORS):
-            try:
-                self._writer.wait_until_finished()
-                return
-            except Exception:
-                continue
 
     def _unfinished(self, step: int) -> pathlib.Path:
         return self.directory / f"{step}.unfinished"
@@ -537,73 +469,6 @@ class Checkpoints:
             return description
 
         try:
-            return _twice(read)
+            return read_twice(read)
         except (OSError, ValueError, MemoryError) as error:
-            raise self._unusable(step, error) from error
-
-    def _unusable(self, step: int, error: Exception) -> DamagedError | UnreadableError:
-        why = durable.reason(error)
-        place = f"checkpoint {step} in {self.directory}"
-        if why in NOT_READ or isinstance(error, MemoryError):
-            return UnreadableError(f"{place} cannot be read: {why}; it is left as it is")
-        before = max((other for other in self.steps() if other < step), default=None)
-        advice = (
-            "there is none before it"
-            if before is None
-            else f"the one before it is {before}: remove {self.directory / str(step)} to "
-            "resume from it"
-        )
-        return DamagedError(f"{place} cannot be used ({why}); {advice}", why)
-
-
-def _twice[T](read: Callable[[], T]) -> T:
-    """What a read returns; one that ends with a disk's error is repeated once, later."""
-    try:
-        return read()
-    except Exception as error:  # Orbax raises bare Exceptions
-        if durable.reason(error) != os.strerror(errno.EIO):
-            raise
-    time.sleep(AGAIN_SECONDS)
-    return read()
-
-
-def _make_writer(host_gb: int) -> "ocp.AsyncCheckpointer":
-    """Of arrays of which at most so much may be in host memory, where it is not 0."""
-    limits: dict[str, Any] = {
-        "save_concurrent_gb": host_gb,
-        "save_device_host_concurrent_gb": host_gb,
-        "is_prioritized_key_fn": lambda path: False,
-    }
-    handlers: Any = {"arrays": ocp.PyTreeCheckpointHandler(**limits)} if host_gb else {}
-    # Folders are made before `save` returns: in the background, a failure would hang threads.
-    return ocp.AsyncCheckpointer(
-        ocp.CompositeCheckpointHandler(**handlers),
-        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
-    )
-
-
-def _open_arrays(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The signatures of the arrays in a folder, opened as a reader opens them; none is read."""
-    handler = ocp.PyTreeCheckpointHandler()
-    try:
-        found = handler.metadata(epath.Path(path)).tree
-        return {name: _signature(array) for name, array in found.items()}
-    finally:
-        handler.close()
-
-
-def _named(state: Any) -> dict[str, Any]:
-    """The arrays of a tree under their paths, such as "params/layers/attention/q"."""
-    arrays = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name in arrays:
-            raise ValueError(f"two arrays of the state are called {name!r}; rename one")
-        arrays[name] = leaf if hasattr(leaf, "dtype") else np.asarray(jnp.asarray(leaf))
-        if jnp.issubdtype(arrays[name].dtype, jax.dtypes.prng_key):
-            raise ValueError(f"{name} is a typed random key; keep its jax.random.key_data")
-    return arrays
-
-
-def _signature(array: Any) -> dict[str, Any]:
-    return {"shape": list(array.shape), "dtype": str(array.dtype)}
+            raise unusable(self.directory, step, error) from error

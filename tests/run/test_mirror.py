@@ -18,9 +18,10 @@ from jaxscale import config as configs
 from jaxscale.distributed import processes
 from jaxscale.run import both_tiers, lock, mirror, preflight, resume, setup, signals, trainer
 from jaxscale.storage import durable, tiers
+from jaxscale.storage.checkpoint_folder import DamagedError
 from jaxscale.storage.object_store import ObjectStore, StoreError
 from jaxscale.training import metrics
-from jaxscale.training.checkpoint import Checkpoints, DamagedError
+from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.step import StepMetrics
 from tests.run.conftest import move_to
 from tests.run.test_saves import SETTINGS, flip, values

@@ -25,9 +25,11 @@ from jaxscale.distributed import phases
 from jaxscale.run import resume, saves, setup, trainer
 from jaxscale.run.resume import find_newest
 from jaxscale.run.saves import SaveError
+from jaxscale.storage import checkpoint_folder
+from jaxscale.storage.checkpoint_folder import DamagedError, UnreadableError
 from jaxscale.supervise import newest_step
 from jaxscale.training import checkpoint, metrics
-from jaxscale.training.checkpoint import Checkpoints, DamagedError, UnreadableError
+from jaxscale.training.checkpoint import Checkpoints
 from tests.run.test_trainer import count
 
 SETTINGS = [
@@ -194,7 +196,7 @@ def failing_reads(monkeypatch, *numbers):
             raise OSError(number, os.strerror(number))
         return read(data)
 
-    monkeypatch.setattr(checkpoint, "AGAIN_SECONDS", 0)
+    monkeypatch.setattr(checkpoint_folder, "AGAIN_SECONDS", 0)
     monkeypatch.setattr(checkpoint, "read_description", refuse)
 
 

@@ -28,7 +28,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.storage import array_sums, durable
+from jaxscale.storage import array_sums, checkpoint_folder, durable
 from jaxscale.storage.differences import describe_difference
 from jaxscale.training import checkpoint
 from jaxscale.training.checkpoint import Checkpoints
@@ -320,7 +320,7 @@ def test_a_save_that_fails_with_the_whole_storage_is_no_success(
             patch.setattr(checkpoint, "local_steps", stale)
             stale()
 
-        patch.setattr(checkpoint, "_open_arrays", leave)
+        patch.setattr(checkpoint_folder, "_open_arrays", leave)
         for step in (7, 8):
             saved.save(step, state, {})
             saved.wait()
