@@ -635,12 +635,25 @@ def test_what_cannot_be_read_gets_no_name(
 
     def lose(writer: ocp.AsyncCheckpointer) -> None:
         before(writer)
-        (saved.directory / "7.unfinished" / "arrays" / "manifest.ocdbt").unlink()
+        # Orbax waits before it writes, too, when there is no such file yet.
+        (saved.directory / "7.unfinished" / "arrays" / "manifest.ocdbt").unlink(missing_ok=True)
 
     monkeypatch.setattr(ocp.AsyncCheckpointer, "wait_until_finished", lose)
     saved.save(7, make_state(7), {})
     saved.wait()
-    assert "saving checkpoint 7" in (saved.outcome() or "")
+    assert re.match(r"saving checkpoint 7 in .* failed \(.* does not exist", saved.outcome() or "")
+    assert saved.steps() == [3, 6]
+
+
+def test_other_arrays_than_the_state_has_get_no_name(
+    saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = {"a": {"shape": [3], "dtype": "float64"}}
+    monkeypatch.setattr(checkpoint_folder, "_open_arrays", lambda path: wrong)
+    saved.save(7, {"a": jnp.ones(2)}, {})
+    saved.wait()
+    why = "what was written cannot be read: a: shape [3] saved, [2] wanted"
+    assert why in (saved.outcome() or "")
     assert saved.steps() == [3, 6]
 
 
