@@ -48,7 +48,7 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     # JAX is imported only now, so that a typo is refused at once.
     import jax  # noqa: PLC0415
 
-    from jaxscale.hugging_face.model_folder import copy_beside, open_model  # noqa: PLC0415
+    from jaxscale.hugging_face.model_folder import copy_special_ids, open_model  # noqa: PLC0415
     from jaxscale.run import setup  # noqa: PLC0415
     from jaxscale.run.initial_weights import check_settings  # noqa: PLC0415
     from jaxscale.training.checkpoint import Checkpoints  # noqa: PLC0415
@@ -76,7 +76,8 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     _, engine = setup.open_engine(config)
     params = model.read(engine.model.axes, engine.placement.canonical.params)
     output.mkdir(parents=True, exist_ok=True)
-    copy_beside(model.directory, output)
+    run_folder.copy_tokenizer(model.directory, output)
+    copy_special_ids(model.directory, output)
     host_gb = max(leaf.nbytes for leaf in jax.tree.leaves(params)) // 10**9 + 1
     checkpoints = Checkpoints(output / CHECKPOINTS, report=log.info, host_gb=host_gb)
     data = {"fingerprint": "", "next_example": 0}

@@ -36,7 +36,7 @@ BESIDE_TOKENIZER = (
     "spiece.model",
     HF_CONFIG,
 )
-"""Files that go with a tokenizer: into a run's folder, and out of it."""
+"""Files that go with a tokenizer: into a run's folder or that of shards, and out of it."""
 
 
 def add_workdir_flags(parser: argparse.ArgumentParser) -> None:

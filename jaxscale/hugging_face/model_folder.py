@@ -227,9 +227,9 @@ def write_model(
     return len(stored)
 
 
-def copy_beside(directory: pathlib.Path, workdir: pathlib.Path) -> None:
-    """Copies the tokenizer and the special tokens of a model into a run's folder."""
-    copy_tokenizer(directory, workdir)
+def copy_special_ids(directory: pathlib.Path, workdir: pathlib.Path) -> None:
+    """Copies the config.json of a model, which has the ids of its special tokens, into a run's
+    folder under another name."""
     if not (workdir / HF_CONFIG).exists():
         shutil.copyfile(directory / "config.json", workdir / HF_CONFIG)
 

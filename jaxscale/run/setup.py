@@ -35,7 +35,7 @@ from jaxscale.hardware import (
     gpu_memory_fraction,
     host_memory_bytes,
 )
-from jaxscale.hugging_face.model_folder import copy_beside, is_hugging_face
+from jaxscale.hugging_face.model_folder import copy_special_ids, is_hugging_face
 from jaxscale.layout import AUTO, Layout, resolve_sizes
 from jaxscale.model_config import ModelConfig
 from jaxscale.run.both_tiers import bring_newest
@@ -388,20 +388,14 @@ def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
 
 
 def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
-    """Copies the tokenizer of a new run into its folder, with what goes with it, so that the folder
-    can be moved, and exported to Hugging Face's format."""
+    """Writes the tokenizer of a new run into its folder, with the special tokens of the model that
+    it starts from, so that the folder can be moved, and exported to Hugging Face's format."""
     if not tokenizer.file:
         return
-    # Whatever its name and place: what was read beside it decides how texts begin and end.
-    for name, data in {tokenizer.file_name: tokenizer.file, **tokenizer.beside}.items():
-        if not (workdir / name).exists():
-            (workdir / name).write_bytes(data)
-    given = pathlib.Path(config.data.tokenizer)
-    if given.name in run_folder.TOKENIZERS:
-        run_folder.copy_tokenizer(given.parent, workdir)
+    save_tokenizer(tokenizer, workdir)
     origin = getattr(config.model, "init_from", "")
     if origin and is_hugging_face(folder := run_folder.folder_of(origin)):
-        copy_beside(folder, workdir)
+        copy_special_ids(folder, workdir)
 
 
 def _kept(config: Config, workdir: pathlib.Path) -> Tokenizer | None:

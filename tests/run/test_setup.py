@@ -18,18 +18,39 @@ from jaxscale.training.engine import make_engine
 from tests.data.dialogues import write_tokenizer
 
 
-def test_a_run_keeps_what_lies_beside_its_tokenizer_whatever_its_name_is(tmp_path):
+def test_a_run_keeps_all_files_of_its_tokenizers_folder_whatever_its_name_is(tmp_path):
     path = pathlib.Path(write_tokenizer(tmp_path / "given", bos=True, add_bos_token=False))
     path = path.rename(path.with_name("mine.json"))
-    config = configs.load("configs/tiny.py", [f"data.tokenizer={path}"])
+    others = ("tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json")
+    for name in (*others, "tokenizer.json", "notes.txt"):  # the last two are not of it
+        (tmp_path / "given" / name).write_text("{}")
     given = load_tokenizer(str(path))
     workdir = tmp_path / "run"
-    workdir.mkdir()
-    setup.keep_tokenizer(config, given, workdir)
+    setup.keep_tokenizer(configs.load("configs/tiny.py"), given, workdir)
     kept = load_tokenizer(str(workdir / "tokenizer.json"))
     assert (kept.bos, kept.fingerprint) == (given.bos, given.fingerprint)
     assert kept.bos is None
     assert kept.template == given.template is not None
+    assert (kept.files, set(kept.files)) == (
+        given.files,
+        {"tokenizer.json", "tokenizer_config.json", *others},
+    )
+    assert {path.name for path in workdir.iterdir()} == set(kept.files)
+
+
+def test_a_tokenizer_is_not_mixed_with_that_of_the_models_folder(tmp_path):
+    """What lies there would begin texts otherwise once the run resumes."""
+    path = pathlib.Path(write_tokenizer(tmp_path / "given", bos=True))
+    (path.parent / "tokenizer_config.json").unlink()
+    write_tokenizer(tmp_path / "model", bos=True, add_bos_token=False)
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "eos_token_id": 7}')
+    origin = {"vocab_size": 320, "init_from": str(tmp_path / "model")}
+    config = configs.from_dict({"model": origin, "data": {"tokenizer": str(path)}})
+    given, workdir = load_tokenizer(str(path)), tmp_path / "run"
+    setup.keep_tokenizer(config, given, workdir)
+    assert given.bos is not None
+    assert setup.open_tokenizer(config, workdir).bos == given.bos
+    assert {path.name for path in workdir.iterdir()} == {"tokenizer.json", "hf_config.json"}
 
 
 def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):

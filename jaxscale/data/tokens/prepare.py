@@ -58,9 +58,8 @@ def prepare(works: Sequence[Work], tokenizer: Tokenizer, *, workers: int = 0) ->
     with _locked(unfinished / "lock", folder):
         for path in unfinished.glob("*.part"):
             path.unlink()
-        if tokenizer.file:
-            for name, data in {tokenizer.file_name: tokenizer.file, **tokenizer.beside}.items():
-                write_file(folder / name, data)
+        for name, data in tokenizer.files.items():
+            write_file(folder / name, data)
         todo = [work for work in works if find_made(work) is None]
         if len(todo) < len(works):
             _log.info("data: %d of %d shards exist already", len(works) - len(todo), len(works))

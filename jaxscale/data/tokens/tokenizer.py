@@ -34,21 +34,13 @@ from jaxscale.data.tokens.vocabulary import (
     written_bytes,
 )
 from jaxscale.data_source import Source, to_sources
+from jaxscale.run_folder import BESIDE_TOKENIZER, TOKENIZERS
 from jaxscale.storage.durable import replace_file
 from jaxscale.storage.object_store import is_remote
 
 MASKS = ("[MASK]", "<mask>", "<|mask|>")
 SENTINEL = "<extra_id_{}>"
 """The token that replaces the i-th corrupted span of a text (T5, arXiv 1910.10683)."""
-
-BESIDE = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
-"""Files that are read where they lie in the folder of a tokenizer: the chat template, the token
-that begins a text, and those that end a generation."""
 
 BEGINNING = {"LlamaTokenizer": "<s>", "CodeLlamaTokenizer": "<s>", "GemmaTokenizer": "<bos>"}
 """Classes of transformers that begin texts of a SentencePiece model with this token where
@@ -89,7 +81,7 @@ class Tokenizer:
     special: Mapping[str, int] = field(default_factory=dict)  # ids by name, never in text
     bos: int | None = None  # begins a text; None: the boundary does
     ends: tuple[int, ...] = ()  # besides the boundary, ids that end what a model generates
-    beside: Mapping[str, bytes] = field(default_factory=dict)  # files that go with its own
+    beside: Mapping[str, bytes] = field(default_factory=dict)  # the other files of its folder
     template: ChatTemplate | None = None
     encode_chat: Callable[[str], Encoded] | None = None  # text with special tokens written out
     # The first id from which on all are special tokens that `encode` never gives; None if any may.
@@ -111,6 +103,12 @@ class Tokenizer:
         if not self.file:
             return ""
         return "tokenizer.json" if self.file.lstrip()[:1] == b"{" else "tokenizer.model"
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """What a folder needs to hold it, by name: its own file last, so that all are there when it
+        is. Empty for "bytes"."""
+        return {**self.beside, self.file_name: self.file} if self.file else {}
 
     @property
     def decoder_start(self) -> int:
@@ -189,9 +187,9 @@ def load_tokenizer(
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
-    """Writes the file of a tokenizer, and then those that go with it, where they are not yet."""
+    """Writes the files of a tokenizer that are not in a folder yet, or others there."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name, data in {tokenizer.file_name: tokenizer.file, **tokenizer.beside}.items():
+    for name, data in tokenizer.files.items():
         path = directory / name
         if not path.is_file() or path.read_bytes() != data:
             replace_file(path, data)
@@ -204,8 +202,10 @@ def from_file(path: str, name: str) -> Tokenizer:
       ValueError: the file is neither, or has no boundary token.
     """
     data = read_file(path)
-    folder = path.rpartition("/")[0] or "."
-    places = {name: path_in(folder, name) for name in BESIDE}
+    folder, own = path.rpartition("/")[0] or ".", TOKENIZERS[path.endswith(".model")]
+    # Of those some are read here; transformers needs the others.
+    names = [name for name in (*TOKENIZERS, *BESIDE_TOKENIZER) if name != own]
+    places = {name: path_in(folder, name) for name in names}
     beside = {name: read_file(place) for name, place in places.items() if exists(place)}
     config = read_json(beside, "tokenizer_config.json", path)
     if path.endswith(".model"):
