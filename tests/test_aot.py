@@ -313,7 +313,8 @@ def test_an_unknown_machine_is_refused_with_those_that_are_known(capsys):
     with pytest.raises(SystemExit):
         aot.main(["--config", "configs/tiny.py", "--topology", "h2000:8x8"])
     message = capsys.readouterr().err
-    assert "did you mean 'h200'?" in message
+    sentence = "error: topology 'h2000:8x8' is not known; did you mean 'h200'? There are TPUs "
+    assert message.startswith(sentence)
     assert "v5p:8x8x8" in message
 
 

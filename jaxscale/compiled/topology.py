@@ -100,7 +100,8 @@ def platform_of(name: str) -> str:
         if kind in _table(platform):
             return platform
     hint = did_you_mean(kind, topology_kinds())
-    raise ValueError(f"topology {name!r} is not known; {describe_topologies()}{hint}")
+    sentence = f"topology {name!r} is not known{hint or '.'}"
+    raise ValueError(f"{sentence} There are {describe_topologies()}")
 
 
 def describe_topologies() -> str:

@@ -41,7 +41,7 @@ def check_enough(stacks: Sequence[StackLayers], order: Order) -> None:
                 f"{least}: set model.num_layers = {stack.turn * order.stages}, or "
                 f"layout.pipeline = {max(1, stack.num_layers // order.virtual_stages)}"
             )
-    shares = deal_stages([stack.num_layers for stack in stacks], order.stages)
+    shares = assign_stages([stack.num_layers for stack in stacks], order.stages)
     for stack, share in zip(stacks, shares):
         if stack.num_layers // stack.period < share:
             raise ValueError(
@@ -57,7 +57,7 @@ def has_layers(stacks: Sequence[StackLayers], stages: int) -> bool:
     periods = [stack.num_layers // stack.period for stack in stacks]
     if not len(stacks) <= stages <= sum(periods):  # also what takes a search no time
         return False
-    shares = deal_stages([stack.num_layers for stack in stacks], stages)
+    shares = assign_stages([stack.num_layers for stack in stacks], stages)
     return all(have >= needed for have, needed in zip(periods, shares))
 
 
@@ -72,29 +72,29 @@ def check_layers(layers: tuple[int, ...], order: Order, stacks: Sequence[StackLa
     got, num_layers = ",".join(map(str, layers)), sum(stack.num_layers for stack in stacks)
     if len(layers) != order.stages:
         raise ValueError(
-            f"layout.schedule deals layers {got} to {len(layers)} stages, and there are "
+            f"layout.schedule assigns layers {got} to {len(layers)} stages, and there are "
             f"{order.stages}: layout.pipeline = {order.ranks} x {order.virtual_stages} chunks"
         )
     if sum(layers) != num_layers:
         raise ValueError(
-            f"layout.schedule deals {got}, {sum(layers)} layers together, and model.num_layers = "
-            f"{num_layers}"
+            f"layout.schedule assigns layers {got} to stages, {sum(layers)} in all, and "
+            f"model.num_layers = {num_layers}"
         )
     ends, done = set(np.cumsum(layers).tolist()), 0
     for stack in stacks:
         done += stack.num_layers
         if done not in ends:
             raise ValueError(
-                f"layout.schedule deals {got}: no stage ends with layer {done}, the last of "
-                f"{stack.name!r}, and a stage holds layers of one stack"
+                f"layout.schedule assigns layers {got} to stages: no stage ends with layer {done}, "
+                f"the last of {stack.name!r}, and a stage holds layers of one stack"
             )
     for stack, share, begin in zip(
         stacks, (shares := stack_shares(layers, stacks)), _starts(shares)
     ):
         if any(n % stack.period for n in layers[begin : begin + share - 1]):
             raise ValueError(
-                f"layout.schedule deals {got}: the settings of {stack.name!r} repeat every "
-                f"{stack.period} layers, and a stage holds whole periods of them"
+                f"layout.schedule assigns layers {got} to stages: the settings of {stack.name!r} "
+                f"repeat every {stack.period} layers, and a stage holds whole periods of them"
             )
 
 
@@ -102,7 +102,7 @@ def _starts(shares: Sequence[int]) -> list[int]:
     return np.cumsum([0, *shares[:-1]]).tolist()
 
 
-def deal_stages(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
+def assign_stages(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
     """How many consecutive virtual stages each stack gets: in proportion to its layers, at least
     one each. Two equal stacks with an even number of chunks on a rank have half of each rank's."""
     shares = [1] * len(sizes)

@@ -12,9 +12,9 @@ from jaxscale.pipeline.buffer_slots import TickProgram, make_program
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.partition import (
     StackLayers,
+    assign_stages,
     check_enough,
     check_layers,
-    deal_stages,
     partition_layers,
     stack_shares,
     stage_costs,
@@ -188,7 +188,7 @@ def open_stages(
     check_runnable(order)
     table = compile_order(order)
     check_enough(stacks, order)
-    shares = deal_stages([stack.num_layers for stack in stacks], order.stages)
+    shares = assign_stages([stack.num_layers for stack in stacks], order.stages)
     if spec.layers:
         check_layers(spec.layers, order, stacks)
         shares = stack_shares(spec.layers, stacks)

@@ -7,8 +7,8 @@ from jaxscale.layout import Layout
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.partition import (
     StackLayers,
+    assign_stages,
     best_partition,
-    deal_stages,
     partition_layers,
 )
 from jaxscale.pipeline.schedule_csv import write_csv
@@ -78,9 +78,9 @@ def test_of_dealings_that_are_as_short_the_most_even_is_chosen():
 
 
 def test_stacks_share_the_stages_by_their_layers_in_whole_periods():
-    assert deal_stages([12, 12], 4) == (2, 2)
-    assert deal_stages([2, 4], 6) == (2, 4)
-    assert deal_stages([1, 9], 4) == (1, 3)
+    assert assign_stages([12, 12], 4) == (2, 2)
+    assert assign_stages([2, 4], 6) == (2, 4)
+    assert assign_stages([1, 9], 4) == (1, 3)
     # The one layer after the last whole period is in the last stage.
     stacks = [StackLayers("encoder", 5), StackLayers("decoder", 7, period=2)]
     stages = stages_of("interleaved", 2, 4, stacks, 2)
@@ -113,8 +113,8 @@ REFUSED = [
     (("zb_v", 4, 6, 8), {}, "needs microbatches >= 2 \\* pipeline - 1.*microbatches = 7"),
     (("1f1b", 2, 4, 8, 2), {}, "1f1b needs virtual_stages = 1"),
     (("zb_h1:fused", 2, 4, 8), {}, "made of separate input and weight gradients"),
-    (("1f1b:4,4,4", 2, 4, 8), {}, "to 3 stages, and there are 2"),
-    (("1f1b:4,3", 2, 4, 8), {}, "7 layers together, and model.num_layers = 8"),
+    (("1f1b:4,4,4", 2, 4, 8), {}, "assigns layers 4,4,4 to 3 stages, and there are 2"),
+    (("1f1b:4,3", 2, 4, 8), {}, "assigns layers 4,3 to stages, 7 in all, and model.num_layers = 8"),
     (("missing.csv", 2, 4, 8), {}, "missing.csv"),
 ]
 

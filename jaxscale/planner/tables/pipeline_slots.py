@@ -16,8 +16,8 @@ from jaxscale.model_config import ModelConfig
 from jaxscale.pipeline.buffer_slots import count_slots
 from jaxscale.pipeline.partition import (
     StackLayers,
+    assign_stages,
     best_partition,
-    deal_stages,
     model_partitions,
     stack_shares,
 )
@@ -165,7 +165,7 @@ def default_stage_layers(
     Args:
       head_cost: FLOPs of the head over those of a layer.
     """
-    shares = deal_stages([stack.num_layers for stack in stacks], spec.stages)
+    shares = assign_stages([stack.num_layers for stack in stacks], spec.stages)
     splits = model_partitions(stacks, shares)
     each = np.array(splits, float)
     head = np.zeros_like(each)
