@@ -151,7 +151,6 @@ def test_half_of_the_tokens_travel_beside_the_experts_of_the_other_half(name):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("context", [1, 2])
 def test_attention_on_gpus_waits_for_no_host(context):
     """A loop whose trip count the compiler does not know asks the host in every iteration."""

@@ -5,6 +5,8 @@ D features, V vocabulary (inside the functions of one rank: its columns of the h
 """
 
 import functools
+import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -157,9 +159,9 @@ def _chunk_loss(
     weights_C: Array,
 ):
     """One chunk's loss and nll, and a function that returns the gradient for its logits."""
-    capped_CV = _project(x_CD, head, bias_V, static.transposed, static.spread)
+    raw_CV = capped_CV = _project(x_CD, head, bias_V, static.transposed, static.spread)
     if static.soft_cap:
-        capped_CV = static.soft_cap * jnp.tanh(capped_CV / static.soft_cap)
+        capped_CV = static.soft_cap * jnp.tanh(raw_CV / static.soft_cap)
     columns, ranks = capped_CV.shape[-1], static.ranks
     ids_V = _first_id(static, columns) + jnp.arange(columns, dtype=targets_C.dtype)
     is_target_CV = ids_V == targets_C[:, None]
@@ -169,7 +171,9 @@ def _chunk_loss(
     # part of a pass over the logits that is made anyway; and another rank may have the target's.
     looks_up = static.platform == "cpu" and not ranks
     places = jnp.arange(targets_C.size), targets_C
-    if static.platform == "gpu":
+    if _has_kernel(static, raw_CV):
+        log_z_C, target_C = _reduced_by_kernel(static, raw_CV, targets_C)
+    elif static.platform == "gpu":
         log_z_C, target_C = _reduced_at_once(capped_CV, is_target_CV, is_real_V)
     else:
         log_z_C = jax.nn.logsumexp(capped_CV, axis=-1, where=is_real_V)
@@ -198,6 +202,34 @@ def _chunk_loss(
 
     loss = jnp.sum(weights_C * (nll_C + static.z_loss * jnp.square(log_z_C)))
     return loss, jnp.sum(weights_C * nll_C), logits_gradient
+
+
+def _has_kernel(static: _Static, raw_CV: Array) -> bool:
+    """Whether `loss_kernel.py` reduces these logits: on GPUs, of float32, of as many as its offsets
+    count, and where the compiler, which cannot partition a kernel, has no axis to do so."""
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = [size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes]
+    return (
+        static.platform == "gpu"
+        and raw_CV.dtype == jnp.float32
+        and raw_CV.size < 2**31
+        and math.prod(automatic) == 1
+        # JAX means to drop this back end, and then XLA's reduction serves.
+        and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    )
+
+
+def _reduced_by_kernel(static: _Static, raw_CV: Array, targets_C: Array) -> tuple[Array, Array]:
+    """log Z and the target's logit of each token from one pass over logits that are not capped."""
+    # Half a second to import, and only a GPU needs it.
+    from jaxscale.ops.loss_kernel import log_z_and_target  # noqa: PLC0415
+
+    columns = raw_CV.shape[-1]
+    first = _first_id(static, columns)
+    end = jnp.clip(static.vocab_size - first, 0, columns)
+    return log_z_and_target(
+        raw_CV, (targets_C - first).astype(jnp.int32), end, soft_cap=static.soft_cap
+    )
 
 
 def _reduced_at_once(

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import collectives
+from jaxscale.ops import loss_kernel
 from jaxscale.ops.loss import _chunk_size, _reduced_at_once, cross_entropy, logits
 from jaxscale.ops.sizes import CHUNK_BYTES, loss_chunk_tokens
 from jaxscale.ops.tensor_parallel import Spread
@@ -46,6 +47,13 @@ def chunked(x, head, targets, weights, *, transposed=False, **options):
 def value_and_grads(function, **options):
     """((loss, nll), gradients for x and the head), compiled."""
     return jax.jit(jax.value_and_grad(functools.partial(function, **options), (0, 1), has_aux=True))
+
+
+@pytest.fixture
+def kernel_on_cpu(monkeypatch):
+    """Lets the loss for GPUs run on a CPU: its kernel is interpreted."""
+    interpreted = functools.partial(loss_kernel.log_z_and_target, interpret=True)
+    monkeypatch.setattr(loss_kernel, "log_z_and_target", interpreted)
 
 
 CASES = [
@@ -93,10 +101,13 @@ SPREADS = {
 }
 
 
-def on_ranks(function):
-    """A function of arguments that every rank has whole, compiled for `RANKS`: as in a step one
+KERNEL = "log_z_and_target"
+
+
+def on_ranks(function, ranks=RANKS):
+    """A function of arguments that every rank has whole, compiled for `ranks`: as in a step one
     axis is manual, and context and tensor are left to the compiler."""
-    mesh = jax.make_mesh(tuple(RANKS.values()), tuple(RANKS), axis_types=(AxisType.Auto,) * 3)
+    mesh = jax.make_mesh(tuple(ranks.values()), tuple(ranks), axis_types=(AxisType.Auto,) * 3)
     return jax.jit(
         jax.shard_map(
             function, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"fsdp"}, check_vma=False
@@ -164,6 +175,7 @@ def test_tokens_of_weight_zero_have_no_loss_and_no_gradient():
     )
 
 
+@pytest.mark.usefixtures("kernel_on_cpu")
 @pytest.mark.parametrize("transposed", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("chunk_tokens", [10, None])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -182,6 +194,53 @@ def test_narrow_inputs_are_summed_in_float32(dtype, chunk_tokens, transposed):
         np.testing.assert_allclose(
             np.asarray(grad, np.float64), expected_grad, atol=tolerance * scale
         )
+
+
+@pytest.mark.usefixtures("kernel_on_cpu")
+@pytest.mark.parametrize("spread", [None, "tensor", "features"])
+def test_a_kernel_for_gpus_changes_no_gradient(spread):
+    """In float32, with everything that a loss may have. The last of four ranks of tensor has
+    padding alone."""
+    x, head, targets, weights = arguments(time=8, dtype=jnp.float32)
+    bias = jnp.asarray(np.random.default_rng(2).normal(size=PADDED), jnp.float32)
+
+    def loss(x, head, bias, platform):
+        more = {"z_loss": 0.3, "soft_cap": 3.0, "bias_V": bias, "platform": platform}
+        of_ranks = SPREADS[spread] if spread else None
+        return chunked(x, head, targets, weights, chunk_tokens=5, spread=of_ranks, **more)
+
+    wrap = on_ranks if spread else jax.jit
+    kernel, plainly = (
+        wrap(
+            jax.value_and_grad(
+                functools.partial(loss, platform=platform), argnums=(0, 1, 2), has_aux=True
+            )
+        )
+        for platform in ("gpu", "tpu")
+    )
+    assert KERNEL in str(kernel.trace(x, head, bias).jaxpr)
+    assert KERNEL not in str(plainly.trace(x, head, bias).jaxpr)
+    got, expected = (jax.tree.leaves(run(x, head, bias)) for run in (kernel, plainly))
+    for one, other in zip(got, expected):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6 * np.abs(other).max())
+
+
+def test_a_kernel_is_called_where_no_axis_is_left_to_the_compiler():
+    """Which cannot partition it; and for float32 alone."""
+
+    def program(wrap, dtype=jnp.float32, spread=None):
+        x, head, targets, weights = arguments(time=8, dtype=dtype)
+        loss = functools.partial(chunked, platform="gpu", spread=spread)
+        return str(wrap(lambda x: loss(x, head, targets, weights)).trace(x).jaxpr)
+
+    def in_mesh(*sizes):
+        return functools.partial(on_ranks, ranks=dict(zip(RANKS, sizes)))
+
+    assert KERNEL in program(jax.jit)
+    assert KERNEL not in program(jax.jit, jnp.float64)
+    assert KERNEL in program(in_mesh(8, 1, 1))
+    assert KERNEL not in program(in_mesh(2, 1, 4))
+    assert KERNEL in program(in_mesh(2, 1, 4), spread=SPREADS["tensor"])
 
 
 def test_a_wide_head_beside_narrow_activations_gets_an_unrounded_gradient():

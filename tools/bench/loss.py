@@ -1,10 +1,13 @@
 """Cross entropy in chunks of several sizes: error against whole logits, time and memory.
 
-Loss and gradients together, as a step needs them; one JSON line for each size. With --compile
-h200:1x1, for a machine that is not there: bytes that its kernels move, and memory.
+Loss and gradients together, as a step needs them; one JSON line for each size. First the reduction
+of one chunk's logits alone, as XLA writes it for GPUs and as our kernel in blocks of several sizes;
+elsewhere the kernel is interpreted, where only its error means something. With --compile h200:1x1,
+for a machine that is not there: bytes that its kernels move, and memory.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import sys
@@ -24,7 +27,8 @@ sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 from jaxscale.compiled import hlo, topology  # noqa: E402
 from jaxscale.compiled.bytes_moved import bytes_moved  # noqa: E402
 from jaxscale.compiled.flops import computation_costs, instruction_cycles  # noqa: E402
-from jaxscale.ops.loss import cross_entropy  # noqa: E402
+from jaxscale.ops.loss import _reduced_at_once, cross_entropy  # noqa: E402
+from jaxscale.ops.loss_kernel import Block, log_z_and_target  # noqa: E402
 
 SIZES = {"num_tokens": 16_384, "features": 2_048, "vocab": 128_256}  # llama32_1b, 4 sequences
 HEADS = {"llama32_1b": (2_048, 128_256), "llama3_8b": (4_096, 128_256)}
@@ -35,6 +39,14 @@ CHUNKS = (None, 1_024, 2_048, 4_096, 8_192)
 
 ERROR_BOUND = 0.01
 """Relative, in the norm of a gradient; bfloat16 rounds by 0.004."""
+
+REDUCED = {"rows": 2_048, "columns": 128_256}  # a chunk of llama32_1b
+TINY_REDUCED = {"rows": 8, "columns": 20_000}
+BLOCKS = (Block(2_048, 8), Block(4_096, 8), Block(8_192, 8))
+CHECKED_ROWS = 64
+"""Are computed in float64 too."""
+REDUCTION_BOUND = 1e-5
+"""Of the error of log Z, which is about 13; float32 rounds that by 5e-7."""
 
 
 def whole(x_ND: jax.Array, head_DV: jax.Array, targets_N: jax.Array) -> jax.Array:
@@ -87,6 +99,66 @@ def measure(loss: Callable, args: tuple, expected: Any) -> tuple[dict[str, Any],
     return record, got
 
 
+def reductions(rows: int, columns: int, *, rehearse: bool) -> list[dict[str, Any]]:
+    """A record for each way to compute log Z and the target's logit of every row."""
+    keys = jax.random.split(jax.random.key(1))
+    logits = 2 * jax.random.normal(keys[0], (rows, columns), jnp.float32)
+    targets = jax.random.randint(keys[1], (rows,), 0, columns, jnp.int32)
+    exact = np.asarray(logits[:CHECKED_ROWS], np.float64)
+    expected = np.log(np.exp(exact).sum(1)), exact[np.arange(len(exact)), targets[:CHECKED_ROWS]]
+
+    def by_xla(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _reduced_at_once(logits, jnp.arange(columns) == targets[:, None], None)
+
+    ways: dict[str, Callable] = {"xla": by_xla}
+    interpret = jax.default_backend() != "gpu"
+    for block in BLOCKS:
+        ways[f"kernel, {block.columns} columns, {block.warps} warps"] = functools.partial(
+            log_z_and_target, end=columns, block=block, interpret=interpret
+        )
+    repeats, records = 2 if rehearse else 50, []
+    for name, way in ways.items():
+        got = jax.jit(way)(logits, targets)
+        error = max(
+            float(np.max(np.abs(np.asarray(one[:CHECKED_ROWS], np.float64) - value)))
+            for one, value in zip(got, expected)
+        )
+        seconds = repeated_seconds(way, logits, targets, repeats)
+        records.append(
+            {
+                "benchmark": "loss reduction",
+                "way": name,
+                "rows": rows,
+                "columns": columns,
+                "error": error,
+                "seconds": seconds,
+                "bytes_per_second": logits.nbytes / seconds,
+            }
+        )
+    return records
+
+
+def repeated_seconds(way: Callable, logits: jax.Array, targets: jax.Array, repeats: int) -> float:
+    """Of one call among several in one program, so that it is longer than its start."""
+
+    @jax.jit
+    def program(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def again(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            # Other targets each time: a call that is always the same would be made once.
+            log_z, target = way(logits, (targets + i) % logits.shape[1])
+            return sums[0] + log_z, sums[1] + target
+
+        zeros = jnp.zeros(logits.shape[0], logits.dtype)
+        return jax.lax.fori_loop(0, repeats, again, (zeros, zeros))
+
+    times = []
+    for _ in range(4):
+        begin = time.perf_counter()
+        jax.block_until_ready(program(logits, targets))
+        times.append(time.perf_counter() - begin)
+    return min(times[1:]) / repeats
+
+
 def compile_sizes(name: str) -> list[dict[str, Any]]:
     """A record for each head and size of chunk, of the program for one device of a topology."""
     topology.leave_hardware_alone()
@@ -105,7 +177,8 @@ def compile_sizes(name: str) -> list[dict[str, Any]]:
         ]
         for chunk in CHUNKS[1:]:
             step = jax.jit(jax.value_and_grad(chunked(chunk, machine.platform), (0, 1)))
-            compiled = step.lower(*args).compile()
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for kernels: of which device
+                compiled = step.lower(*args).compile()
             memory, text = compiled.memory_analysis(), compiled.as_text()
             assert memory
             assert text
@@ -144,6 +217,16 @@ def main(argv: Sequence[str]) -> int:
             options.json, [{"benchmark": "loss", **one} for one in compile_sizes(options.compile)]
         )
         return 0
+    failed = False
+    reduced = TINY_REDUCED if options.rehearse else REDUCED
+    for record in reductions(**reduced, rehearse=options.rehearse):
+        failed |= not record["error"] < REDUCTION_BOUND
+        print(
+            f"{record['way']:29} {1e6 * record['seconds']:9.1f} us, "
+            f"{record['bytes_per_second'] / 1e12:6.3f} TB/s, error {record['error']:.1e}",
+            flush=True,
+        )
+        write(options.json, [record])
     sizes = TINY if options.rehearse else SIZES
     keys = jax.random.split(jax.random.key(0), 3)
     shape = (sizes["features"], sizes["vocab"])
@@ -152,7 +235,7 @@ def main(argv: Sequence[str]) -> int:
         jax.random.normal(keys[1], shape, jnp.bfloat16) * shape[0] ** -0.5,
         jax.random.randint(keys[2], (sizes["num_tokens"],), 0, shape[1]),
     )
-    expected, failed = None, False
+    expected = None
     here = jax.default_backend()
     for name, loss in [("whole", whole), *((str(one), chunked(one, here)) for one in CHUNKS)]:
         record, got = measure(loss, args, expected)
