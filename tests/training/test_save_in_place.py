@@ -13,8 +13,7 @@ from jaxscale.compiled.bytes_moved import bytes_moved
 from jaxscale.config import Config, from_dict
 from jaxscale.data.synthetic import synthetic_batch
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training import accumulation, layer_loop
-from jaxscale.training.engine import make_engine
+from jaxscale.training import accumulation, engine, layer_loop
 from jaxscale.training.save_in_place import save_in_place
 
 LAYERS = 3
@@ -33,10 +32,10 @@ def tiny(**layout) -> Config:
 
 def after_two_steps(config: Config) -> tuple[float, dict]:
     """The loss of the second step, and the parameters after it."""
-    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:1]))
-    batch, state = engine.shard(synthetic_batch(config)), engine.init(jax.random.key(0))
+    made = engine.make_engine(config, make_mesh(config.layout, jax.devices()[:1]))
+    batch, state = made.shard(synthetic_batch(config)), made.init(jax.random.key(0))
     for _ in range(2):
-        state, metrics = engine.step(state, batch)
+        state, metrics = made.step(state, batch)
     return float(metrics.loss), jax.device_get(state.params)
 
 
@@ -86,7 +85,6 @@ def test_a_value_is_written_where_it_is_made_and_read_from_there():
     assert found == ["dot_general", write, "optimization_barrier", read, "negate", write]
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 def test_matmuls_on_a_gpu_write_residuals_into_the_arrays_of_all_layers(monkeypatch):
     """None multiplies twice, and fewer bytes are moved than with copies. (XLA would make one of two
     small matmuls of the same operand.)"""
@@ -100,7 +98,8 @@ def test_matmuls_on_a_gpu_write_residuals_into_the_arrays_of_all_layers(monkeypa
     )
     with jax.enable_x64(False):  # in which loops count in 64 bits
         report = compile_ahead.compile_for(config, "h200:1x1")
-        monkeypatch.setattr(accumulation, "saves_in_place", lambda *_: False)
+        for module in (accumulation, engine):
+            monkeypatch.setattr(module, "saves_in_place", lambda *_: False)
         before = compile_ahead.compile_for(config, "h200:1x1")
     fused = r"%dynamic_slice_fusion[.\d]* = \(bf16\[3,1,4,8192,8192\]"
     assert len(re.findall(fused, report.program)) == 2, "the matmuls that widen"
