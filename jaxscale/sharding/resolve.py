@@ -40,6 +40,11 @@ def is_axes(node: object) -> bool:
     return type(node) is tuple and all(isinstance(item, str) for item in node)
 
 
+def has_experts(axes: Any) -> bool:
+    """Whether a tree of logical axes has arrays of experts."""
+    return any("experts" in one for one in jax.tree.leaves(axes, is_leaf=is_axes))
+
+
 def weight_dtype(axes: Axes, compute_dtype: Any) -> jnp.dtype:
     """The type in which a model uses a weight. Those of routers are in float32 or wider: rounded,
     they would choose other experts."""

@@ -25,7 +25,7 @@ from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.sharding.layer_bytes import LayerBytes, largest_layer
-from jaxscale.sharding.resolve import is_axes
+from jaxscale.sharding.resolve import has_experts
 from jaxscale.sharding.rules import Rules, own_rules
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
@@ -176,7 +176,7 @@ def make_engine(
         mesh,
         pipelined=stages is not None,
         deterministic=config.run.deterministic,
-        in_place=saves_in_place(layout, platform),
+        in_place=saves_in_place(layout, zero, platform),
         matmul_dtype=config.model.matmul_dtype,
         layer=_combined_layer(layout, zero, shapes),
     )
@@ -249,9 +249,8 @@ def _combined_layer(layout: Layout, zero: Zero, params: Tree) -> LayerBytes | No
     """The largest layer, if its collectives are to be combined: not in a pipeline, which gathers by
     chunks; nor with experts, whose own exchanges and loops lie between them, so that a step can
     wait longer for fewer, larger ones."""
-    has_experts = any("experts" in axes for axes in jax.tree.leaves(zero.axes, is_leaf=is_axes))
     alone = layout.batch_shards * layout.context == 1
-    if alone or has_experts or layout.pipeline > 1:
+    if alone or has_experts(zero.axes) or layout.pipeline > 1:
         return None
     return largest_layer(zero, params)
 
