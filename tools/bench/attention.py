@@ -237,7 +237,7 @@ def main(argv: Sequence[str]) -> int:
     shapes, budget = (REHEARSAL, 0.1) if options.rehearse else (SHAPES, 0.2)
     failed = False
     for shape in shapes:
-        # The whole command has a minute on a GPU, where the other kernels are 10 to 60 times slower.
+        # The whole command has a minute on a GPU, where others are 10 to 60 times slower.
         for name in implementations(shape, all_of_them=options.rehearse or options.all):
             record = compare(name, shape, budget=budget)
             write(record)
