@@ -123,8 +123,8 @@ def compile_for(
     except RuntimeError as error:
         if engine.attention == "cudnn" and not has_cudnn():
             raise ModuleNotFoundError(
-                "fused attention for GPUs needs cuDNN's library to compile (540 MB): uv sync "
-                "--inexact --extra aot-cudnn; or set model.attention = 'blockwise'"
+                "cuDNN's attention needs its library to compile (540 MB): uv sync --inexact "
+                "--extra aot-cudnn; or set model.attention = 'flash' or 'blockwise'"
             ) from error
         if not OUT_OF_MEMORY.search(str(error)):
             raise

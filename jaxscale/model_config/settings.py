@@ -49,6 +49,12 @@ class ModelSettings:
         return 0.0
 
     @property
+    def causal(self) -> bool:
+        """Whether tokens attend to those before them only; a record whose model's attend to both
+        sides says so in a field."""
+        return True
+
+    @property
     def attention_uses(self) -> tuple[str, ...]:
         """What a layer asks of attention, of `ops.attention.USES`."""
         return ("soft_cap",) if self.attention_soft_cap else ()

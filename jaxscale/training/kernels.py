@@ -145,6 +145,8 @@ def attention_name(config: Config, platform: str) -> str:
         # A kernel sees a pair of the chunks of `context_walk.py`.
         seq_len=config.data.seq_len // (2 * config.layout.context if spread else 1),
         uses=model.attention_uses,
+        causal=model.causal,
+        one_document=config.data.one_document,
         spread=spread,
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
+from jaxscale import config as configs
 from jaxscale.compiled import topology
 from jaxscale.layout import MANUAL_AXES
 from jaxscale.models.decoder import plain_kernels
@@ -96,6 +97,24 @@ def test_attention_says_how_keys_arrive():
     assert attention_text(config.layout, attention_name(config, "cpu")) == "blockwise"
     config = make_config(LLAMA, {"context": 2, "context_method": "gather"})
     assert attention_text(config.layout, attention_name(config, "tpu")) == "blockwise, by gather"
+
+
+@pytest.mark.parametrize(
+    ("base", "settings", "kernel"),
+    [
+        ("llama32_1b", [], "flash"),
+        ("llama32_1b", ["layout.context=2", "layout.context_method=ulysses"], "flash"),
+        ("llama32_1b", ["data.objective=causal_across_documents"], "cudnn"),
+        ("llama32_1b", ["data.objective=causal_across_documents", "layout.context=2"], "flash"),
+        ("llama32_1b", ["model.attention=cudnn"], "cudnn"),
+        ("llama32_1b", ["model.compute_dtype=float32"], "blockwise"),
+        ("llama32_1b", ["model.head_dim=96"], "cudnn"),
+        ("bert_base", [], "cudnn"),
+        ("mt5_base", [], "blockwise"),
+    ],
+)
+def test_attention_on_gpus_goes_by_what_documents_hide(base, settings, kernel):
+    assert attention_name(configs.load(base, settings), "gpu") == kernel
 
 
 def test_whole_sequences_have_any_kernel():

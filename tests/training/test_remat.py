@@ -1,7 +1,6 @@
 """What policies keep of attention, with the kernels whose results have names and with cuDNN's."""
 
 import collections
-import dataclasses
 import functools
 
 import jax
@@ -24,19 +23,15 @@ from jaxscale.training.remat import rematerialised, rematerialised_attention
 MODEL = ModelConfig(
     num_layers=1, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=64
 )
-FORWARD, BACKWARD = "@__cudnn$fmhaScaleBiasSoftmax(", "@__cudnn$fmhaScaleBiasSoftmaxBackward("
+CUDNN = "@__cudnn$fmhaScaleBiasSoftmax(", "@__cudnn$fmhaScaleBiasSoftmaxBackward("
+FLASH = "name=flash_forward", "name=flash_key_gradients"
 
 
-@pytest.fixture
-def cudnn(monkeypatch):
-    """A layer whose attention is cuDNN's, on a machine that does not have the library."""
+@pytest.fixture(params=["cudnn", "flash"])
+def kernel(request, monkeypatch):
+    """Of a GPU's attention, on a machine that has neither a GPU nor cuDNN."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91500)
-    attend = functools.partial(attention, implementation="cudnn", sliding_window=0)
-
-    def decoder(remat: str) -> Decoder:
-        return Decoder(MODEL, Kernels(attend if parse_remat(remat).by_names else maskless(attend)))
-
-    return decoder
+    return request.param
 
 
 @pytest.mark.parametrize(
@@ -52,12 +47,12 @@ def cudnn(monkeypatch):
         ("offload:attention", 1),
     ],
 )
-def test_cudnns_kernel_runs_again_where_its_result_is_not_kept(cudnn, remat, runs):
-    decoder = cudnn(remat)
+def test_the_kernel_runs_again_where_its_result_is_not_kept(kernel, remat, runs):
     policy = parse_remat(remat)
-    decoder = dataclasses.replace(
-        decoder, kernels=rematerialised_attention(decoder.kernels, policy)
-    )
+    attend = functools.partial(attention, implementation=kernel)
+    if kernel == "cudnn" and not policy.by_names:
+        attend = maskless(attend)
+    decoder = Decoder(MODEL, rematerialised_attention(Kernels(attend), policy))
     layer = rematerialised(layer_function(decoder.stacks[0]), policy)
     layers = jax.eval_shape(decoder.init, jax.random.key(0))["layers"]
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], jnp.bfloat16), layers)
@@ -70,9 +65,13 @@ def test_cudnns_kernel_runs_again_where_its_result_is_not_kept(cudnn, remat, run
         return stream["x"].astype(jnp.float32).sum()
 
     traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(weights, x, batch)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count(FORWARD) == runs
-    assert text.count(BACKWARD) == 1
+    if kernel == "cudnn":
+        program = traced.lower(lowering_platforms=("cuda",)).as_text()
+        forward, backward = CUDNN
+    else:
+        program, (forward, backward) = str(traced.jaxpr), FLASH
+    assert program.count(forward) == runs
+    assert program.count(backward) == 1
     if not remat.startswith("offload:"):
         arguments = weights, {"x": x}, {}, (batch, jax.ShapeDtypeStruct((), jnp.int32))
         _, _, kept = jax.eval_shape(split_vjp(layer)[0], *arguments)

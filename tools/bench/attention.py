@@ -186,17 +186,17 @@ def compare(implementation: str, shape: Shape, *, budget: float = 0.5) -> dict[s
 
 def implementations(shape: Shape, *, all_of_them: bool) -> list[str]:
     """The platform's best, and what it is to be compared with."""
-    best = choose(
+    platform = jax.default_backend()
+    chosen = functools.partial(
+        choose,
         "auto",
-        jax.default_backend(),
+        platform,
         dtype=shape.dtype,
         head_dim=shape.head_dim,
         seq_len=shape.time,
     )
-    names = [best]
-    if best == "cudnn":
-        names.append("flash")
-    if best in ("cudnn", "splash") and shape.documents == 1:
+    names = [chosen(), *(("cudnn", "flash") if platform == "gpu" else ())]
+    if shape.documents == 1 and (best := chosen(one_document=True)) in ("cudnn", "splash"):
         names.append(best + WITHOUT_SEGMENTS)
     if all_of_them:
         names += ["blockwise", "reference"]

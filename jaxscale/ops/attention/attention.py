@@ -24,6 +24,10 @@ PLATFORM_KERNELS = {"gpu": ("cudnn", "flash"), "tpu": ("splash",)}
 """Of which "auto" selects the first that honours the run's settings; otherwise it is
 "blockwise"."""
 
+PACKED_KERNELS = PLATFORM_KERNELS | {"gpu": ("flash", "cudnn")}
+"""The same for causal attention within the documents that share a row: cuDNN would read a mask and
+compute all that is below the diagonal, where flash skips blocks of other documents."""
+
 USES = {
     "soft_cap": "no soft cap of scores",
     "bias": "no relative position bias",
@@ -151,15 +155,19 @@ def choose(
     head_dim: int,
     seq_len: int,
     uses: Collection[str] = (),
+    causal: bool = True,
+    one_document: bool = False,
     spread: bool = False,
 ) -> str:
     """The name of the implementation that a run uses; only "auto" leaves a choice.
 
-    "auto" is the first of the platform's kernels in `PLATFORM_KERNELS` that `check` accepts, and
-    "blockwise" if there is none, so that every setting runs on every platform.
+    "auto" is the first of the platform's kernels in `PACKED_KERNELS` that `check` accepts; in
+    `PLATFORM_KERNELS` where attention is not causal or rows are one document. It is "blockwise" if
+    there is none, so that every setting runs on every platform.
 
     Args:
       uses: of `USES`, all that any layer of the model asks for.
+      one_document: as in `attention`.
       spread: whether "auto" is to be one of `SPREAD_ATTENTIONS`.
 
     Raises:
@@ -169,7 +177,8 @@ def choose(
     if implementation != "auto":
         check(implementation, platform=platform, **asked)
         return implementation
-    for kernel in PLATFORM_KERNELS.get(platform, ()):
+    kernels = PACKED_KERNELS if causal and not one_document else PLATFORM_KERNELS
+    for kernel in kernels.get(platform, ()):
         if spread and kernel not in SPREAD_ATTENTIONS:
             continue
         with contextlib.suppress(ValueError):

@@ -505,11 +505,12 @@ def test_cudnn_lowers_to_its_kernels_and_keeps_no_mask():
 def test_auto_is_the_platforms_kernel_where_it_honours_the_settings():
     settings: dict = {"dtype": "bfloat16", "head_dim": 128, "seq_len": 4096}
     assert choose("auto", "cpu", **settings) == "blockwise"
-    assert choose("auto", "gpu", **settings) == "cudnn"
+    assert choose("auto", "gpu", **settings) == "flash"
     assert choose("auto", "tpu", **settings) == "splash"
     assert choose("auto", "gpu", **{**settings, "dtype": "float32"}) == "blockwise"
     assert choose("auto", "gpu", **{**settings, "head_dim": 256}) == "flash"
     assert choose("auto", "gpu", **{**settings, "head_dim": 72}) == "cudnn"
+    assert choose("auto", "gpu", **{**settings, "seq_len": 4104}) == "cudnn"
     assert choose("auto", "gpu", **{**settings, "head_dim": 192}) == "blockwise"
     assert choose("auto", "gpu", **settings, spread=True) == "flash"
     assert choose("auto", "tpu", **settings, spread=True) == "blockwise"
@@ -520,6 +521,15 @@ def test_auto_is_the_platforms_kernel_where_it_honours_the_settings():
     assert choose("auto", "tpu", **settings, uses=["soft_cap"]) == "splash"
     assert choose("auto", "tpu", **settings, uses=["soft_cap", "cross"]) == "blockwise"
     assert choose("blockwise", "tpu", **settings, uses=["bias", "cross"]) == "blockwise"
+
+
+@pytest.mark.parametrize("no_packing", [{"one_document": True}, {"causal": False}])
+def test_auto_on_gpus_is_cudnn_where_documents_hide_no_earlier_token(no_packing):
+    settings: dict = {"dtype": "bfloat16", "head_dim": 64, "seq_len": 4096} | no_packing
+    assert choose("auto", "gpu", **settings) == "cudnn"
+    assert choose("auto", "gpu", **settings, uses=["sinks"]) == "flash"
+    assert choose("auto", "gpu", **settings, spread=True) == "flash"
+    assert choose("auto", "tpu", **settings) == "splash"
 
 
 @pytest.mark.parametrize(
