@@ -120,6 +120,7 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
             segments_BS,
             *others,
             offset=offset,
+            out_dtype=wide,
         )
         grads_hBTNH = put(grads_hBTNH, at(grads_hBTNH, h) + more_BTNH, h)
         return grads_hBTNH, put(key_sums, add(at(key_sums, c), tuple(key_more)), c)

@@ -76,7 +76,6 @@ def _backward_rule(settings: Settings, residuals, grad_BTNH: Array):
     inner_BNT = flash_inner(out_BTNH, grad_BTNH)
     tokens = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
     grads = flash_gradients(settings, *tokens, grad_BTNH, log_z_BNT, inner_BNT)
-    grads = (grad.astype(x.dtype) for grad, x in zip(grads, tokens))
     sinks = None if sinks_N is None else flash_sink_gradient(sinks_N, log_z_BNT, inner_BNT)
     return (*grads, None, sinks)
 
@@ -146,17 +145,20 @@ def flash_gradients(
     inner_BNT: Array,
     *,
     offset: Array | int = 0,
+    out_dtype: DTypeLike | None = None,
 ) -> tuple[Array, Array, Array]:
-    """The gradients of queries, keys and values, in float32 or wider.
+    """The gradients of queries, keys and values.
 
     Args:
       grad_BTNH: of the output.
       log_z_BNT: over all keys that the queries saw, of which these may be a part.
       inner_BNT: sum(output * grad) over H, likewise.
       offset: as in `flash_output`.
+      out_dtype: of the gradients; None is that of the queries.
     """
     (batch, time, heads, _), block = q_BTNH.shape, settings.block
-    group, key_heads, wide = heads // k_BSKH.shape[2], k_BSKH.shape[2], log_z_BNT.dtype
+    group, key_heads = heads // k_BSKH.shape[2], k_BSKH.shape[2]
+    out_dtype = out_dtype or q_BTNH.dtype
     seen_BIJ = _seen_blocks(settings, segments_BT, segments_BS, offset)
     arrays = [_scalar(offset), q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS]
     arrays += [grad_BTNH, log_z_BNT, inner_BNT]
@@ -168,7 +170,7 @@ def flash_gradients(
         settings,
         (time // block, heads, batch),
         (specs, [_ranges(seen_BIJ), *arrays]),
-        ([queries], [(q_BTNH.shape, wide)]),
+        ([queries], [(q_BTNH.shape, out_dtype)]),
     )
 
     # One program for the queries of all heads that read a block of keys: nothing is added up in
@@ -193,7 +195,7 @@ def flash_gradients(
         settings,
         (k_BSKH.shape[1] // block, key_heads, batch),
         (specs, [_ranges(jnp.swapaxes(seen_BIJ, 1, 2)), *arrays]),
-        ([keys, keys], [(k_BSKH.shape, wide)] * 2),
+        ([keys, keys], [(k_BSKH.shape, out_dtype)] * 2),
     )
     return grad_q_BTNH, grad_k_BSKH, grad_v_BSKH
 

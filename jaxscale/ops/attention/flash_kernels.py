@@ -94,8 +94,9 @@ def flash_query_gradients(
         )
         return sum_tH + _dot(grad_ts.astype(k_sH.dtype), k_sH, sum_tH.dtype)
 
-    zeros_tH = jnp.zeros(q_tH.shape, out_ref.dtype)
-    out_ref[...] = jax.lax.fori_loop(range_ref[0], range_ref[1], visit, zeros_tH)
+    zeros_tH = jnp.zeros(q_tH.shape, log_z_t.dtype)
+    sum_tH = jax.lax.fori_loop(range_ref[0], range_ref[1], visit, zeros_tH)
+    out_ref[...] = sum_tH.astype(out_ref.dtype)
 
 
 def flash_key_gradients(
@@ -114,7 +115,7 @@ def flash_key_gradients(
     out_v_ref,
 ) -> None:
     """Of a block of keys of one head, and of their values."""
-    k_sH, v_sH, segments_s, wide = k_ref[...], v_ref[...], s_ref[...], out_k_ref.dtype
+    k_sH, v_sH, segments_s, wide = k_ref[...], v_ref[...], s_ref[...], log_z_ref.dtype
     first = offset_ref[0] - pl.program_id(0) * settings.block
 
     def visit_head(g, sums):
@@ -142,7 +143,7 @@ def flash_key_gradients(
 
     zeros_sH = jnp.zeros(k_sH.shape, wide)
     sums = jax.lax.fori_loop(0, q_ref.shape[1], visit_head, (zeros_sH, zeros_sH))
-    out_k_ref[...], out_v_ref[...] = sums
+    out_k_ref[...], out_v_ref[...] = (sum_sH.astype(out_k_ref.dtype) for sum_sH in sums)
 
 
 def _scores(scoring: Scoring, q_tH: Array, k_sH: Array, wide: Any) -> tuple[Array, Array | None]:
