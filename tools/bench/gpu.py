@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 ONE_DOCUMENT = "data.objective=causal_across_documents"
-FLASH = "model.attention=flash"
+CUDNN = "model.attention=cudnn"
 FLOAT8 = "model.matmul_dtype=float8"
 NARROW = (
     "optimizer.moment_dtype=bfloat16",
@@ -74,7 +74,7 @@ FIRST_CASES = (
 CASES = (
     # With what those are compared with first; then what may be better.
     Case("llama32_1b", 8, 1, "none"),
-    Case("llama32_1b", 8, 1, "none", (FLASH,)),
+    Case("llama32_1b", 8, 1, "none", (CUDNN,)),
     Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT, FLOAT8)),
     Case("llama32_1b", 16, 1, "none", (ONE_DOCUMENT,), 120),
     Case("llama32_1b", 16, 1, "full", (ONE_DOCUMENT,)),
