@@ -115,7 +115,9 @@ def longest_operations(trace: Any, program_text: str, number: int) -> list[Opera
             first = first or device
             name, of = stats.get("hlo_op"), stats.get("hlo_module")
             if device == first and (cause := cause_of(event.name, name, of)):
-                key = (name or event.name.partition(" = ")[0].lstrip("%"), cause)
+                # The kernels of a command buffer have the buffer's name and their own.
+                known = name if name in sources else event.name.partition(" = ")[0].lstrip("%")
+                key = (known, cause)
                 runs[key] += 1
                 spent[key] += event.duration_ns / 1e9
     longest = sorted(spent, key=lambda key: -spent[key])[:number]

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 
 from jaxscale.batch import Batch
 from jaxscale.models.protocol import Stack, Stream, Sums, add_layer_sums
+from jaxscale.ops.save_in_place import save_in_place
 from jaxscale.ops.stacked import add, add_at, at, put
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layer_scan import (
@@ -46,7 +47,6 @@ from jaxscale.training.layer_scan import (
     one_layer,
 )
 from jaxscale.training.remat import from_host, to_host
-from jaxscale.training.save_in_place import save_in_place
 
 Tree = Any
 Index = int | jax.Array

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxscale.ops.loss import _reduced_at_once
-from jaxscale.ops.loss_kernel import Block, log_z_and_target
+from jaxscale.ops.loss_kernel import LogitBlock, log_z_and_target
 
-kernel = functools.partial(log_z_and_target, block=Block(64, 4), interpret=True)
+kernel = functools.partial(log_z_and_target, block=LogitBlock(64, 4), interpret=True)
 
 
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])

@@ -28,7 +28,7 @@ from jaxscale.compiled import hlo, topology  # noqa: E402
 from jaxscale.compiled.bytes_moved import bytes_moved  # noqa: E402
 from jaxscale.compiled.flops import computation_costs, instruction_cycles  # noqa: E402
 from jaxscale.ops.loss import _reduced_at_once, cross_entropy  # noqa: E402
-from jaxscale.ops.loss_kernel import Block, log_z_and_target  # noqa: E402
+from jaxscale.ops.loss_kernel import LogitBlock, log_z_and_target  # noqa: E402
 
 SIZES = {"num_tokens": 16_384, "features": 2_048, "vocab": 128_256}  # llama32_1b, 4 sequences
 HEADS = {"llama32_1b": (2_048, 128_256), "llama3_8b": (4_096, 128_256)}
@@ -42,7 +42,7 @@ ERROR_BOUND = 0.01
 
 REDUCED = {"rows": 2_048, "columns": 128_256}  # a chunk of llama32_1b
 TINY_REDUCED = {"rows": 8, "columns": 20_000}
-BLOCKS = (Block(2_048, 8), Block(4_096, 8), Block(8_192, 8))
+BLOCKS = (LogitBlock(2_048, 8), LogitBlock(4_096, 8), LogitBlock(8_192, 8))
 CHECKED_ROWS = 64
 """Are computed in float64 too."""
 REDUCTION_BOUND = 1e-5
