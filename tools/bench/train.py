@@ -50,7 +50,7 @@ class Run(NamedTuple):
     first: dict[str, Any]  # after its first step
     steps: list[dict[str, float]]  # the others
     peaks: dict[str, Any]  # of memory
-    trace: dict[str, Any] | None  # where the time of traced steps went
+    trace: dict[str, Any] | None = None  # where the time of traced steps went
 
 
 class Subject:
