@@ -86,8 +86,7 @@ def time_by_cause(trace: Any, program_text: str) -> list[DeviceTime]:
       trace: a `jax.profiler.ProfileData`.
       program_text: of the compiled step, `compiled.as_text()`.
     """
-    module = re.match(r"HloModule ([\w.\-]+)", program_text)
-    cause_of = _causes(parse_hlo(program_text), module[1] if module else "")
+    cause_of = _causes(parse_hlo(program_text), program_text)
     spans: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     with _without_warnings():
         for device, event, stats in _operations(trace):
@@ -104,8 +103,7 @@ def longest_operations(trace: Any, program_text: str, number: int) -> list[Opera
       program_text: of the compiled step, `compiled.as_text()`.
     """
     program = parse_hlo(program_text)
-    module = re.match(r"HloModule ([\w.\-]+)", program_text)
-    cause_of = _causes(program, module[1] if module else "")
+    cause_of = _causes(program, program_text)
     sources = {one.name: one.op_name for body in program.computations.values() for one in body}
     runs: dict[tuple[str, str], int] = defaultdict(int)
     spent: dict[tuple[str, str], float] = defaultdict(float)
@@ -154,8 +152,10 @@ def _operations(trace: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
                     yield f"CPU:{stats.get('device_ordinal', 0)}", event, stats
 
 
-def _causes(program: Program, module: str) -> Callable[[str, Any, Any], str | None]:
+def _causes(program: Program, text: str) -> Callable[[str, Any, Any], str | None]:
     """(event, its `hlo_op`, its `hlo_module`) -> its cause; None for a container."""
+    named = re.match(r"HloModule ([\w.\-]+)", text)
+    module = named[1] if named else ""
     instructions = {one.name: one for body in program.computations.values() for one in body}
 
     @functools.cache

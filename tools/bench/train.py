@@ -100,7 +100,7 @@ class Subject:
         """Everything that was measured."""
         self._send("end\n")
         peaks = self._read()
-        return Run(self.first, self.steps, peaks, peaks.pop("trace"))
+        return Run(self.first, self.steps, peaks, peaks.pop("trace", None))
 
     def close(self) -> None:
         """Ends the process, whatever it is doing."""
