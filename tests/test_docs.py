@@ -151,11 +151,21 @@ def test_every_flag_on_a_page_exists():
     assert checked > 10
 
 
+def headings(name: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", TEXTS[name], re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_link_and_file_exists(name):
     folder = pathlib.Path("." if name == "README.md" else "docs")
-    for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", TEXTS[name]):
-        assert target.startswith("http") or (folder / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([\w-]+))?\)", TEXTS[name]):
+        if target.startswith("http"):
+            continue
+        assert (folder / target).exists(), target
+        if anchor:
+            assert anchor in headings(pathlib.Path(target).name or name), f"{target}#{anchor}"
     for path in re.findall(r"`((?:jaxscale|tools|configs|tests)/[\w/]+\.\w+)`", TEXTS[name]):
         assert pathlib.Path(path).exists(), path
 
