@@ -236,7 +236,7 @@ def loss_figure(curves: Mapping[str, Sequence[float]]) -> Figure:
 
 SECONDS = {
     "matmuls and attention": ("blue", ("matmul", "attention")),
-    "elementwise, launches": ("sky", ("elementwise", "waiting")),
+    "elementwise, casts, launches": ("sky", ("elementwise", "weights", "waiting")),
     "recompute": ("yellow", ("recompute",)),
     "tensor, context, expert": ("orange", ("tensor", "context", "expert")),
     "fsdp and data": ("vermilion", ("fsdp", "data")),

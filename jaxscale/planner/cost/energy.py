@@ -41,7 +41,8 @@ def mean_watts(seconds: StepSeconds, cluster: Cluster) -> Floats:
     limit = cluster.chip.tdp_watts or cluster.chip.system_watts or np.nan
     terms = seconds.terms
     busy = sum(
-        terms[name] for name in ("matmul", "attention", "elementwise", "recompute", "optimizer")
+        terms[name]
+        for name in ("matmul", "attention", "elementwise", "weights", "recompute", "optimizer")
     )
     exposed = sum(
         terms[name] for name in ("tensor", "context", "expert", "fsdp", "data", "pipeline")

@@ -28,6 +28,8 @@ on A100 and 494.7 of 989.4 on H100 (NVIDIA's datasheets). A TPU rounds such oper
 ACCUMULATE_BYTES = 10
 """Bytes per parameter of adding a 16-bit gradient of a micro-batch to the 32-bit accumulator."""
 
+CAST_BYTES = 6
+"""Bytes per parameter of casting a 32-bit weight to 16 bits."""
 
 WAITS_FOR_SCATTER = ("tpu3", "tpu4", "tpu5e")
 """Generations on which reduce-scatters are not overlapped: XLA fuses only all-gathers with compute
@@ -170,11 +172,33 @@ def optimizer_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallel
 
 
 def accumulate_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
-    """Gradient accumulation over micro-batches."""
+    """Gradient accumulation over micro-batches: of shards, where ours are reduced in each."""
     layers, outer = local_params(shape, parallelism)
     m = np.asarray(parallelism.microbatches, float)
     m = np.where((m > 1) & (not parallelism.traits.frozen), m, 0.0)
-    return m * memory_seconds(cluster, ACCUMULATE_BYTES * (layers + outer))
+    by_layer = parallelism.pipeline_gather == "layer"
+    reduced = np.where(
+        np.asarray(parallelism.pipeline) > 1, by_layer, parallelism.accumulation == "sequential"
+    )
+    shards = parallelism.traits.own_engine & reduced & (parallelism.zero_stage >= 2)
+    ranks = np.where(shards, parallelism.zero_ranks, 1)
+    return m * memory_seconds(cluster, ACCUMULATE_BYTES * (layers + outer) / ranks)
+
+
+def cast_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
+    """Casts of weights to the compute type: once a step where gathered weights are kept, else in
+    every pass over the layers."""
+    if not parallelism.traits.casts_weights:
+        return np.zeros(())
+    layers, outer = local_params(shape, parallelism)
+    zero, ranks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.zero_ranks)
+    kept = ((zero == 1) | (zero == 2)) & (ranks > 1)
+    by_layer = parallelism.pipeline_gather == "layer"
+    kept = kept | ((np.asarray(parallelism.pipeline) > 1) & (not by_layer))
+    layered = parallelism.accumulation == "layered"
+    visits = np.where(kept | layered, 1.0, np.asarray(parallelism.microbatches, float))
+    elements = (np.where(kept, 1.0, 2.0) * layers + outer) / np.where(zero > 0, ranks, 1)
+    return visits * memory_seconds(cluster, CAST_BYTES * elements)
 
 
 def offload_seconds(

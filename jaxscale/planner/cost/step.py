@@ -28,6 +28,7 @@ from jaxscale.planner.cost.pipeline import (
 )
 from jaxscale.planner.cost.state import (
     accumulate_seconds,
+    cast_seconds,
     offload_seconds,
     optimizer_seconds,
     state_seconds,
@@ -55,6 +56,7 @@ class StepSeconds:
     matmul: Floats
     attention: Floats
     elementwise: Floats
+    weights: Floats  # casts, and sums of their gradients over micro-batches
     waiting: Floats  # for kernel launches
     recompute: Floats
     tensor: Floats
@@ -151,7 +153,7 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
     recompute = passes["recompute"]
     optimizer = optimizer_seconds(shape, cluster, parallelism)
     host = offload_seconds(shape, cluster, parallelism, passes, stages)
-    accumulate = accumulate_seconds(shape, cluster, parallelism)
+    sums = accumulate_seconds(shape, cluster, parallelism)
 
     def communication(name: str) -> Floats:
         return m * layers * sum(getattr(one, name) for one in passes.values())
@@ -159,7 +161,8 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
     terms = {
         "matmul": m * (layers * work.matmul + head.matmul),
         "attention": m * (layers * work.attention + head.attention),
-        "elementwise": m * (layers * work.elementwise + head.elementwise) + accumulate,
+        "elementwise": m * (layers * work.elementwise + head.elementwise),
+        "weights": sums + cast_seconds(shape, cluster, parallelism),
         "waiting": m * (layers * work.waiting + head.waiting),
         "recompute": m * layers * recompute.work.seconds,
         "tensor": communication("tensor"),

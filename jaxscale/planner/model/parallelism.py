@@ -49,6 +49,7 @@ class TrainerTraits:
     reduce_each: bool = True  # ZeRO-2 and 3 reduce per micro-batch, not per step
     matmul: str = "bfloat16"  # operands of the layers' matmuls; or "fp8", "fp4"
     wide_layers: int = 0  # layers whose matmuls stay in 16 bits all the same
+    casts_weights: bool = True  # they are in 32 bits between steps, and cast where they are used
     gradient_bytes: int = 4  # per element in reductions
     attention_seen: bool = True  # attention skips masked blocks
     merged_dispatch: bool = False  # a token is sent once to each node with experts for it

@@ -19,6 +19,7 @@ TERMS = {
     "matmul": "matmuls of layers and head",
     "attention": "attention",
     "elementwise": "norms, activations, residual additions",
+    "weights": "casts of weights, sums of gradients",
     "waiting": "kernel launch overhead",
     "recompute": "recompute for the backward pass",
     "tensor": "tensor parallelism, exposed",

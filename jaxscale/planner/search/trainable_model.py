@@ -92,7 +92,9 @@ class TrainableModel:
     def parallelism(self, layout: Layout | LayoutBatch) -> Parallelism:
         """A layout, or a batch of them, as the cost formulas read it."""
         width = itemsize(self.config.optimizer.reduced_in)
-        traits = dataclasses.replace(JAXSCALE, gradient_bytes=width)
+        model = self.config.model
+        casts = itemsize(model.param_dtype) > itemsize(model.compute_dtype)
+        traits = dataclasses.replace(JAXSCALE, gradient_bytes=width, casts_weights=casts)
         if self.config.optimizer.name == "muon":
             traits = dataclasses.replace(traits, whole_matrices=muon_matrices(self.config))
         if self.config.model.matmul_dtype:

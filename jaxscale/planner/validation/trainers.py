@@ -11,6 +11,7 @@ from jaxscale.planner.model.parallelism import JAXSCALE, TrainerTraits
 MEGATRON_2021 = replace(
     JAXSCALE,
     own_engine=False,
+    casts_weights=False,
     lockstep=False,  # each rank continues as soon as its message has arrived
     sequence_parallel=False,  # came with arXiv 2205.05198
     attention="written",
@@ -53,6 +54,7 @@ MEGATRON_CORE_2606 = replace(MEGATRON_CORE, fused_experts=True)
 TORCH_FSDP = replace(
     JAXSCALE,
     own_engine=False,
+    casts_weights=False,
     lockstep=False,
     eager=True,
     fused=False,
@@ -62,7 +64,14 @@ TORCH_FSDP = replace(
     folded_experts=True,
     imbalance=1.0,
 )
-XLA = replace(JAXSCALE, own_engine=False, accumulates=False, gradient_bytes=2, imbalance=1.0)
+XLA = replace(
+    JAXSCALE,
+    own_engine=False,
+    casts_weights=False,
+    accumulates=False,
+    gradient_bytes=2,
+    imbalance=1.0,
+)
 PYTORCH_3D = replace(
     MEGATRON_CORE,
     attention="flash2",

@@ -10,6 +10,7 @@ from jaxscale.config import load
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.collectives import axis_levels
 from jaxscale.planner.cost.communication import state_traffic
+from jaxscale.planner.cost.kernels import memory_seconds
 from jaxscale.planner.cost.pipeline import stage_operation_seconds
 from jaxscale.planner.cost.step import StepParts, cost_of_parts, step_cost
 from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
@@ -175,6 +176,35 @@ def in_pipeline(**changes):
     machine = make_cluster("v5p", 64)
     state = state_traffic(SMALL, parallelism, axis_levels(machine, parallelism))
     return step_cost(SMALL, machine, parallelism), state
+
+
+def test_weights_are_cast_when_they_are_gathered_and_gradients_summed_where_they_are_reduced():
+    """In a pass over memory of 10 bytes a parameter for each sum of a micro-batch, and 6 for each
+    cast, forward and backward."""
+    layers, outer = SMALL.block_params, SMALL.embedding_params + SMALL.head_params
+    machine = make_cluster("h100", 8)
+
+    def passes(elements, each):
+        return memory_seconds(machine, each * elements)
+
+    def weights(**parallelism):
+        found = step_cost(SMALL, machine, Parallelism(microbatches=4, **parallelism))
+        return float(found.weights)
+
+    def same(expected):
+        return pytest.approx(expected, rel=1e-12)
+
+    casts, sums = passes(2 * layers + outer, 4 * 6), passes(layers + outer, 4 * 10)
+    once = passes(layers + outer, 6)
+    assert weights(zero_stage=0, data=8) == same(casts + sums)
+    assert weights(zero_stage=1, fsdp=8) == same(once / 8 + sums)
+    assert weights(zero_stage=2, fsdp=8) == same((once + sums) / 8)
+    assert weights(zero_stage=3, fsdp=8) == same((casts + sums) / 8)
+    assert weights(zero_stage=3, fsdp=8, accumulation="layered") == same(casts / 4 / 8 + sums)
+    bf16 = replace(JAXSCALE, casts_weights=False)
+    assert weights(zero_stage=3, fsdp=8, traits=bf16) == same(sums / 8)
+    by = {"pipeline": 2, "fsdp": 4, "zero_stage": 3}
+    assert weights(**by, pipeline_gather="layer") < weights(**by)
 
 
 def test_a_chunk_is_gathered_before_the_first_tick_and_reduced_after_the_last():
