@@ -295,6 +295,21 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     check_ring(numbers["collectives"], rings=2 * 11, sent=3 * 8 * 64 // 4 * 64)
 
 
+def test_offloading_is_refused_for_absent_gpus_with_the_settings_that_ask_for_it(capsys):
+    if not topology.compiler_installed("gpu"):
+        pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
+    words = ["--config", "configs/tiny.py", "--topology", "h100:1x1"]
+    with pytest.raises(SystemExit):
+        aot.main([*words, "--config.layout.offload=optimizer"])
+    assert capsys.readouterr().err.strip() == (
+        "error: layout.offload = 'optimizer': JAX compiles no offloading for absent gpu devices; "
+        "set layout.offload = 'none'"
+    )
+    with pytest.raises(SystemExit):
+        aot.main([*words, "--config.layout.remat=offload:mlp_up"])
+    assert "devices; set layout.remat = 'full' or another" in capsys.readouterr().err
+
+
 def check_ring(found: Sequence[Mapping[str, Any]], rings: int, sent: int) -> None:
     """Every step of every ring has matmuls beside it. A layer has four rings forward, repeats the
     first three, and has four backward, in each of which a rank sends `sent` numbers."""

@@ -91,10 +91,16 @@ def check_host_memory(layout: Layout, mesh: Mesh) -> None:
     if not offloads or not isinstance(device, jax.Device):
         return
     kinds = {memory.kind for memory in device.addressable_memories()}
-    if "pinned_host" not in kinds:
-        raise ValueError(
-            f"layout.offload = {layout.offload!r}, layout.remat = {layout.remat!r}: "
-            f"the {device.platform} back end has no pinned host memory, only "
-            f"{', '.join(sorted(kinds))}; set layout.offload = 'none', and layout.remat = 'full' "
-            "or another policy without 'offload:'"
-        )
+    if "pinned_host" in kinds:
+        return
+    settings, without = [], []
+    if layout.offload != "none":
+        settings.append(f"layout.offload = {layout.offload!r}")
+        without.append("layout.offload = 'none'")
+    if layout.remat_policy.offloads:
+        settings.append(f"layout.remat = {layout.remat!r}")
+        without.append("layout.remat = 'full' or another policy without 'offload:'")
+    reason = f"the {device.platform} back end has no pinned host memory, only {sorted(kinds)}"
+    if not kinds:  # an absent device
+        reason = f"JAX compiles no offloading for absent {device.platform} devices"
+    raise ValueError(f"{', '.join(settings)}: {reason}; set {', and '.join(without)}")
