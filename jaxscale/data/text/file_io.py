@@ -27,6 +27,12 @@ ByteRange = tuple[str, int, int]
 
 COMPRESSIONS = (".gz", ".zst")
 
+BUFFER_BYTES = 2**17
+
+AHEAD_BYTES = 2**22
+"""Of a file at an address, fetched with what is wanted: a shard may read only 4 MB of it, and s3fs
+would fetch 50 more."""
+
 
 def compression(path: str) -> str:
     """ ".gz", ".zst" or nothing, by the last suffix."""
@@ -90,7 +96,7 @@ def opened(path: str) -> Iterator[BinaryIO]:
       AwayError: the same; it cannot be read now.
     """
     with reading(path), contextlib.ExitStack() as stack:
-        raw = stack.enter_context(_open(path))
+        raw = stack.enter_context(open_stored(path))
         if compression(path) == ".gz":
             yield cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw)))
         elif compression(path) == ".zst":
@@ -99,9 +105,18 @@ def opened(path: str) -> Iterator[BinaryIO]:
             yield raw
 
 
+def open_stored(path: str) -> Any:
+    """A file's bytes, as they are stored."""
+    if is_remote(path):
+        fs, name = filesystem(path)
+        # fsspec's own `readline` copies a whole block for each line.
+        return io.BufferedReader(fs.open(name, "rb", block_size=AHEAD_BYTES), BUFFER_BYTES)
+    return open(path, "rb", buffering=BUFFER_BYTES)
+
+
 def read_file(path: str) -> bytes:
     """All bytes of a file, as they are stored."""
-    with reading(path), _open(path) as file:
+    with reading(path), open_stored(path) as file:
         return file.read()
 
 
@@ -138,10 +153,3 @@ def _checked(data: bytes | Exception, path: str, start: int, stop: int) -> bytes
     if len(data) != stop - start:
         raise ValueError(f"{path} is cut short: it has no bytes {start} to {stop}")
     return data
-
-
-def _open(path: str) -> Any:
-    if is_remote(path):
-        fs, name = filesystem(path)
-        return fs.open(name, "rb")
-    return open(path, "rb", buffering=io.DEFAULT_BUFFER_SIZE * 16)

@@ -14,9 +14,9 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory, text_format
 
 from jaxscale.choices import did_you_mean
-from jaxscale.data.text.file_io import reading
+from jaxscale.data.text.file_io import open_stored, reading
 from jaxscale.data_source import setting
-from jaxscale.storage.object_store import filesystem, is_remote
+from jaxscale.storage.object_store import is_remote
 
 _ROWS = 1024
 """Rows that are in memory at a time."""
@@ -132,8 +132,7 @@ def _arrow_file(path: str) -> Iterator[Any]:
     try:
         with reading(path), contextlib.ExitStack() as stack:
             if is_remote(path):
-                fs, name = filesystem(path)
-                remote = stack.enter_context(fs.open(name, "rb"))
+                remote = stack.enter_context(open_stored(path))
                 yield stack.enter_context(arrow.PythonFile(remote, mode="r"))
             else:
                 yield stack.enter_context(arrow.memory_map(path))

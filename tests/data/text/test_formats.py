@@ -1,5 +1,6 @@
 """Every format gives its documents, however it is cut, and says what is wrong and where."""
 
+import dataclasses
 import errno
 import functools
 import gzip
@@ -14,6 +15,7 @@ import pyarrow
 import pytest
 from array_record.python import array_record_module
 from backports import zstd
+from fsspec.spec import AbstractBufferedFile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
@@ -435,7 +437,7 @@ def test_an_index_that_cannot_be_read_now_is_not_called_incomplete(tmp_path, mon
     def fail(path):
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
 
-    monkeypatch.setattr(file_io, "_open", fail)
+    monkeypatch.setattr(file_io, "open_stored", fail)
     with pytest.raises(AwayError, match=r"^\S*/index.json cannot be read: Transport endpoint is"):
         read_index(str(tmp_path))
 
@@ -462,6 +464,50 @@ def test_documents_are_read_from_object_stores(tmp_path, name, caplog):
             listed("memory://bucket/nothing")
     finally:
         store.rm("/bucket", recursive=True)
+
+
+class StoredFile(AbstractBufferedFile):
+    """As object stores' packages open one: what was fetched and what was read are counted."""
+
+    def __init__(self, data: bytes, counts: dict[str, int], **options) -> None:
+        super().__init__(None, "big", size=len(data), **options)
+        self.data, self.counts = data, counts
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        self.counts["fetched"] += end - start
+        return self.data[start:end]
+
+    def read(self, length: int = -1) -> bytes:
+        data = super().read(length)
+        self.counts["read"] += len(data)
+        return data
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_what_an_object_store_has_is_fetched_once_and_no_more_than_is_wanted(
+    tmp_path, monkeypatch, name
+):
+    """fsspec's own `readline` copies a block for each line, and s3fs's blocks are 50 MB."""
+    texts, path, counts = [f"{i:0100}" for i in range(2000)], tmp_path / name, {}
+    if name == "a.parquet":
+        table = pyarrow.table({"text": texts})
+        parquet.write_table(table, path, 100, compression="none", use_dictionary=False)
+    else:
+        write_jsonl(path, texts)
+
+    class Store:
+        def open(self, name, mode, block_size=50 * 2**20):
+            counts.update(fetched=0, read=0)
+            return StoredFile(path.read_bytes(), counts, block_size=block_size)
+
+    monkeypatch.setattr(file_io, "filesystem", lambda path: (Store(), path))
+    monkeypatch.setattr(file_io, "BUFFER_BYTES", 2**12)
+    monkeypatch.setattr(file_io, "AHEAD_BYTES", 2**13)
+    file = dataclasses.replace(listed(path), path=f"s3://bucket/{name}")
+    assert texts_of(file) == texts
+    assert file.num_bytes <= counts["read"] < 1.5 * file.num_bytes
+    assert list(read_records(file, 0, 1000))
+    assert 1000 < counts["fetched"] < file.num_bytes / 2
 
 
 def test_a_scheme_that_cannot_be_opened_is_named():
