@@ -120,6 +120,8 @@ def _paragraphs(stream: BinaryIO, start: int, stop: int) -> Records:
     """Runs of lines that are not blank; each belongs to the part of the blank line before it."""
     ours, begin, lines = start == 0, 0, []
     for position, line in _lines(stream, start, 1 << 62):
+        if not ours and position >= stop:
+            return
         if line.strip():
             if ours:
                 begin = begin if lines else position
@@ -139,6 +141,8 @@ def _sequences(path: str, stream: BinaryIO, start: int, stop: int) -> Records:
     """FASTA: lines of one sequence under a header line that begins with ">"."""
     begin, lines = None, []
     for position, line in _lines(stream, start, 1 << 62):
+        if begin is None and position >= stop:
+            return
         if line.startswith((b">", b";")) or not line.strip():
             if line.startswith(b">"):
                 if begin is not None:

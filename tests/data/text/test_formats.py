@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import gzip
+import io
 import itertools
 import json
 import logging
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
 from jaxscale.command_line import refusals
-from jaxscale.data.text import file_io
+from jaxscale.data.text import file_io, formats
 from jaxscale.data.text.documents import Bad, Document, Piece, cut, read_documents
 from jaxscale.data.text.file_io import AwayError, reading
 from jaxscale.data.text.formats import is_splittable, read_records, where
@@ -213,6 +214,21 @@ def test_cutting_text_anywhere_loses_and_doubles_nothing(tmp_path, text, data):
     assert texts_of(file, piece_bytes) == texts_of(file)
     together = "".join(texts_of(file)).replace("\n", "").replace("\r", "").split()
     assert "".join(together) == "".join(("start" + text).split())
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (formats._paragraphs, b"a line\n" * 1000),
+        (functools.partial(formats._sequences, "a.fa"), b">chromosome\n" + b"ACGT\n" * 1000),
+    ],
+)
+def test_a_part_in_which_nothing_begins_is_not_read_beyond_its_end(read, text):
+    """Each of many parts of a chromosome would read all that follows."""
+    stream = io.BytesIO(text)
+    assert not list(read(stream, 100, 200))
+    assert stream.tell() < 250, "no more than the line at its end"
+    assert [position for position, _ in read(io.BytesIO(text), 0, 100)] == [0]
 
 
 @given(
