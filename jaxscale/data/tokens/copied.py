@@ -1,4 +1,5 @@
-"""A prepared folder at an address, copied to this machine and compared with its digests."""
+"""The arrays of a prepared folder at an address, copied to this machine and compared with their
+digests."""
 
 import logging
 import pathlib
@@ -6,7 +7,7 @@ import shutil
 
 import numpy as np
 
-from jaxscale.data.tokens.index import INDEX, Index, content_fingerprint, path_in
+from jaxscale.data.tokens.index import Index, content_fingerprint, path_in
 from jaxscale.data.tokens.verify import digest_of
 from jaxscale.formatting import human_bytes
 from jaxscale.storage import durable
@@ -22,7 +23,7 @@ _PART = 2**22  # elements
 
 
 def copy_folder(folder: str, index: Index, directory: pathlib.Path) -> str:
-    """The path of a copy of a folder at an address, made if missing; a copy that was interrupted is
+    """The path of a copy of a folder's arrays, made if missing; a copy that was interrupted is
     continued. The address itself, with a line, where there is no room for one.
 
     Args:
@@ -52,8 +53,7 @@ def copy_folder(folder: str, index: Index, directory: pathlib.Path) -> str:
             return str(target)
         missing = [n for n, size in sizes.items() if not _has(unfinished / n, size)]
         store.download({name: unfinished / name for name in missing})
-        beside = ["offsets.npy", "hashes.npy", index.tokenizer_file, INDEX]
-        store.download({name: unfinished / name for name in beside if name})
+        store.download({name: unfinished / name for name in ("offsets.npy", "hashes.npy")})
         _compare(unfinished, folder, index)
         durable.sync_tree(unfinished)
         durable.move(unfinished, target)

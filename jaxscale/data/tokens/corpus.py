@@ -227,8 +227,6 @@ def open_folder(
     if not is_remote(folder):
         folder = str(pathlib.Path(folder).expanduser())
     index = read_index(folder)
-    if is_remote(folder) and directory and is_in_local_tier(directory):
-        folder = copy_folder(folder, index, directory)
     if index.tokenizer_fingerprint != tokenizer.fingerprint:
         file = path_in(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer
         raise ValueError(
@@ -247,6 +245,8 @@ def open_folder(
             f"{folder} holds the id {index.max_id}, and data.tokenizer = {tokenizer.name!r} has "
             f"{tokenizer.vocab_size}; prepare the text again"
         )
+    if is_remote(folder) and directory and is_in_local_tier(directory):
+        folder = copy_folder(folder, index, directory)
     _check_sizes(folder, index)
     shards = tuple(
         _array_file(

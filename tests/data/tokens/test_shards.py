@@ -417,6 +417,9 @@ def test_a_run_at_an_address_copies_shards_and_compares_them(
     directory = tiers.local_tier("memory://bucket/run") / "tokens"
     local = open_corpus([str(folder)], BYTES)
     try:
+        with pytest.raises(ValueError, match="is not the tokenizer of memory://bucket/out, which"):
+            open_corpus(["memory://bucket/out"], load_tokenizer("esm2"), directory)
+        assert not directory.exists(), "nothing is copied for a run that is refused"
         if damaged:
             good = store.cat_file(f"/bucket/out/{damaged}")
             store.pipe_file(f"/bucket/out/{damaged}", good[:-1] + bytes([good[-1] ^ 1]))
