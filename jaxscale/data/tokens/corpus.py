@@ -425,14 +425,13 @@ def _array(
     """One of the arrays beside the shards; those at an address are cached."""
     path = path_in(folder, f"{name}.npy")
     if is_remote(path):
-        data = read_file(path)
         if directory is None:
-            return np.load(io.BytesIO(data))
+            return np.load(io.BytesIO(read_file(path)))
         copy = directory / f"{name}-{index.fingerprint}.npy"
         if not copy.is_file():
             directory.mkdir(parents=True, exist_ok=True)
             unfinished = copy.with_name(f"unfinished-{copy.name}-{uuid.uuid4().hex[:8]}")
-            unfinished.write_bytes(data)
+            unfinished.write_bytes(read_file(path))
             unfinished.replace(copy)
         path = str(copy)
     try:

@@ -492,6 +492,10 @@ def test_shards_are_read_in_part_from_object_stores(folder, tmp_path, monkeypatc
         np.testing.assert_array_equal(corpus.offsets, local.offsets)
         if keep:
             assert isinstance(corpus.offsets, np.memmap)
+            # The arrays are here already.
+            monkeypatch.setattr("jaxscale.data.tokens.corpus.read_file", None)
+            again = open_corpus(["memory://bucket/out"], BYTES, directory)
+            np.testing.assert_array_equal(again.hashes, local.hashes)
         store.rm("/bucket/out/tokens-00002.npy")
         with pytest.raises(ValueError, match=r"bucket/out/tokens-00002.npy is missing"):
             open_corpus(["memory://bucket/out"], BYTES)
