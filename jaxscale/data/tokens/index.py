@@ -93,8 +93,8 @@ def find_prepared(source: Source) -> str | None:
     """The prepared folder that an entry of `data.source` names, if it does.
 
     Raises:
-      ValueError: it should be one (`format` is "shards") and is not, it is not finished, or it
-        shares its entry with other paths.
+      ValueError: it should be one (`format` is "shards") and is not, it is not finished, it shares
+        its entry with other paths, or the entry says how to read text.
     """
     for path in source.path:
         there = _is_prepared(path)
@@ -115,8 +115,22 @@ def find_prepared(source: Source) -> str | None:
                 "folder of prepared shards is an entry of its own"
             )
         if there:
+            _refuse_unread(source)
             return path
     return None
+
+
+def _refuse_unread(source: Source) -> None:
+    """Raises where the entry of a prepared folder says how text is read."""
+    form = source.format and "shards"
+    plain = Source(source.path, form, weight=source.weight, name=source.name)
+    for key, value in vars(source).items():
+        if value != getattr(plain, key):
+            raise ValueError(
+                f"{source.listed_in}: {key} = {value!r} says how text is read, and "
+                f"{source.path[0]} holds prepared shards; leave it out, or prepare the text again "
+                f"with --{key}"
+            )
 
 
 def read_index(folder: str) -> Index:

@@ -19,9 +19,11 @@ from jaxscale.data.text.text_files import find_files
 from jaxscale.data.tokens import copied, verify
 from jaxscale.data.tokens import prepare as preparing
 from jaxscale.data.tokens.corpus import Corpus, open_corpus, open_folder
+from jaxscale.data.tokens.index import find_prepared
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import Work, find_made, make_shard, plan
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from jaxscale.data_source import to_sources
 from jaxscale.storage import tiers
 from jaxscale.storage.object_store import ObjectStore
 
@@ -395,6 +397,18 @@ def test_one_shard_alone_is_not_a_source(folder):
 def test_a_prepared_folder_is_an_entry_of_its_own(folder):
     with pytest.raises(ValueError, match="out is one of 2 paths of its entry"):
         open_corpus([{"path": [str(folder), "other.txt"]}], BYTES)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("messages", "messages"), ("field", "body"), ("format", "jsonl"), ("skip_share", 0.1)],
+)
+def test_how_to_read_text_is_not_a_setting_of_shards(folder, key, value):
+    """They would be read as they were prepared, with loss on every token."""
+    with pytest.raises(ValueError, match=rf"{key} = '?{value}'? says how .*out.* --{key}$"):
+        open_corpus([{"path": str(folder), key: value}], BYTES)
+    (kept,) = to_sources([{"path": str(folder), "format": "shards", "weight": 2}])
+    assert find_prepared(kept) == str(folder)
 
 
 def test_entries_of_both_kinds_make_one_corpus(folder, texts, tmp_path):
