@@ -233,6 +233,16 @@ def test_a_folder_of_other_text_is_not_written_over(texts, tmp_path, change):
         prepare(works_of(texts, tmp_path / "out", tokenizer, **changes), tokenizer)
 
 
+def test_files_of_another_tokenizer_are_not_read_with_this_one(texts, tmp_path):
+    """Workers read it from the folder of the shards, and so does who inspects them."""
+    tokenizer = load_tokenizer("bpe:258", [f"{texts}/*.md"])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/tokenizer_config.json").write_text('{"add_bos_token": true}')
+    with pytest.raises(ValueError, match=r"out/tokenizer_config.json is of another tokenizer than"):
+        prepare(works_of(texts, tmp_path / "out", tokenizer), tokenizer)
+    prepare(works_of(texts, tmp_path / "out"), BYTES)
+
+
 def test_two_processes_do_not_write_to_one_folder(texts, tmp_path):
     (tmp_path / "out" / ".unfinished").mkdir(parents=True)
     lock = tmp_path / "out" / ".unfinished" / "lock"
