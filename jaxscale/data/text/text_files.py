@@ -13,7 +13,7 @@ import os
 import pathlib
 import stat
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,9 @@ _SUFFIXES = {
     ".fna": "fasta",
     ".faa": "fasta",
 }
+SAVED = ("dataset_dict.json", "state.json", "dataset_info.json")
+"""Files of `save_to_disk`: one of a data set with splits, two of one without."""
+
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "updated", "created")
 """Names that object stores give to a file's version; the first one present is taken."""
 
@@ -162,6 +165,9 @@ def _list_remote(path: str, source: Source, entry: int) -> list[File]:
             found = fs.glob(name, detail=True)
         elif whole_folder:
             found = fs.find(name, detail=True)
+            names = [place.removeprefix(f"{name}/") for place in found]
+            if (saved := _saved_dataset(path.rstrip("/"), names)) is not None:
+                found = {f"{name}/{one}": fs.info(f"{name}/{one}") for one in saved}
         else:
             found = {name: fs.info(name)} if fs.isfile(name) else {}
     root = "/".join(parts if whole_folder else parts[: min(fixed, len(parts) - 1)])
@@ -216,32 +222,36 @@ def _expand(entry: str) -> tuple[pathlib.Path, Iterator[pathlib.Path]]:
     if os.path.isfile(path):
         return path.parent, iter([path])
     if os.path.isdir(path):
-        saved = _saved_dataset(path)
-        return path, _walk(path, ("**", "*")) if saved is None else iter(saved)
+        saved = _saved_dataset(str(path), [name for name in SAVED if os.path.isfile(path / name)])
+        return path, _walk(path, ("**", "*")) if saved is None else (path / one for one in saved)
     parts = path.parts
     fixed = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts) - 1)
     root = pathlib.Path(*parts[:fixed])
     return root, _walk(root, parts[fixed:])
 
 
-def _saved_dataset(folder: pathlib.Path) -> list[pathlib.Path] | None:
-    """The files of a data set that Hugging Face's `save_to_disk` wrote here, if it did."""
-    splits, state = folder / "dataset_dict.json", folder / "state.json"
+def _saved_dataset(folder: str, names: Collection[str]) -> list[str] | None:
+    """The names of the files of a data set, if Hugging Face's `save_to_disk` wrote one here.
+
+    Args:
+      names: of the files in the folder, those of `SAVED` at least.
+    """
+    splits, state, info = SAVED
     try:
-        if os.path.isfile(splits):
-            names = json.loads(read_file(str(splits)))["splits"]
+        if splits in names:
+            found = json.loads(read_file(f"{folder}/{splits}"))["splits"]
             raise ValueError(
-                f"{folder} holds the splits {', '.join(names)} of a data set; name one of them: "
-                f"{folder / names[0]}"
+                f"{folder} holds the splits {', '.join(found)} of a data set; name one of them: "
+                f"{folder}/{found[0]}"
             )
-        if os.path.isfile(state) and os.path.isfile(folder / "dataset_info.json"):
-            about = json.loads(read_file(str(state)))
+        if state in names and info in names:
+            about = json.loads(read_file(f"{folder}/{state}"))
             if about.get("_indices_data_files"):
                 raise ValueError(
                     f"{folder} holds rows in an order of its own; save it again after "
                     "flatten_indices()"
                 )
-            return [folder / file["filename"] for file in about["_data_files"]]
+            return [file["filename"] for file in about["_data_files"]]
     except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder} is not a complete data set: {error!r} in its JSON") from error
     return None

@@ -545,22 +545,27 @@ def saved_dataset(folder: pathlib.Path, **state) -> None:
     (folder / "state.json").write_text(json.dumps({"_data_files": files} | state))
 
 
-def test_a_saved_dataset_is_its_data_files(tmp_path):
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_saved_dataset_is_its_data_files(tmp_path, scheme):
     saved_dataset(tmp_path / "saved")
-    files = find_files([str(tmp_path / "saved")])
+    files = find_files([f"{scheme}{tmp_path}/saved"])
     assert list(itertools.chain(*map(texts_of, files))) == TEXTS
+    (tmp_path / "saved/data-00001-of-00002.arrow").unlink()
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        find_files([f"{scheme}{tmp_path}/saved"])
 
 
-def test_a_saved_dataset_with_splits_or_an_order_is_refused(tmp_path):
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_saved_dataset_with_splits_or_an_order_is_refused(tmp_path, scheme):
     saved_dataset(tmp_path / "saved", _indices_data_files=[{"filename": "indices.arrow"}])
     with pytest.raises(ValueError, match=r"order of its own.*flatten_indices"):
-        find_files([str(tmp_path / "saved")])
+        find_files([f"{scheme}{tmp_path}/saved"])
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(ValueError, match=r"the splits train, test.*name one of them: .*/train"):
-        find_files([str(tmp_path)])
+        find_files([f"{scheme}{tmp_path}"])
     (tmp_path / "dataset_dict.json").write_text('{"splits"')
     with pytest.raises(ValueError, match="is not a complete data set: JSONDecodeError"):
-        find_files([str(tmp_path)])
+        find_files([f"{scheme}{tmp_path}"])
 
 
 def test_of_a_folder_with_records_only_those_are_read(tmp_path):
