@@ -174,7 +174,8 @@ def _list_remote(path: str, source: Source, entry: int) -> list[File]:
     files = []
     for place, about in found.items():
         identity = place.removeprefix(root).lstrip("/")
-        if about["type"] != "file" or any(part.startswith(".") for part in identity.split("/")):
+        # An object with a slash at its end stands for a folder.
+        if about["type"] != "file" or place.endswith("/") or _is_hidden(identity.split("/")):
             continue
         version = next((str(about[key]) for key in _VERSIONS if key in about), "")
         address = fs.unstrip_protocol(place)
@@ -182,6 +183,10 @@ def _list_remote(path: str, source: Source, entry: int) -> list[File]:
             File(address, identity, about["size"], version, _format(address, source), source, entry)
         )
     return _sorted(files, whole_folder=whole_folder)
+
+
+def _is_hidden(parts: Sequence[str]) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in parts)
 
 
 def _sorted(files: list[File], *, whole_folder: bool) -> list[File]:

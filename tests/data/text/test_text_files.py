@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+from jaxscale.data.text import text_files
 from jaxscale.data.text.text_files import draw, find_files, hash_identity
 from jaxscale.data_source import Source
 
@@ -131,3 +132,21 @@ def test_draws_of_different_seeds_and_names_have_nothing_in_common():
     numbers = np.array([drawn(names, seed) for seed in (0, 1, 2, 2**32 - 1)])
     assert np.abs(np.corrcoef(numbers) - np.eye(4)).max() < 4 / 4000**0.5
     assert abs(np.corrcoef(numbers[0][1:], numbers[0][:-1])[0, 1]) < 4 / 4000**0.5
+
+
+def test_an_object_that_stands_for_a_folder_is_no_file(monkeypatch):
+    """Consoles of object stores make one, of no bytes, for a new folder."""
+
+    class Store:
+        def isdir(self, name):
+            return True
+
+        def find(self, name, detail):
+            sizes = {"a/": 0, "a/b/": 0, "a/b/t.txt": 9, "a/b/__pycache__/t.txt": 9}
+            return {one: {"type": "file", "size": size} for one, size in sizes.items()}
+
+        def unstrip_protocol(self, name):
+            return f"s3://{name}"
+
+    monkeypatch.setattr(text_files, "filesystem", lambda path: (Store(), "a"))
+    assert [file.identity for file in find_files(["s3://a"])] == ["b/t.txt"]
