@@ -2,7 +2,7 @@
 
 Sizes and the small arrays of a folder are compared whenever it is opened. The shards are read for
 it once a run: at once as far as that takes a second or two, the rest in the background, while
-training goes on. Those at an address are not read for it; `prepare --inspect` reads them.
+training goes on. Those at an address are compared where they are copied, and not otherwise.
 """
 
 import concurrent.futures
