@@ -402,7 +402,8 @@ def _check_sizes(folder: str, index: Index) -> None:
     with reading(folder):
         if is_remote(folder):
             fs, name = filesystem(folder)
-            sizes = {about["name"].rsplit("/", 1)[-1]: about["size"] for about in fs.ls(name)}
+            listed = fs.ls(name, detail=True)  # s3fs lists names alone unless it is told
+            sizes = {about["name"].rsplit("/", 1)[-1]: about["size"] for about in listed}
         else:
             sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
     for file, num_bytes in (item for shard in index.shards for item in shard.files.items()):

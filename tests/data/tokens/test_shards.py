@@ -486,10 +486,14 @@ def test_shards_without_room_are_read_in_part(folder, tmp_path, monkeypatch, cap
     assert not list(directory.glob("prepared-*"))
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_shards_are_read_in_part_from_object_stores(folder, tmp_path, monkeypatch, keep):
-    store = fsspec.filesystem("memory")
-    store.put(str(folder), "/bucket/out", recursive=True)
+@pytest.mark.parametrize(("scheme", "keep"), [("memory", True), ("memory", False), ("s3", True)])
+def test_shards_are_read_in_part_from_object_stores(
+    request, folder, tmp_path, monkeypatch, scheme, keep
+):
+    if scheme == "s3":
+        request.getfixturevalue("s3_server")
+    store, address = fsspec.filesystem(scheme), f"{scheme}://bucket/{os.getpid()}/out"
+    store.put(str(folder), address, recursive=True)
     local = open_corpus([str(folder)], BYTES)
     fetched = []
     cat = store.cat_ranges
@@ -501,7 +505,7 @@ def test_shards_are_read_in_part_from_object_stores(folder, tmp_path, monkeypatc
     monkeypatch.setattr(store, "cat_ranges", note)
     try:
         directory = tmp_path / "run" if keep else None
-        corpus = open_corpus(["memory://bucket/out"], BYTES, directory)
+        corpus = open_corpus([address], BYTES, directory)
         assert corpus.fingerprint == local.fingerprint
         assert not fetched
         corpus = pickle.loads(pickle.dumps(corpus))
@@ -518,13 +522,13 @@ def test_shards_are_read_in_part_from_object_stores(folder, tmp_path, monkeypatc
             assert isinstance(corpus.offsets, np.memmap)
             # The arrays are here already.
             monkeypatch.setattr("jaxscale.data.tokens.corpus.read_file", None)
-            again = open_corpus(["memory://bucket/out"], BYTES, directory)
+            again = open_corpus([address], BYTES, directory)
             np.testing.assert_array_equal(again.hashes, local.hashes)
-        store.rm("/bucket/out/tokens-00002.npy")
-        with pytest.raises(ValueError, match=r"bucket/out/tokens-00002.npy is missing"):
-            open_corpus(["memory://bucket/out"], BYTES)
+        store.rm(f"{address}/tokens-00002.npy")
+        with pytest.raises(ValueError, match=r"/out/tokens-00002.npy is missing"):
+            open_corpus([address], BYTES)
     finally:
-        store.rm("/bucket", recursive=True)
+        store.rm(address, recursive=True)
 
 
 def test_a_vocabulary_beyond_16_bits_takes_32(texts, tmp_path):
