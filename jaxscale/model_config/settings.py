@@ -1,7 +1,6 @@
 """What the engine reads of any model's record, and the records of models of one's own."""
 
 import dataclasses
-import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -90,9 +89,10 @@ def is_own_family(family: str) -> bool:
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), function))
 
 
-@functools.cache
 def find_make(family: str) -> Callable[[Any, Any], Any]:
     """The function `make(settings, kernels)` that a family of one's own names; imports its module.
+
+    It is looked up each time: a cell of a notebook may define it anew.
 
     Raises:
       ValueError: it cannot be imported.

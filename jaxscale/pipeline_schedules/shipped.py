@@ -4,7 +4,6 @@ A schedule is added with a file beside this one and a line in `SHIPPED`; the sch
 package needs neither: its name is "module:RECORD".
 """
 
-import functools
 import importlib
 
 from jaxscale.choices import did_you_mean
@@ -72,7 +71,6 @@ def check_known(name: str, setting: str) -> None:
     )
 
 
-@functools.cache
 def _import(name: str) -> Schedule:
     module, _, record = name.partition(":")
     try:

@@ -2,6 +2,9 @@
 its record alone.
 """
 
+import sys
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from jaxscale.pipeline import draw
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.simulator import peak_stash, simulate
 from jaxscale.pipeline.table import compile_order
+from jaxscale.pipeline_schedules.shipped import find_schedule
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.search.search import search_layouts
 from jaxscale.planner.search.space import Query
@@ -26,6 +30,7 @@ from tests.invariants.layouts import (
     relative_error,
     run,
 )
+from tests.pipeline.eager_1f1b import EAGER_1F1B
 
 EAGER = "tests.pipeline.eager_1f1b:EAGER_1F1B"
 MODEL = {
@@ -110,3 +115,18 @@ def test_what_cannot_be_found_is_refused_with_the_config(schedule, said):
     with pytest.raises(ValueError, match=r"^layout\.schedule = ") as error:
         load("configs/tiny.py", [f"layout.schedule={schedule}"])
     assert said in str(error.value)
+
+
+def cell_of(monkeypatch, record) -> types.ModuleType:
+    """A module with a record, "cell:MINE"."""
+    cell = types.ModuleType("cell")
+    cell.MINE = record
+    monkeypatch.setitem(sys.modules, "cell", cell)
+    return cell
+
+
+def test_a_record_that_a_cell_defines_anew_is_the_new_one(monkeypatch):
+    cell = cell_of(monkeypatch, EAGER_1F1B)
+    assert make_order("cell:MINE", 3, 4).rows == make_order(EAGER, 3, 4).rows
+    cell.MINE = find_schedule("gpipe")
+    assert make_order("cell:MINE", 3, 4).rows == make_order("gpipe", 3, 4).rows
