@@ -63,6 +63,8 @@ def make_order(
             "leave fused out, or take another schedule such as 1f1b"
         )
     rows = schedule.make_rows(stages, microbatches, v, k)
+    if len(rows) != stages:
+        raise ValueError(f"{name} makes the rows of {len(rows)} ranks for stages = {stages}")
     if not fused and not schedule.splits_backward:
         rows = split_backward(rows)
     if keep is not None:

@@ -2,6 +2,7 @@
 its record alone.
 """
 
+import dataclasses
 import sys
 import types
 
@@ -130,3 +131,9 @@ def test_a_record_that_a_cell_defines_anew_is_the_new_one(monkeypatch):
     assert make_order("cell:MINE", 3, 4).rows == make_order(EAGER, 3, 4).rows
     cell.MINE = find_schedule("gpipe")
     assert make_order("cell:MINE", 3, 4).rows == make_order("gpipe", 3, 4).rows
+
+
+def test_rows_of_another_number_of_ranks_are_refused(monkeypatch):
+    cell_of(monkeypatch, dataclasses.replace(EAGER_1F1B, make_rows=lambda p, m, v, k: [[]] * 2))
+    with pytest.raises(ValueError, match="cell:MINE makes the rows of 2 ranks for stages = 3"):
+        make_order("cell:MINE", 3, 4)
