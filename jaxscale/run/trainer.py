@@ -27,6 +27,7 @@ from jaxscale.choices import check_kind
 from jaxscale.config import Config, DataConfig, RunConfig
 from jaxscale.distributed import hangs, phases, processes
 from jaxscale.formatting import duration, human_bytes
+from jaxscale.model_config import is_own_family
 from jaxscale.run import signals
 from jaxscale.run.compilation_cache import programs_read
 from jaxscale.run.goodput import Account
@@ -126,7 +127,7 @@ def open_trainer(
       skip_memory_check: compiles a step even when the predicted memory exceeds the devices'.
       refuse_damaged: raises where the newest checkpoint is damaged; otherwise it is set aside, and
         the run resumes from the newest one that is intact.
-      own: `model`, `optimizer` and `rules` of `make_engine`.
+      own: `model`, `optimizer` and `rules` of `make_engine`; a model which `model.family` names.
 
     Returns:
       None when the run is complete already.
@@ -136,6 +137,7 @@ def open_trainer(
         checkpoint. Layouts and shapes are refused before anything is compiled.
     """
     check_kind("config", config, Config, configs.CONFIG_ADVICE)
+    _check_model_is_named(config, own.get("model"))
     run, workdir = config.run, pathlib.Path(workdir)
     checkpoints = Checkpoints(
         workdir / CHECKPOINTS,
@@ -174,6 +176,21 @@ def open_trainer(
     if uploads:
         uploads.start(checkpoints)
     return trainer
+
+
+def _check_model_is_named(config: Config, model: Any) -> None:
+    """Refuses a model that the run's config.json would not name: whoever reads the run's weights
+    would take them for those of `model.family`, and where the shapes are the same, not notice.
+
+    Raises:
+      ValueError: names the setting.
+    """
+    if model is not None and not is_own_family(family := config.model.family):
+        name = getattr(model, "__qualname__", "NAME")
+        raise ValueError(
+            f"model is {name}, and the run's config.json would say model.family = {family!r}; set "
+            f"model.family = '{getattr(model, '__module__', 'MODULE')}:{name}' instead"
+        )
 
 
 def _check_text_is_chosen(config: Config) -> None:

@@ -178,6 +178,11 @@ def opened(tmp_path_factory):
             r"trackers = 'tensorboard' is one text; pass a tuple of names, \('tensorboard',\)",
         ),
         (lambda run: jaxscale.open_trainer("tiny", "x"), "config is of type str; pass what .*load"),
+        (
+            lambda run: jaxscale.open_trainer(run.config, "x", model=Decoder),
+            "model is Decoder, and the run's config.json would say model.family = 'llama'; set "
+            "model.family = 'jaxscale.models.decoder:Decoder' instead",
+        ),
         (lambda run: jaxscale.open_engine("tiny"), "config is of type str"),
         (lambda run: jaxscale.open_text(run.engine, "x"), "config is of type Engine"),
         (lambda run: jaxscale.load(run.config), "path is of type Config"),
