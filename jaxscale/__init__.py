@@ -36,6 +36,10 @@ _HOMES = {
 }
 
 
+# Without it `import *` would bring modules imported so far, such as `config`, and none of these.
+__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"jaxscale has no {name!r}; it has {', '.join(sorted(_HOMES))}")

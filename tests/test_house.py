@@ -38,6 +38,13 @@ def test_no_public_name_is_a_module():
     assert before == {name: getattr(jaxscale, name) for name in dir(jaxscale)}
 
 
+def test_importing_everything_brings_the_public_names_alone():
+    cell = {}
+    exec("from jaxscale import *", cell)
+    del cell["__builtins__"]
+    assert cell == {name: getattr(jaxscale, name) for name in dir(jaxscale)}
+
+
 def test_the_formatter_is_not_switched_off():
     skips = sum(path.read_text().count("# fmt: " + "skip") for path in MODULES)
     assert skips < 20
