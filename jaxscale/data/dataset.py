@@ -9,7 +9,7 @@ import json
 import logging
 import pathlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -93,16 +93,17 @@ class Dataset:
     """
 
     name: str
-    stream: Stream
+    stream: Stream = field(repr=False)
     split: Split
     seq_len: int  # tokens of an example, padding included; of the encoder's, where there is one
     seed: int
     objective: str
-    vocabulary: Vocabulary
-    token_bytes: np.ndarray
+    vocabulary: Vocabulary = field(repr=False)
+    token_bytes: np.ndarray = field(repr=False)
     fingerprint: str
     target_len: int = 0  # of the decoder's of an encoder
-    begins: np.ndarray | None = None  # of windows of whole pairs, and the end; None: equal windows
+    # Of windows of whole pairs, and the end; None: equal windows.
+    begins: np.ndarray | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         """Windows: examples of one epoch."""

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,8 +26,8 @@ class Pretrained:
     """A model with its parameters, which `from_pretrained` reads."""
 
     config: ModelConfig
-    params: Any  # in canonical form
-    model: Decoder | EncoderDecoder
+    params: Any = field(repr=False)  # in canonical form
+    model: Decoder | EncoderDecoder = field(repr=False)
 
     def __call__(
         self,

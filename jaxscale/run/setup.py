@@ -62,7 +62,8 @@ class Text:
     train: Examples
     heldout: Examples | None
     validation: Mapping[str, Examples] = field(default_factory=dict)
-    verification: tuple[concurrent.futures.Future, ...] = ()  # of tokens on disk, under way
+    # Of tokens on disk, under way.
+    verification: tuple[concurrent.futures.Future, ...] = field(default=(), repr=False)
 
     def check_tokens(self) -> None:
         """Call it from time to time.

@@ -16,7 +16,7 @@ import math
 import pathlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
@@ -103,11 +103,11 @@ class Trainer:
     config: Config  # its layout resolved
     engine: Engine
     workdir: pathlib.Path
-    checkpoints: Checkpoints
+    checkpoints: Checkpoints = field(repr=False)
     begin: int  # steps done
     text: Text
-    state: TrainState  # donated by `fit`
-    step: Step  # compiled
+    state: TrainState = field(repr=False)  # donated by `fit`
+    step: Step = field(repr=False)  # compiled
 
 
 def open_trainer(

@@ -86,6 +86,10 @@ class Engine:
     flops: StepFlops
     learning_rate: Callable[[Any], Any] | None  # of an update's number; None: the optimizer's own
 
+    def __repr__(self) -> str:
+        """In a line or two; all fields would be hundreds."""
+        return f"Engine(model={type(self.model).__name__}, layout={self.layout})"
+
     def shard(self, batch: Batch, *, global_batch_size: int | None = None) -> ShardedBatch:
         """A batch of NumPy arrays as `step` and `evaluate` take it: sharded over the mesh, the
         tokens of each sequence split over the ranks of context in their balanced order.

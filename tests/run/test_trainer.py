@@ -19,6 +19,7 @@ from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.run import recorder, trainer
 from jaxscale.run.goodput import Account
 from jaxscale.run.initial_weights import open_weights
+from jaxscale.run.pretrained import Pretrained
 from jaxscale.run.setup import open_text
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.flops import step_flops
@@ -229,6 +230,13 @@ def opened(tmp_path_factory):
 def test_arguments_of_another_kind_are_refused(call, said, opened):
     with pytest.raises(ValueError, match=said):
         call(opened)
+
+
+def test_what_a_cell_shows_has_no_arrays(opened):
+    read = Pretrained(opened.config.model, opened.state.params, opened.engine.model)
+    for shown in (opened, opened.engine, opened.text, opened.text.tokenizer, read):
+        assert "rray(" not in repr(shown)
+        assert len(repr(shown)) < 6000
 
 
 def stream(run, dataset=None, size=8, **settings):

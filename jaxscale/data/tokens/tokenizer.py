@@ -72,18 +72,22 @@ class Tokenizer:
 
     vocab_size: int
     boundary: int
-    token_bytes: np.ndarray
+    token_bytes: np.ndarray = field(repr=False)
     fingerprint: str
-    encode: Callable[[Sequence[str]], list[np.ndarray]]  # no boundary added; int32 arrays
-    decode: Callable[[Sequence[int] | np.ndarray], str]  # special tokens are left out
+    # No boundary added; int32 arrays.
+    encode: Callable[[Sequence[str]], list[np.ndarray]] = field(repr=False)
+    decode: Callable[[Sequence[int] | np.ndarray], str] = field(repr=False)  # no special tokens
     name: str = "bytes"  # as `data.tokenizer` has it
-    file: bytes = b""  # the content of its file; empty for "bytes"
-    special: Mapping[str, int] = field(default_factory=dict)  # ids by name, never in text
+    file: bytes = field(default=b"", repr=False)  # the content of its file; empty for "bytes"
+    # Ids by name, never in text.
+    special: Mapping[str, int] = field(default_factory=dict, repr=False)
     bos: int | None = None  # begins a text; None: the boundary does
     ends: tuple[int, ...] = ()  # besides the boundary, ids that end what a model generates
-    beside: Mapping[str, bytes] = field(default_factory=dict)  # the other files of its folder
-    template: ChatTemplate | None = None
-    encode_chat: Callable[[str], Encoded] | None = None  # text with special tokens written out
+    # The other files of its folder.
+    beside: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    template: ChatTemplate | None = field(default=None, repr=False)
+    # Text with special tokens written out.
+    encode_chat: Callable[[str], Encoded] | None = field(default=None, repr=False)
     # The first id from which on all are special tokens that `encode` never gives; None if any may.
     plain_size: int | None = None
 
