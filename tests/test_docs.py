@@ -99,7 +99,7 @@ def test_the_worked_example_works(tmp_path, monkeypatch):
     assert len({opening(name) for name in WORKED}) == 1
     text = TEXTS["worked_example.md"].replace("runs/", f"{tmp_path}/")
     blocks = re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     with jax.enable_x64(False):
         for language, block in blocks:
             if language == "python":

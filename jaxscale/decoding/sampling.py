@@ -68,7 +68,8 @@ def sample(
     is drawn for a prompt depends on the seed and its place in the batch, not on the others.
 
     Args:
-      params: of the engine's state, or in canonical form, as `fit` and checkpoints give them.
+      params: of the engine's state, or in canonical form on any devices, as `fit`, checkpoints and
+        `from_pretrained` give them.
       prompts: each begins a document; "" is a document not yet begun. An encoder's are whole
         documents. Ids, such as those of `encode_messages`, are taken as they are.
       num_tokens: at most this many are added to each prompt.

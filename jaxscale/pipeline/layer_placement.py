@@ -25,7 +25,8 @@ class LayerPlacement:
 
     The canonical form is [layers, ...] whatever the layout; states are initialised, saved and
     returned in it. Where the two forms differ they can be told apart, since only the run's is
-    sharded over `pipeline` along its layers: both functions take either.
+    sharded over `pipeline` along its layers: both functions take either. Arrays that are elsewhere,
+    on the host or on the devices of another mesh, are placed on this run's.
     """
 
     layer_of_row: Rows  # for each stack of the model the layer in each row; -1 for none
@@ -59,8 +60,13 @@ class LayerPlacement:
         Args:
           on_host: leaves the reordered arrays in host memory, where there is some: for saving.
           donate: deletes each array of `state` that was reordered.
+
+        Raises:
+          ValueError: the state is in the form of another run, with a pipeline.
         """
-        if self.trivial or not self._in_the_runs_form(state):
+        if not self._in_the_runs_form(state):
+            return jax.tree.map(_placed, state, self.canonical)
+        if self.trivial:
             return state
         wanted = self.canonical
         if on_host:
@@ -75,10 +81,13 @@ class LayerPlacement:
           donate: as in `to_canonical`.
 
         Raises:
-          ValueError: an array has the shape of neither form.
+          ValueError: an array has the shape of neither form, or the state is in the form of another
+            run, with a pipeline.
         """
-        if self.trivial or self._in_the_runs_form(state):
+        if self._in_the_runs_form(state):
             return state
+        if self.trivial:
+            return jax.tree.map(_placed, state, self.abstract)
         given = self.canonical
         jax.tree_util.tree_map_with_path(_check_shape, state, given)
         return self._reorder(self.layer_of_row, donate, state, given, self.abstract)
@@ -86,13 +95,20 @@ class LayerPlacement:
     def _in_the_runs_form(self, state: Tree) -> bool:
         """Whether its layers are sharded over the ranks."""
 
-        def one(axes: Axes, leaf: Any) -> bool:
+        def one(axes: Axes, leaf: Any, wanted: jax.ShapeDtypeStruct) -> bool:
             if "layers" not in axes or not isinstance(leaf, jax.Array):
                 return False
             dim = axes.index("layers")
-            return leaf.sharding.shard_shape(leaf.shape)[dim] < leaf.shape[dim]
+            if leaf.sharding.shard_shape(leaf.shape)[dim] == leaf.shape[dim]:
+                return False
+            if not _on_mesh(leaf, wanted):
+                raise ValueError(
+                    "the layers lie on the ranks of another engine's pipeline, in its order: pass "
+                    "jax.device_get(THAT_ENGINE.placement.to_canonical(STATE)), or its params"
+                )
+            return True
 
-        return any(jax.tree.leaves(self._map(one, state)))
+        return any(jax.tree.leaves(self._map(one, state, self.abstract)))
 
     def _reorder(self, rows: Rows, donate: bool, *trees: Tree) -> Tree:
         def one(path: tuple, axes: Axes, *leaves: Any) -> Any:
@@ -136,6 +152,17 @@ def _in_host_memory(axes: Axes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host)
 
 
+def _on_mesh(array: Any, wanted: jax.ShapeDtypeStruct) -> bool:
+    assert isinstance(wanted.sharding, NamedSharding)
+    sharding = array.sharding if isinstance(array, jax.Array) else None
+    return isinstance(sharding, NamedSharding) and sharding.mesh == wanted.sharding.mesh
+
+
+def _placed(array: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array where it is, if that is on the mesh."""
+    return array if _on_mesh(array, wanted) else jax.device_put(array, wanted.sharding)
+
+
 def _check_shape(path: tuple, leaf: Any, wanted: jax.ShapeDtypeStruct) -> None:
     if np.shape(leaf) != wanted.shape:
         raise ValueError(
@@ -154,7 +181,7 @@ def _reorder(
 ) -> Any:
     """The rows of an array in another order, zeros where one is -1."""
     if rows is None:
-        return array if isinstance(array, jax.Array) else jax.device_put(array, wanted.sharding)
+        return _placed(array, wanted)
     # XLA computes only with arrays in device memory.
     before, after = (leaf.sharding.with_memory_kind("device") for leaf in (given, wanted))
     placed = jax.device_put(array, before)

@@ -550,10 +550,11 @@ def evaluate_loss(
 
     Args:
       stops: asked after each batch; the evaluation ends early when it is true.
-      params: of the engine's state, or in canonical form, as `fit` and checkpoints give them.
+      params: of the engine's state, or in canonical form on any devices, as `fit`, checkpoints and
+        `from_pretrained` give them.
 
     Raises:
-      ValueError: an argument of another kind, or below 1.
+      ValueError: an argument of another kind, or below 1; params of another engine's pipeline.
     """
     check_params(engine, params)
     check_kind("heldout", heldout, Examples, EXAMPLES_ADVICE)

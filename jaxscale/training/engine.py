@@ -280,7 +280,8 @@ def _make_optimizer(
 
 
 def check_params(engine: Any, params: Any) -> None:
-    """Refuses what is no engine, and a state in the place of its parameters.
+    """Refuses what is no engine, a state in the place of its parameters, and parameters that are
+    no more.
 
     Raises:
       ValueError: says what to pass.
@@ -288,6 +289,11 @@ def check_params(engine: Any, params: Any) -> None:
     check_kind("engine", engine, Engine, ENGINE_ADVICE)
     if isinstance(params, TrainState):
         raise ValueError("params is of type TrainState; pass its parameters, state.params")
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(params)):
+        raise ValueError(
+            "params are of a state that engine.step or jaxscale.fit was given, and donated to the "
+            "next one: pass those of the state that it returned"
+        )
 
 
 def _shardings(abstract: Tree) -> Tree:

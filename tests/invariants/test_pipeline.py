@@ -272,7 +272,8 @@ def test_places_and_back_to_the_bit(layout, monkeypatch, capfd):
     jax.tree.map(np.testing.assert_array_equal, saved, fresh)
 
     canonical = placement.to_canonical(placed, donate=True)
-    assert placement.to_canonical(canonical) is canonical
+    kept = zip(jax.tree.leaves(placement.to_canonical(canonical)), jax.tree.leaves(canonical))
+    assert all(one is other for one, other in kept)
     shardings = (
         jax.tree.map(lambda x: x.sharding, tree) for tree in (canonical, placement.canonical)
     )
@@ -282,3 +283,23 @@ def test_places_and_back_to_the_bit(layout, monkeypatch, capfd):
     with pytest.raises(ValueError, match=r"in canonical form; pass a state as"):
         placement.from_canonical(jax.tree.map(lambda x: np.stack([x, x]), fresh))
     assert INVOLUNTARY not in capfd.readouterr().err
+
+
+def test_a_state_goes_to_the_devices_of_another_engine_in_canonical_form_only():
+    chunks = {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4}
+    placements = [
+        open_engine(make_config(LLAMA, layout)).placement
+        for layout in (chunks, {"fsdp": 2}, {**chunks, "fsdp": 2})
+    ]
+    fresh = initial_state(make_config(LLAMA, {}))
+    placed = placements[0].from_canonical(fresh)
+    for other in placements[1:]:
+        for place in (other.from_canonical, other.to_canonical):
+            with pytest.raises(
+                ValueError, match="ranks of another engine's pipeline, in its order"
+            ):
+                place(placed)
+        taken = other.from_canonical(placements[0].to_canonical(placed))
+        shardings = [x.sharding for x in jax.tree.leaves(taken)]
+        assert shardings == [x.sharding for x in jax.tree.leaves(other.abstract)]
+        jax.tree.map(np.testing.assert_array_equal, other.to_canonical(taken), fresh)

@@ -216,6 +216,7 @@ def opened(tmp_path_factory):
         (lambda run: stream(run, workers=-1), "workers = -1 is too small"),
         (lambda run: stream(run, dataset=run.text), "dataset is of type Text; pass `train`"),
         (lambda run: loss(run, params=run.state), "pass its parameters, state.params"),
+        (lambda run: loss(run, params=[donated()]), "pass those of the state that it returned"),
         (lambda run: loss(run, heldout=None), "heldout is of type NoneType"),
         (lambda run: loss(run, max_batches=0), "max_batches = 0 is too small"),
         (lambda run: text(run, prompts="abc"), r"prompts = 'abc' is one text; .* \['abc'\]"),
@@ -237,6 +238,12 @@ def test_what_a_cell_shows_has_no_arrays(opened):
     for shown in (opened, opened.engine, opened.text, opened.text.tokenizer, read):
         assert "rray(" not in repr(shown)
         assert len(repr(shown)) < 6000
+
+
+def donated():
+    array = jax.numpy.zeros(1)
+    array.delete()
+    return array
 
 
 def stream(run, dataset=None, size=8, **settings):
