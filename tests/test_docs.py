@@ -14,6 +14,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 from jaxscale import train
@@ -111,6 +112,12 @@ def test_the_worked_example_works(tmp_path, monkeypatch):
             command = importlib.import_module(words[2])
             more = ["--trackers", "none", "--config.data.heldout=0"] if command is train else []
             assert command.main([*words[3:], *more]) == 0
+
+
+def test_a_model_is_called_in_a_notebook_as_the_page_says():
+    (block,) = re.findall(r"```python\n(.*?)```", TEXTS["hugging_face.md"], re.DOTALL)
+    exec(block, found := {})
+    np.testing.assert_allclose(found["padded"][:, :2], found["logits"][:, :2], rtol=1e-5)
 
 
 @functools.cache
