@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxscale.models.protocol import Rows
-from jaxscale.sharding.resolve import is_axes, leaf_name
+from jaxscale.sharding.resolve import leaf_name
 from jaxscale.sharding.rules import Axes
 from jaxscale.sharding.specs import across_pipeline, mesh_axes_of
 
@@ -43,9 +43,7 @@ class LayerPlacement:
         """Shapes, types and shardings of the canonical form."""
         if self.trivial:
             return self.abstract
-        return jax.tree_util.tree_map_with_path(
-            self._canonical, self.axes, self.abstract, is_leaf=is_axes
-        )
+        return jax.tree_util.tree_map_with_path(self._canonical, self.abstract, self.axes)
 
     def part(self, name: str) -> "LayerPlacement":
         """The placement of one part of the state, such as "params"."""
@@ -70,7 +68,7 @@ class LayerPlacement:
             return state
         wanted = self.canonical
         if on_host:
-            wanted = self._map(_in_host_memory, wanted)
+            wanted = jax.tree.map(_in_host_memory, wanted, self.axes)
         rows = {name: _inverse(layers) for name, layers in self.layer_of_row.items()}
         return self._reorder(rows, donate, state, self.abstract, wanted)
 
@@ -95,7 +93,7 @@ class LayerPlacement:
     def _in_the_runs_form(self, state: Tree) -> bool:
         """Whether its layers are sharded over the ranks."""
 
-        def one(axes: Axes, leaf: Any, wanted: jax.ShapeDtypeStruct) -> bool:
+        def one(leaf: Any, axes: Axes, wanted: jax.ShapeDtypeStruct) -> bool:
             if "layers" not in axes or not isinstance(leaf, jax.Array):
                 return False
             dim = axes.index("layers")
@@ -108,17 +106,17 @@ class LayerPlacement:
                 )
             return True
 
-        return any(jax.tree.leaves(self._map(one, state, self.abstract)))
+        return any(jax.tree.leaves(jax.tree.map(one, state, self.axes, self.abstract)))
 
     def _reorder(self, rows: Rows, donate: bool, *trees: Tree) -> Tree:
-        def one(path: tuple, axes: Axes, *leaves: Any) -> Any:
+        def one(path: tuple, leaf: Any, axes: Axes, *leaves: Any) -> Any:
             chosen = rows[stack_of(path, rows)] if "layers" in axes else None
-            return _reorder(chosen, donate, axes, *leaves)
+            return _reorder(chosen, donate, axes, leaf, *leaves)
 
-        return jax.tree_util.tree_map_with_path(one, self.axes, *trees, is_leaf=is_axes)
+        return jax.tree_util.tree_map_with_path(one, trees[0], self.axes, *trees[1:])
 
     def _canonical(
-        self, path: tuple, axes: Axes, leaf: jax.ShapeDtypeStruct
+        self, path: tuple, leaf: jax.ShapeDtypeStruct, axes: Axes
     ) -> jax.ShapeDtypeStruct:
         if "layers" not in axes:
             return leaf
@@ -127,9 +125,6 @@ class LayerPlacement:
         shape = (*leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
         sharding = across_pipeline(leaf.sharding, axes, shape)
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-
-    def _map(self, function: Any, *trees: Tree) -> Tree:
-        return jax.tree.map(function, self.axes, *trees, is_leaf=is_axes)
 
 
 def stack_of(path: tuple, stacks: Collection[str]) -> str:
@@ -144,7 +139,7 @@ def _inverse(layer_of_row: np.ndarray) -> np.ndarray:
     return rows[np.argsort(layer_of_row[rows])]
 
 
-def _in_host_memory(axes: Axes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _in_host_memory(leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
     device = next(iter(leaf.sharding.addressable_devices))
     if "layers" not in axes or "pinned_host" not in {m.kind for m in device.addressable_memories()}:
         return leaf

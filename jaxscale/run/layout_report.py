@@ -137,15 +137,14 @@ def _padding(engine: Engine) -> int:
     are as many as the busiest needs, each of its chunks as large as the largest."""
     zero, state, axes = engine.zero, engine.abstract_state, engine.state_axes
     empty = {name: float((rows < 0).mean()) for name, rows in engine.placement.layer_of_row.items()}
-    total = 0.0
-    for tree, names in ((state.params, axes.params), (state.opt_state, axes.opt_state)):
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        for (path, leaf), one in zip(leaves, jax.tree.leaves(names, is_leaf=is_axes), strict=True):
-            if "layers" in one:
-                total += empty[stack_of(path, empty)] * _bytes(
-                    leaf, one, zero.state_rules, zero.sizes
-                )
-    return round(total)
+
+    def absent(path: tuple, leaf: Any, names: Axes) -> float:
+        if "layers" not in names:
+            return 0.0
+        return empty[stack_of(path, empty)] * _bytes(leaf, names, zero.state_rules, zero.sizes)
+
+    trees = ((tree.params, tree.opt_state) for tree in (state, axes))
+    return round(sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(absent, *trees))))
 
 
 def _reduced_in(engine: Engine) -> str:
@@ -404,9 +403,7 @@ def tree_bytes(
     abstract: Any, axes: Any, rules: Rules, sizes: Mapping[str, int], width: int | None = None
 ) -> int:
     """Bytes on one device of a tree of arrays; `width` replaces the bytes of an element."""
-    each = jax.tree.map(
-        lambda axes, leaf: _bytes(leaf, axes, rules, sizes, width), axes, abstract, is_leaf=is_axes
-    )
+    each = jax.tree.map(lambda leaf, axes: _bytes(leaf, axes, rules, sizes, width), abstract, axes)
     return sum(jax.tree.leaves(each))
 
 

@@ -84,10 +84,7 @@ def whole_kv_heads(axes_tree: Any, abstract: Any, sizes: Mapping[str, int]) -> A
       abstract: the arrays' shapes, in the same tree.
     """
     return jax.tree.map(
-        lambda axes, leaf: with_whole_kv_heads(axes, leaf.shape, sizes),
-        axes_tree,
-        abstract,
-        is_leaf=is_axes,
+        lambda leaf, axes: with_whole_kv_heads(axes, leaf.shape, sizes), abstract, axes_tree
     )
 
 
@@ -108,13 +105,17 @@ def layer_rules(sizes: Mapping[str, int], rows: int, rules: Rules = WEIGHTS) -> 
 
 
 def resolve_tree(axes_tree: Any, rules: Rules, mesh: jax.sharding.Mesh, abstract: Any) -> Any:
-    """`NamedSharding`s for a tree of arrays (shapes in `abstract`) from its tree of axes."""
+    """`NamedSharding`s for a tree of arrays (shapes in `abstract`) from its tree of axes.
 
-    def one(path, axes, leaf):
+    The arrays are mapped over, not the axes: an optimizer's state may hold an empty tuple, which
+    the axes of a scalar are, too.
+    """
+
+    def one(path, leaf, axes):
         spec = resolve(axes, rules, mesh.shape, leaf.shape, name=leaf_name(path))
         return NamedSharding(mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(one, axes_tree, abstract, is_leaf=is_axes)
+    return jax.tree_util.tree_map_with_path(one, abstract, axes_tree)
 
 
 def leaf_name(path: tuple) -> str:

@@ -6,12 +6,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jaxscale.pipeline import layer_placement
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.schedule_csv import write_csv
+from jaxscale.run.layout_report import describe_layout
+from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.resolve import is_axes
+from jaxscale.training.engine import make_engine
 from tests.invariants.layouts import (
     CLIP_NORM,
     GPT,
@@ -303,3 +307,17 @@ def test_a_state_goes_to_the_devices_of_another_engine_in_canonical_form_only():
         shardings = [x.sharding for x in jax.tree.leaves(taken)]
         assert shardings == [x.sharding for x in jax.tree.leaves(other.abstract)]
         jax.tree.map(np.testing.assert_array_equal, other.to_canonical(taken), fresh)
+
+
+def test_the_state_of_an_own_optimizer_may_hold_an_empty_tuple():
+    optimizer = optax.MultiSteps(optax.lion(1e-3), 2).gradient_transformation()
+    layout = {"pipeline": 2, "microbatches": 4, "fsdp": 2}  # of nine layers
+    config = make_config(LLAMA, layout)
+    engine = make_engine(config, make_mesh(config.layout, jax.devices()[:4]), optimizer=optimizer)
+    shapes, state = engine.placement.canonical.params, engine.abstract_state.opt_state
+    assert jax.tree.structure(state) == jax.tree.structure(jax.eval_shape(optimizer.init, shapes))
+    assert "skip_state=()" in str(state)
+    assert "padding" in describe_layout(engine)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), engine.placement.canonical)
+    placed = engine.placement.from_canonical(zeros)
+    jax.tree.map(np.testing.assert_array_equal, engine.placement.to_canonical(placed), zeros)
