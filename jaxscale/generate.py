@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         action="append",
         default=[],
-        help="end a continuation before this text; may be repeated",
+        help="end a continuation before this text, or special token; may be repeated",
     )
     parser.add_argument(
         "--num_tokens",

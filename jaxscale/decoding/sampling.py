@@ -6,6 +6,7 @@ of document, and the decoder begins with one token, the tokenizer's `decoder_sta
 Letters: B batch, S slots (places in a sequence and in the cache), T time, D embed, V vocabulary.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -77,8 +78,8 @@ def sample(
       top_k: samples only from the k likeliest tokens; 0 is all.
       top_p: samples only from the likeliest tokens that together reach this share of the
         probability, after temperature and top_k (nucleus sampling, arXiv 1904.09751); 1 is all.
-      stop: a text ends before the first of these that appears in it. They are looked for at the
-        end: what is drawn does not depend on them.
+      stop: a text ends before the first of these that appears in it, or before the special token
+        of that name. What is drawn until there does not depend on them.
 
     Returns:
       The text after each prompt, without it.
@@ -89,6 +90,9 @@ def sample(
     """
     drawing = Drawing(num_tokens, temperature, top_k, top_p)
     _check_arguments(engine, params, tokenizer, prompts, drawing, seed, stop)
+    # Texts are without the names of special tokens, so one of these is looked for by its id.
+    named = [tokenizer.special[each] for each in stop if each in tokenizer.special]
+    tokenizer = dataclasses.replace(tokenizer, ends=(*tokenizer.ends, *named))
     source, begun = encode_prompts(engine, tokenizer, prompts)
     _check_positions(engine, max(map(len, begun)), num_tokens)
     rows = _draw_rows(engine, params, tokenizer, source, begun, drawing, seed)

@@ -328,6 +328,8 @@ def test_several_ends_stop_strings_and_a_first_token():
     assert sample(PROMPTS, stop=["never", pair, middle]) == [
         min((text.partition(s)[0] for s in (pair, middle)), key=len) for text in whole
     ]
+    special = dataclasses.replace(TOKENIZER, special={"<|end|>": end})
+    assert sample(PROMPTS, special, stop=["<|end|>"]) == sample(PROMPTS, several)
     begun = dataclasses.replace(TOKENIZER, bos=0)
     ids = [np.append(0, *encode([prompt])) for prompt in PROMPTS]
     assert sample(PROMPTS, begun) == sample(ids)
