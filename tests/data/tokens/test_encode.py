@@ -89,6 +89,26 @@ def test_a_tokenizer_with_a_first_token_closes_documents(tmp_path):
     assert (off.bos, on.bos) == (None, tokenizer.bos)
 
 
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({}, ()),
+        ({"hf_config.json": {"eos_token_id": [2, 999]}}, (2,)),
+        ({"hf_config.json": {"eos_token_id": 2}, "generation_config.json": {}}, ()),
+        (
+            {"hf_config.json": {"eos_token_id": 2}, "generation_config.json": {"eos_token_id": 1}},
+            (1,),
+        ),
+    ],
+)
+def test_the_ends_of_texts_are_those_of_generate_in_transformers(files, ends, tmp_path):
+    """It takes them from a model's config.json where there is no generation_config.json."""
+    path = write_tokenizer(tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert load_tokenizer(path).ends == ends
+
+
 def test_conversations_are_what_the_template_renders(tmp_path):
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", MARKED, eos_token="<|im_end|>"))
     assert tokenizer.ends == (tokenizer.special["<|im_end|>"],)
