@@ -116,7 +116,7 @@ def _check_tokenizer(config: configs.Config, directory: pathlib.Path) -> None:
 
 
 def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """Writes a run's newest checkpoint as transformers reads it."""
+    """Writes a checkpoint of a run, the newest by default, as transformers reads it."""
     import jax  # noqa: PLC0415
 
     from jaxscale.hugging_face.model_folder import write_model  # noqa: PLC0415
@@ -131,7 +131,7 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
     config = run_folder.fit_devices(config, jax.device_count(), overrides)
     _, engine = setup.open_engine(setup.for_sampling(config))
     tokenizer = setup.open_tokenizer(config, workdir)
-    step, params, _ = setup.restore_params(engine, workdir, tokenizer)
+    step, params, _ = setup.restore_params(engine, workdir, tokenizer, options.step)
     tensors = write_model(
         output,
         config.model,
@@ -173,10 +173,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("give --from_hf DIR, or --to_hf with --workdir RUN")
     if options.to_hf and options.workdir is None:
         raise ValueError("--to_hf needs --workdir RUN, the run to convert")
-    if options.from_hf and (options.workdir or options.dtype):
+    if options.from_hf and (options.workdir or options.dtype or options.step is not None):
         raise ValueError(
-            "--workdir and --dtype belong to --to_hf; --from_hf writes to --output, in the type of "
-            "--config.model.param_dtype"
+            "--workdir, --step and --dtype belong to --to_hf; --from_hf writes to --output, in the "
+            "type of --config.model.param_dtype"
         )
     if options.output.exists() and any(options.output.iterdir()):
         raise ValueError(f"--output {options.output} is not empty; name a new folder")
@@ -228,6 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workdir", metavar="RUN", type=run_folder.folder, help="the run, with --to_hf"
     )
+    run_folder.add_step_flag(parser)
     parser.add_argument(
         "--output", required=True, metavar="DIR", type=_new_folder, help="a new folder"
     )

@@ -88,7 +88,7 @@ def _answer(
     with command_line.refusals():
         tokenizer = setup.open_tokenizer(config, options.workdir)
         _, engine = setup.open_engine(setup.for_sampling(config))
-        step, params, _ = setup.restore_params(engine, options.workdir, tokenizer)
+        step, params, _ = setup.restore_params(engine, options.workdir, tokenizer, options.step)
         scores = score_choices(engine, params, tokenizer, questions)
     result: dict[str, Any] = {"step": step, "questions": len(questions)}
     lines = [f"  questions           {len(questions):,}"]
@@ -107,7 +107,9 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
     with command_line.refusals():
         tokenizer = setup.open_tokenizer(config, options.workdir)
         config, engine = setup.open_engine(setup.for_evaluation(config))
-        step, params, metadata = setup.restore_params(engine, options.workdir, tokenizer)
+        step, params, metadata = setup.restore_params(
+            engine, options.workdir, tokenizer, options.step
+        )
         text = processes.first("text", lambda: setup.open_text(config, options.workdir))
     if text.heldout and metadata["data"]["fingerprint"] != text.train.fingerprint:
         log.info(

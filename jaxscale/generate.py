@@ -69,7 +69,7 @@ def _generate(
         config = run_folder.fit_devices(config, jax.device_count(), overrides)
         tokenizer = setup.open_tokenizer(config, options.workdir)
         _, engine = setup.open_engine(setup.for_sampling(config))
-        step, params, _ = setup.restore_params(engine, options.workdir, tokenizer)
+        step, params, _ = setup.restore_params(engine, options.workdir, tokenizer, options.step)
         given = [
             prompt if isinstance(prompt, str) else encode_messages(tokenizer, prompt)
             for prompt in prompts

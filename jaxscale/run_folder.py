@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from jaxscale import command_line
 from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.layout import MESH_AXES, OVERLAPS, READ_WITH
@@ -48,6 +49,7 @@ def add_workdir_flags(parser: argparse.ArgumentParser) -> None:
         type=folder,
         help="the run's folder, or its address, such as s3://bucket/run",
     )
+    add_step_flag(parser)
     parser.add_argument(
         "--config",
         metavar=".SECTION.KEY=VALUE",
@@ -59,6 +61,16 @@ def add_workdir_flags(parser: argparse.ArgumentParser) -> None:
         "--trust_family",
         action="store_true",
         help="import the code from outside the package that the run's config names",
+    )
+
+
+def add_step_flag(parser: argparse.ArgumentParser) -> None:
+    """The flag of every command that reads a run's parameters."""
+    parser.add_argument(
+        "--step",
+        metavar="N",
+        type=command_line.whole(0, 2**53),
+        help="use the checkpoint of this step; default the newest",
     )
 
 

@@ -88,6 +88,13 @@ def bring_newest(checkpoints: Checkpoints) -> None:
                     checkpoints.remove(step)
 
 
+def bring(checkpoints: Checkpoints, step: int) -> None:
+    """For a reader: a checkpoint that only the run's address has is then here, too."""
+    with tiers.fetching(checkpoints.directory.parent) as store:
+        if store and step in all_steps(checkpoints):
+            make_intact(checkpoints, step)
+
+
 def _bring_first(checkpoints: Checkpoints, steps: Sequence[int]) -> None:
     for step in steps:
         try:

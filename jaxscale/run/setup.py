@@ -38,7 +38,7 @@ from jaxscale.hardware import (
 from jaxscale.hugging_face.model_folder import copy_special_ids, is_hugging_face
 from jaxscale.layout import AUTO, Layout, resolve_sizes
 from jaxscale.model_config import ModelConfig
-from jaxscale.run.both_tiers import bring_newest
+from jaxscale.run.both_tiers import bring, bring_newest
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.storage.description import check_metadata
 from jaxscale.storage.tiers import CHECKPOINTS, local_steps
@@ -424,22 +424,29 @@ def _fitting(tokenizer: Tokenizer, config: Config) -> Tokenizer:
 
 
 def restore_params(
-    engine: Engine, workdir: pathlib.Path, tokenizer: Tokenizer | None = None
+    engine: Engine,
+    workdir: pathlib.Path,
+    tokenizer: Tokenizer | None = None,
+    wanted_step: int | None = None,
 ) -> tuple[int, Any, dict[str, Any]]:
-    """The newest checkpoint's step, its parameters on this engine's mesh in canonical form, and
-    its metadata. It is not deleted meanwhile by a run that goes on.
+    """A checkpoint's step, its parameters on this engine's mesh in canonical form, and its
+    metadata. It is not deleted meanwhile by a run that goes on.
 
     Args:
       tokenizer: is compared with the one that the checkpoint was trained with.
+      wanted_step: None is the newest checkpoint.
 
     Raises:
       FileNotFoundError: the run has no checkpoint yet.
-      ValueError: the checkpoint holds other parameters, or cannot be used.
+      ValueError: there is no such checkpoint, it holds other parameters, or cannot be used.
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS)
     try:
-        bring_newest(checkpoints)
-        with newest_held(checkpoints) as step:
+        if wanted_step is None:
+            bring_newest(checkpoints)
+        else:
+            bring(checkpoints, wanted_step)
+        with held_checkpoint(checkpoints, wanted_step) as step:
             if step is None:
                 raise FileNotFoundError(
                     f"--workdir {workdir} holds no checkpoint yet; the command that trains it "
@@ -471,14 +478,24 @@ def metadata_of(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def newest_held(checkpoints: Checkpoints) -> Generator[int | None]:
-    """The newest checkpoint, or None; it is not deleted inside the context."""
+def held_checkpoint(
+    checkpoints: Checkpoints, wanted_step: int | None = None
+) -> Generator[int | None]:
+    """The step of a checkpoint, the newest one by default, or None; it is not deleted inside the
+    context."""
     while True:
-        newest = processes.from_first("newest checkpoint", checkpoints.latest())
-        with checkpoints.held(newest or 0) as there:
-            gone = newest is not None and not there
-            if not any(processes.all_reports("newest checkpoint", gone)):
-                yield newest
+        steps = checkpoints.steps()
+        if wanted_step is not None and wanted_step not in steps:
+            raise ValueError(
+                f"--step {wanted_step}: {checkpoints.directory} holds no checkpoint {wanted_step}; "
+                f"it holds {', '.join(map(str, steps)) or 'none'}"
+            )
+        step = checkpoints.latest() if wanted_step is None else wanted_step
+        step = processes.from_first("checkpoint", step)
+        with checkpoints.held(step or 0) as there:
+            gone = step is not None and not there
+            if not any(processes.all_reports("checkpoint", gone)):
+                yield step
                 processes.all_reports("checkpoint read", None)
                 return
 

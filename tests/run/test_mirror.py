@@ -147,6 +147,7 @@ def test_a_run_continues_on_an_empty_machine_to_the_bit(address, tmp_path, monke
     step, params, _ = setup.restore_params(resumed.engine, reader)
     assert step == 8
     jax.tree.map(np.testing.assert_array_equal, params, state.params)
+    assert setup.restore_params(resumed.engine, reader, wanted_step=6)[0] == 6
 
 
 def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_path, monkeypatch):

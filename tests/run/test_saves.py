@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import json
 import logging
 import os
 import re
@@ -19,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxscale import config as configs
-from jaxscale import evaluate
+from jaxscale import convert, evaluate, generate
 from jaxscale.data.passed_over import ranges_of
 from jaxscale.distributed import phases
 from jaxscale.run import resume, saves, setup, trainer
@@ -270,7 +271,7 @@ def test_a_reader_takes_the_next_one_when_the_newest_is_deleted_first(begun, mon
     checkpoints = Checkpoints(begun / "checkpoints")
     answers = iter([5, 6])
     monkeypatch.setattr(checkpoints, "latest", lambda: next(answers))
-    with setup.newest_held(checkpoints) as step:
+    with setup.held_checkpoint(checkpoints) as step:
         assert step == 6
         (begun / "checkpoints" / "4").rename(begun / "checkpoints" / "7")
         writer = Checkpoints(begun / "checkpoints", keep_last=1)
@@ -280,6 +281,23 @@ def test_a_reader_takes_the_next_one_when_the_newest_is_deleted_first(begun, mon
     assert writer.steps() == [7]
     for one in (checkpoints, writer):
         one.close()
+
+
+def test_the_commands_read_the_checkpoint_that_is_asked_for(finished, tmp_path, capsys):
+    """Such as the best one of a run, where it is not the newest."""
+    workdir, out, questions = ["--workdir", str(finished)], tmp_path / "out", tmp_path / "questions"
+    asked = [*workdir, "--step", "4", "--json", str(out)]
+    assert convert.main([*asked, "--to_hf", "--output", str(tmp_path / "hf")]) == 0
+    assert json.loads(out.read_text())["step"] == 4
+    questions.write_text('{"prompt": "a", "choices": ["b", "c"], "answer": 0}')
+    for main, words in (
+        (generate.main, ["--prompt", "a"]),
+        (evaluate.main, ["--config.data.heldout=0.5"]),
+        (evaluate.main, ["--choices", str(questions)]),
+    ):
+        with pytest.raises(SystemExit):
+            main([*workdir, "--step", "5", *words])
+        assert "checkpoints holds no checkpoint 5; it holds 4, 6" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_changed_is_refused(finished, fresh):
@@ -298,7 +316,7 @@ def test_evaluate_refuses_a_tokenizer_that_changed(finished, fresh, monkeypatch,
     other = dataclasses.replace(fresh.text.tokenizer, fingerprint="another")
     monkeypatch.setattr(setup, "open_tokenizer", lambda *_: other)
     with pytest.raises(SystemExit) as ended:
-        evaluate._evaluate(argparse.Namespace(workdir=finished), fresh.config)
+        evaluate._evaluate(argparse.Namespace(workdir=finished, step=None), fresh.config)
     assert ended.value.code == 2
     assert "6 in" in (said := capsys.readouterr().err)
     assert "was trained with another tokenizer" in said
