@@ -71,7 +71,7 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     config = configs.from_dict(sections, overrides)
     if depth := config.model.prediction_depth:
         model = open_model(options.from_hf, prediction_depth=depth)
-    check_settings(config.model, model, "--config.model")
+    check_settings(config.model, model, "--config.model", config.data.seq_len)
     _check_tokenizer(config, model.directory)
     _, engine = setup.open_engine(config)
     params = model.read(engine.model.axes, engine.placement.canonical.params)

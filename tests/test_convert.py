@@ -202,7 +202,7 @@ BAD_COMMANDS = {
     "mixed": (["--from_hf", "x", "--dtype=float32", "--output", "y"], "belong to --to_hf"),
     "not empty": (["--from_hf", "{hf}", "--output", "{run}"], "is not empty; name a new folder"),
     "other settings": (
-        ["--from_hf", "{hf}", "--output", "{hf}_", "--config.model.rope_theta=2"],
+        ["--from_hf", "{hf}", "--output", "{hf}_", "--config.model.rope_theta=2", *DATA],
         "model.rope_theta = 2.0 here, 5000.0 there",
     ),
     "large tokenizer": (

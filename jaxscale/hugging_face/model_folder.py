@@ -55,6 +55,11 @@ class HuggingFaceModel:
         return ModelConfig(**self.settings)
 
     @property
+    def context(self) -> int:
+        """Tokens that the weights are for, by their config.json."""
+        return self.config.max_seq_len
+
+    @property
     def dtype(self) -> str:
         """The type that holds every parameter: bfloat16 where all tensors are, but for those that
         are never, else float32."""

@@ -18,6 +18,7 @@ from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.distributed import processes
 from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face, open_model
 from jaxscale.model_config import ModelConfig, is_own_family
+from jaxscale.model_config.rope_scaling import SCALING
 from jaxscale.run.both_tiers import bring_newest
 from jaxscale.run_folder import TOKENIZERS, folder_of
 from jaxscale.sharding.resolve import leaf_name
@@ -50,6 +51,10 @@ MAY_DIFFER = (
 """Settings of a model that do not change what its weights mean: those of kernels, of types, and of
 training alone. A `capacity_factor` by which experts choose their tokens does."""
 
+ROPE = ("rope_theta", "local_rope_theta", "rope_scaling", *SCALING)
+"""Settings of rotary positions, which may differ where the new run's sequences are longer than
+those that the weights are for: so a context is extended."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RunWeights:
@@ -57,6 +62,7 @@ class RunWeights:
 
     directory: pathlib.Path
     config: ModelConfig
+    context: int  # tokens that the weights are for
     step: int
     has_state: bool  # of an optimizer; a converted model has none
     optimizer: Mapping[str, Any]  # its section of the run's config.json
@@ -135,14 +141,17 @@ def open_weights(
         if step is None:
             raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
         has_state = "opt_state" in checkpoints.parts(step)
-    return RunWeights(directory, config.model, step, has_state, sections.get("optimizer", {}))
+    context = max(config.data.seq_len, getattr(config.model, "max_seq_len", 0))
+    optimizer = sections.get("optimizer", {})
+    return RunWeights(directory, config.model, context, step, has_state, optimizer)
 
 
-def check_settings(model: ModelConfig, weights: Weights, why: str) -> None:
-    """Refuses weights of a model with other settings.
+def check_settings(model: ModelConfig, weights: Weights, why: str, seq_len: int) -> None:
+    """Refuses weights of a model with other settings; a line says which of `ROPE` change.
 
     Args:
       why: the setting that named the weights, for the message.
+      seq_len: `data.seq_len` of the new run.
 
     Raises:
       ValueError: with a line for each setting that differs.
@@ -155,15 +164,23 @@ def check_settings(model: ModelConfig, weights: Weights, why: str) -> None:
     # Of rows of a table; otherwise it only says how long texts were.
     if getattr(model, "positions", "learned") != "learned":
         may_differ.add("max_seq_len")
-    lines = [
-        f"model.{name} = {ours.get(name, none)!r} here, {theirs.get(name, none)!r} there"
+    differ = {
+        name: f"model.{name} = {ours.get(name, none)!r} here, {theirs.get(name, none)!r} there"
         for name in {**ours, **theirs}
         if name not in may_differ and ours.get(name, none) != theirs.get(name, none)
-    ]
-    if lines:
-        raise ValueError(
-            f"{why}: the weights in {weights.directory} are of a model with other settings:\n  "
-            + "\n  ".join(lines)
+    }
+    context = weights.context
+    longer = seq_len > context
+    refused = [line for name, line in differ.items() if not (longer and name in ROPE)]
+    if not longer and not differ.keys().isdisjoint(ROPE):
+        refused.append(f"(rotary positions may differ where data.seq_len is above {context})")
+    if refused:
+        title = f"{why}: the weights in {weights.directory} are of a model with other settings:"
+        raise ValueError("\n  ".join([title, *refused]))
+    if differ:
+        log.info(
+            f"note: {'; '.join(differ.values())}: other rotary positions, since data.seq_len = "
+            f"{seq_len} is above the {context} tokens that the weights are for"
         )
 
 
@@ -188,7 +205,7 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
         return None
     depth = getattr(config.model, "prediction_depth", 0)
     weights = open_weights(folder, config.model.family, depth)
-    check_settings(config.model, weights, why)
+    check_settings(config.model, weights, why, config.data.seq_len)
     weights.check(engine.model.axes, engine.placement.canonical.params)
     if config.optimizer.keep_state:
         _check_state(config, weights, why)

@@ -340,6 +340,7 @@ CONTEXTS = [
     ({"max_seq_len": 4096}, 8192, 8192),
     (YARN, 8192, 4096),
     ({**YARN, "max_seq_len": 1024}, 0, 1024),
+    ({**YARN, "max_seq_len": 1024}, 2048, 4096),
     (YARN | {"rope_scaling": "dynamic"}, 8192, 1024),
     ({"family": "gpt", "tied_embeddings": True}, 512, 2048),
 ]

@@ -20,10 +20,11 @@ TRAINING = {
 }
 
 
-def check(settings, changes):
-    model = ModelConfig(family="tests.models.experts:make", **settings)
-    weights = RunWeights(pathlib.Path("there"), model, 0, False, {})
-    check_settings(dataclasses.replace(model, **changes), weights, "model.init_from = 'there'")
+def check(settings, changes, seq_len=64):
+    model = ModelConfig(**{"family": "tests.models.experts:make", **settings})
+    weights = RunWeights(pathlib.Path("there"), model, 64, 0, False, {})
+    changed = dataclasses.replace(model, **changes)
+    check_settings(changed, weights, "model.init_from = 'there'", seq_len)
 
 
 def test_settings_of_training_alone_may_differ():
@@ -40,3 +41,21 @@ def test_settings_of_training_alone_may_differ():
 def test_what_the_weights_were_trained_for_may_not(settings, changes, line):
     with pytest.raises(ValueError, match=f"other settings:\n  model.{line}"):
         check(settings, changes)
+
+
+YARN = {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_context": 64}
+
+
+def test_rotary_positions_may_differ_where_the_context_is_extended(caplog):
+    plain = {"family": "llama", "rope_theta": 1e4}
+    for changes in ({"rope_theta": 1e6}, YARN):
+        with pytest.raises(ValueError, match=r"may differ where data.seq_len is above 64\)"):
+            check(plain, changes)
+        with caplog.at_level("INFO", "jaxscale"):
+            check(plain, changes, seq_len=65)
+        assert "other rotary positions, since data.seq_len = 65 is above the 64" in caplog.text
+        caplog.clear()
+    with pytest.raises(ValueError, match=r"settings:\n  model.d_ff = 3 here, \d* there$"):
+        check(plain, {"rope_theta": 1e6, "d_ff": 3}, seq_len=65)
+    check(plain, {}, seq_len=65)
+    assert not caplog.text

@@ -167,7 +167,9 @@ def with_context(model: Model, seq_len: int) -> Model:
     if model.rope_scaling == "dynamic":  # there it is where scaling begins
         longest = model.rope_original_context
     elif model.rope_scaling in ("yarn", "longrope"):  # their factor may be computed from it
-        longest = model.max_seq_len or round(model.rope_factor * model.rope_original_context)
+        longest = model.max_seq_len
+        if not longest or seq_len > longest:  # or the context was extended
+            longest = max(longest, round(model.rope_factor * model.rope_original_context))
     else:
         longest = max(model.max_seq_len, seq_len) or 2048
     return dataclasses.replace(model, max_seq_len=longest)
