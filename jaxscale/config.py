@@ -410,6 +410,11 @@ def read_sections(path: pathlib.Path) -> dict[str, dict]:
         sections = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+    if isinstance(sections, dict) and "model_type" in sections:
+        raise ValueError(
+            f"{path} is that of a Hugging Face model; make a run of it first: python -m "
+            f"jaxscale.convert --from_hf {path.parent} --output RUN"
+        )
     if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
         raise ValueError(f"{path} is not the config of a run: sections of keys and values")
     return sections
@@ -472,6 +477,8 @@ def _existing(name: str) -> pathlib.Path:
     if pathlib.Path(name).is_file():
         return pathlib.Path(name)
     shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.py"))}
+    if name not in shipped and (file := pathlib.Path(name, "config.json")).is_file():
+        raise FileNotFoundError(f"--config {name} is a folder; name the file in it, {file}")
     if name not in shipped:
         found = {str(file) for file in pathlib.Path(name).parent.glob("*.py")}
         found |= {f"configs/{stem}.py" for stem in shipped} | shipped.keys()

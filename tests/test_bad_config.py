@@ -277,6 +277,8 @@ NAMES = [
     ("no/such/folder.py", "--config no/such/folder.py: there is no such file"),
     ("configs", "--config configs: there is no such file"),
     ("", "--config : there is no such file"),
+    ("tests/goldens/llama", "is a folder; name the file in it, tests/goldens/llama/config.json"),
+    ("tests/goldens/llama/config.json", "of a Hugging Face model; make a run of it first: python"),
     ("pyproject.toml", "pyproject.toml"),
     ("configs/tiny.py:3", "get_config() of configs/tiny.py takes no argument"),
     ("configs/x_family.py:many", "ValueError: invalid literal for int()"),

@@ -217,6 +217,10 @@ BAD_COMMANDS = {
         ["--to_hf", "--workdir", "{scheduled}", "--output", "{hf}_"],
         "of {scheduled} is code from outside the package, which writing does not need: add",
     ),
+    "a run": (
+        ["--from_hf", "{run}", "--output", "{hf}_"],
+        "{run} is the folder of a run, not of a Hugging Face model; convert --to_hf --workdir",
+    ),
     "tokenizer": (["--from_hf", "{bare}", "--output", "{hf}_"], "no tokenizer.json and no"),
 }
 

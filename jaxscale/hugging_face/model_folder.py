@@ -126,6 +126,11 @@ def open_model(directory: pathlib.Path, *, prediction_depth: int = 0) -> Hugging
     except ValueError as error:
         raise ValueError(f"{directory / 'config.json'}: {error}") from error
     kind = hf.get("model_type")
+    if kind is None and isinstance(whole.get("model"), dict):
+        raise ValueError(
+            f"{directory} is the folder of a run, not of a Hugging Face model; convert --to_hf "
+            f"--workdir {directory} writes one"
+        )
     if not isinstance(kind, str) or kind not in FAMILIES:
         own = (
             " (its auto_map names code of its own, which is not run)" if "auto_map" in whole else ""
