@@ -110,15 +110,22 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
         step, params, metadata = setup.restore_params(
             engine, options.workdir, tokenizer, options.step
         )
-        text = processes.first("text", lambda: setup.open_text(config, options.workdir))
-    if text.heldout and metadata["data"]["fingerprint"] != text.train.fingerprint:
-        log.info(
-            "note: the text or its settings differ from those of training: these numbers are not "
-            "comparable with the run's own, and the model may have been trained on the text"
-        )
+        if config.data.heldout:
+            text = processes.first("text", lambda: setup.open_text(config, options.workdir))
+            evaluations = text.evaluations
+            if metadata["data"]["fingerprint"] != text.train.fingerprint:
+                log.info(
+                    "note: the text or its settings differ from those of training: these numbers "
+                    "are not comparable with the run's own, and the model may have been trained on "
+                    "the text"
+                )
+        else:  # the text of training may be gone
+            evaluations = processes.first(
+                "text", lambda: setup.open_validation_sets(config, options.workdir, tokenizer)
+            )
     result: dict[str, Any] = {"step": step}
     part = "" if options.max_batches is None else "part of "
-    for name, examples in text.evaluations.items():
+    for name, examples in evaluations.items():
         evaluation = setup.evaluate_loss(
             engine, params, examples, config.data.global_batch_size, options.max_batches
         )

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxscale import config, generate, run_folder, train
+from jaxscale import config, evaluate, generate, run_folder, train
 from jaxscale.config import Config, DataConfig
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.model_config import ModelConfig
@@ -198,6 +198,18 @@ def test_evaluate_a_run_on_other_devices(trained, tmp_path):
     assert f"validation set 'page':\n  loss           {result['eval_loss/page']:.4f}" in done.stdout
     assert f"{result['eval_bits_per_byte']:.4f}" in done.stdout
     assert f"{result['eval_tokens']:,}" in done.stdout
+
+
+def test_validation_sets_are_evaluated_without_the_text_of_training(trained, tmp_path):
+    file = tmp_path / "result.json"
+    alone = ["--config.data.heldout=0", "--config.data.source=/nowhere/*.txt"]
+    assert evaluate.main(["--workdir", str(trained), "--json", str(file), *alone]) == 0
+    result = json.loads(file.read_text())
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    for name in ("page", "qa"):
+        key = f"eval_loss/{name}"
+        assert result[key] == pytest.approx(lines[-1][key], rel=1e-4)
+    assert "eval_loss" not in result
 
 
 def test_generate_from_a_run(trained, tmp_path):

@@ -20,7 +20,7 @@ from jaxscale import run_folder
 from jaxscale.batch import ShardedBatch
 from jaxscale.choices import check_count, check_kind
 from jaxscale.config import Config
-from jaxscale.data.dataset import Examples, open_validation
+from jaxscale.data.dataset import Dataset, Examples, open_validation
 from jaxscale.data.loader import batches
 from jaxscale.data.mixture import open_examples
 from jaxscale.data.tokens.corpus import open_corpus
@@ -378,14 +378,29 @@ def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
     heldout = None
     if data.heldout or (config.run.eval_every and not data.validation):
         heldout = open_examples(data, tokenizer, corpus, split="heldout", vocab_size=size)
-    validation = {
-        source.name: open_validation(
-            data, source, tokenizer, workdir / "validation" / source.name, vocab_size=size
-        )
-        for source in data.validation
-    }
+    validation = open_validation_sets(config, workdir, tokenizer)
     verification += [one.stream.corpus.verify(*share) for one in validation.values()]
     return Text(tokenizer, train, heldout, validation, tuple(verification))
+
+
+def open_validation_sets(
+    config: Config, workdir: pathlib.Path, tokenizer: Tokenizer
+) -> dict[str, Dataset]:
+    """The sets of `data.validation` by name, without the text of training.
+
+    Raises:
+      ValueError: as `open_text`.
+    """
+    return {
+        source.name: open_validation(
+            config.data,
+            source,
+            tokenizer,
+            workdir / "validation" / source.name,
+            vocab_size=config.model.vocab_size,
+        )
+        for source in config.data.validation
+    }
 
 
 def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
