@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 
 OTHER_NAMES = {
     "data.source": ("data", "dataset", "path", "data_path", "train_file"),
+    "data.validation": ("validation_file", "eval_dataset", "eval_data"),
     "data.global_batch_size": ("batch_size", "batch", "train_batch_size"),
     "data.seq_len": ("seq_length", "sequence_length", "max_length", "max_seq_length", "block_size"),
     "model.d_model": ("hidden_size", "embed_dim", "n_embd", "dim"),
@@ -14,10 +15,13 @@ OTHER_NAMES = {
     "model.num_layers": ("num_hidden_layers", "n_layers", "n_layer"),
     "model.num_heads": ("num_attention_heads", "n_heads", "n_head"),
     "model.num_kv_heads": ("num_key_value_heads", "n_kv_heads"),
+    "model.init_from": ("model_name_or_path", "pretrained", "load_from", "load_parameters_path"),
     "model.compute_dtype": ("dtype", "precision", "bf16"),
     "optimizer.name": ("optimizer",),
     "optimizer.learning_rate": ("lr", "max_lr", "peak_lr"),
     "optimizer.schedule": ("lr_schedule", "lr_scheduler_type"),
+    "optimizer.warmup_steps": ("warmup", "warmup_ratio", "num_warmup_steps"),
+    "optimizer.final_learning_rate": ("min_lr", "final_lr", "min_lr_ratio"),
     "optimizer.clip_norm": ("max_grad_norm", "grad_clip", "clip"),
     "layout.data": ("dp", "data_parallel"),
     "layout.tensor": ("tp", "tensor_parallel"),
@@ -25,7 +29,11 @@ OTHER_NAMES = {
     "layout.context": ("cp", "context_parallel", "sequence_parallel"),
     "layout.expert": ("ep", "expert_parallel"),
     "layout.microbatches": ("grad_accum", "gradient_accumulation_steps", "num_microbatches"),
-    "run.steps": ("max_steps", "train_steps", "num_steps", "max_iters"),
+    "run.steps": (
+        *("max_steps", "train_steps", "num_steps", "max_iters"),
+        *("epochs", "num_epochs", "num_train_epochs"),
+    ),
+    "run.keep_last": ("save_total_limit", "max_to_keep"),
     "run.checkpoint_every": ("save_every", "save_steps", "save_interval"),
     "run.eval_every": ("eval_steps", "eval_interval"),
 }
