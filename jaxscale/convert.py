@@ -212,7 +212,8 @@ def _next_steps(output: pathlib.Path, causal: bool) -> str:
     return f"""
 Next steps:{generate if causal else ""}
   python -m jaxscale.train --config {output}/config.json --workdir {output}_tuned \\
-    --config.model.init_from={output} --config.data.source=..."""
+    --config.model.init_from={output} --config.optimizer.learning_rate=2e-5 \\
+    --config.data.source=..."""
 
 
 def _parser() -> argparse.ArgumentParser:

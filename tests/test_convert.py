@@ -180,6 +180,8 @@ def test_a_special_token_beyond_the_model_is_refused_only_in_a_text(tmp_path, ca
     template = "{{ messages[0]['content'] }}"
     (hf / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     assert convert.main(["--from_hf", str(hf), "--output", str(run), *DATA]) == 0
+    # The default is for models that are trained from scratch.
+    assert f"init_from={run} --config.optimizer.learning_rate=2e-5" in capsys.readouterr().out
     draw = ["--workdir", str(run), "--num_tokens=2", "--temperature=0"]
     assert generate.main([*draw, "--prompt", "A<image>B"]) == 0
     messages = tmp_path / "messages.json"
