@@ -22,6 +22,7 @@ from jaxscale.model_config.rope_scaling import SCALING
 from jaxscale.run.both_tiers import bring_newest
 from jaxscale.run_folder import TOKENIZERS, folder_of
 from jaxscale.sharding.resolve import leaf_name
+from jaxscale.storage.checkpoint_folder import named_arrays
 from jaxscale.storage.tiers import CHECKPOINTS, fetch_files, fetching
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine
@@ -208,12 +209,13 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
     check_settings(config.model, weights, why, config.data.seq_len)
     weights.check(engine.model.axes, engine.placement.canonical.params)
     if config.optimizer.keep_state:
-        _check_state(config, weights, why)
+        _check_state(config, engine, weights, why)
     return weights
 
 
-def _check_state(config: Config, weights: Weights, why: str) -> None:
-    """Refuses weights without an optimizer's state, or with that of another optimizer.
+def _check_state(config: Config, engine: Engine, weights: Weights, why: str) -> None:
+    """Refuses weights without an optimizer's state, or with that of another optimizer or of other
+    parameters.
 
     Raises:
       ValueError: names the settings that differ.
@@ -233,6 +235,14 @@ def _check_state(config: Config, weights: Weights, why: str) -> None:
         raise ValueError(
             f"optimizer.keep_state = True, and {why} has the state of another optimizer: "
             f"{'; '.join(differ)}; set the same, or optimizer.keep_state = False"
+        )
+    with contextlib.closing(Checkpoints(weights.directory / CHECKPOINTS)) as checkpoints:
+        saved = checkpoints.types(weights.step, "opt_state").keys()
+    if saved != named_arrays(engine.placement.canonical.opt_state).keys():
+        raise ValueError(
+            f"optimizer.keep_state = True, and {why} has moments of other parameters: it was "
+            f"trained with optimizer.groups = {theirs.get('groups', ())}; freeze the same, or set "
+            "optimizer.keep_state = False"
         )
 
 

@@ -120,6 +120,10 @@ def test_a_causal_run_goes_on_masked_and_back(proteins, runs):
     other = dataclasses.replace(config.optimizer, name="lion")
     with pytest.raises(ValueError, match=r"optimizer.name = 'lion' here, 'adamw' there; set the"):
         open_initial(dataclasses.replace(config, optimizer=other), engine, base / "back")
+    frozen = dataclasses.replace(config.optimizer, groups=({"params": "embed/*", "frozen": True},))
+    frozen = dataclasses.replace(config, optimizer=frozen)
+    with pytest.raises(ValueError, match=r"moments of other parameters: .*groups = \[\]; freeze"):
+        open_initial(frozen, make_engine(frozen, make_mesh(config.layout)), base / "back")
     begun = initial_state(engine, weights, jax.random.key(0))
     masked = saved(base / "masked", engine.abstract_state)
     same(begun.params, masked.params)
