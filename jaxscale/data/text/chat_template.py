@@ -79,6 +79,8 @@ class ChatTemplate:
                 continue
             before = self.render(messages[:i], add_generation_prompt=True)
             until = self.render(messages[: i + 1])
+            if not whole.startswith(until):  # some close a conversation with it, as Phi-3's
+                until = until.removesuffix(self.tokens.get("eos_token", ""))
             if not (whole.startswith(before) and whole.startswith(until)):
                 place = next(
                     (n for n, (a, b) in enumerate(zip(until, whole)) if a != b), len(before)

@@ -42,6 +42,16 @@ def test_without_marks_a_turn_is_what_it_adds():
     assert said(PLAIN, CONVERSATIONS[0]) == ["4 é<|im_end|>\n", "5 of course<|im_end|>\n"]
 
 
+def test_a_conversation_may_be_closed_by_the_end_of_a_text():
+    """As in the template of Phi-3: after its last turn, whoever has it."""
+    source = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+    )
+    first, last = said(source, CONVERSATIONS[0], eos_token="<|endoftext|>")
+    assert (first, last) == ("4 é<|end|>\n", "5 of course<|end|>\n<|endoftext|>")
+
+
 REFUSED = [
     # Earlier turns of the assistant are shortened, as templates of reasoning models do.
     (
