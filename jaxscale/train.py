@@ -284,12 +284,17 @@ def _show_sample(trainer: Any, params: Any) -> None:
     if not _is_causal(trainer.config):
         log.info("\nno sample: the model is not causal; it fills in masked tokens")
         return
-    num_tokens = min(128, model.max_seq_len) if model.positions == "learned" else 128
+    num_tokens = 128
     tokenizer, prompt, read = trainer.text.tokenizer, "", ""
     try:
         if getattr(model, "num_encoder_layers", 0):
             prompt = _encoders_text(trainer.text)
             read = tokenizer.decode(prompt[prompt < tokenizer.vocab_size]) + "\n-> "
+        elif any(source.prompt or source.messages for source in trainer.config.data.source):
+            prompt = _first_prompt(trainer.text)
+            read = tokenizer.decode(prompt)
+        if model.positions == "learned":
+            num_tokens = min(num_tokens, model.max_seq_len + 1 - max(len(prompt), 1))
         (text,) = sampling.sample(
             trainer.engine, params, tokenizer, [prompt], num_tokens=num_tokens, top_p=0.95
         )
@@ -308,6 +313,15 @@ def _encoders_text(text: Any) -> Any:
     return example.extras["encoder_tokens"][example.extras["encoder_segments"] == 1]
 
 
+def _first_prompt(text: Any) -> Any:
+    """The ids of an example's first prompt, up to where its loss begins: a model that was trained
+    on responses alone says little after an empty one."""
+    example = (text.heldout or text.train)[0]
+    last = int((example.weights > 0).argmax())
+    begin = int((example.segments == example.segments[last]).argmax())
+    return example.tokens[begin : last + 1]
+
+
 def _is_causal(config: configs.Config) -> bool:
     """Whether the model continues texts; one of one's own need not say."""
     return getattr(config.model, "causal", True)
@@ -323,8 +337,10 @@ def _next_steps(
     """
     folder, other = shlex.quote(str(workdir)), shlex.quote(f"{workdir}_8")  # of commands to paste
     python = any("{stdlib}" in path for source in config.data.source for path in source.path)
-    prompt = '"def main("' if python else "TEXT"
-    generate = f"\n  python -m jaxscale.generate --workdir {folder} --prompt {prompt}"
+    prompt = "--prompt " + ('"def main("' if python else "TEXT")
+    if any(source.messages for source in config.data.source):
+        prompt = "--messages FILE.json"
+    generate = f"\n  python -m jaxscale.generate --workdir {folder} {prompt}"
     events = " tensorboard/," if "tensorboard" in trackers else ""
     return f"""
 Next steps:

@@ -272,6 +272,8 @@ def test_the_last_lines_name_what_was_written_in_commands_that_can_be_pasted():
     silent = _next_steps("--config c.py", "r", config, ()).splitlines()
     assert "generate --workdir r --prompt TEXT" in "\n".join(silent)
     assert silent[-1].endswith("r/loss.png, metrics.jsonl, summary.json, checkpoints/")
+    chat = load("configs/tiny.py", ["data.source={'path': 'a.jsonl', 'messages': 'm'}"])
+    assert "generate --workdir r --messages FILE.json" in _next_steps("", "r", chat, ())
 
 
 def test_a_file_in_the_place_of_the_checkpoints_is_refused_at_once(tmp_path, capsys):

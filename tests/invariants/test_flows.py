@@ -182,6 +182,29 @@ def test_the_commands_after_an_uneven_pipeline_are_one_devices(tmp_path, monkeyp
     assert "using layout.fsdp = 4 in place of layout.pipeline = 2" in capsys.readouterr().out
 
 
+def test_a_sample_of_prompts_continues_the_first_that_is_held_out(monkeypatch, capsys):
+    def sample(engine, params, tokenizer, prompts, **settings):
+        assert [prompt.tolist() for prompt in prompts] == [[256, *b"2 + 2 ="]]
+        return [" 4"]
+
+    monkeypatch.setattr(sampling, "sample", sample)
+    texts = [*b"1\n"], [256, *b"2 + 2 = 4"]  # the end of one, and a whole one
+    example = types.SimpleNamespace(
+        tokens=np.array([token for text in texts for token in text]),
+        segments=np.array([1] * 2 + [2] * 10),
+        weights=np.array([0] * 9 + [1] * 2 + [0]),
+    )
+    source = "data.source={'path': 'a.jsonl', 'prompt': 'q', 'response': 'a'}"
+    done = types.SimpleNamespace(
+        config=configs.load("configs/tiny.py", [source]),
+        engine=None,
+        text=types.SimpleNamespace(tokenizer=load_tokenizer("bytes"), heldout=[example]),
+    )
+    command_line.log_to_stdout()
+    train._show_sample(done, None)
+    assert capsys.readouterr().out.endswith(":\n\n2 + 2 = 4\n")
+
+
 def test_a_sample_that_fails_is_one_line(monkeypatch, capsys):
     def fail(*arguments, **settings):
         raise ValueError("no text\nat all")
