@@ -6,12 +6,15 @@ Nothing here imports JAX: a mistyped key must be refused in a fraction of a seco
 import ast
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import math
+import operator
 import pathlib
 import runpy
 import traceback
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -530,9 +533,10 @@ def leaves(model: type = ModelConfig) -> list[str]:
 
 def _field(record: type, section: str, key: str, prefix: str = "config.") -> typing.Any:
     """The type of a setting; `prefix` goes before the one that an unknown key may mean."""
-    types = {leaf.name: leaf.type for leaf in dataclasses.fields(record)}
-    if key in types:
-        return types[key]
+    found = {leaf.name: leaf.type for leaf in dataclasses.fields(record)}
+    if key in found:
+        # The module of a model of one's own may postpone its annotations: they are text.
+        return typing.get_type_hints(record)[key] if isinstance(found[key], str) else found[key]
     known = leaves(record) if section == "model" else leaves()
     hint = _hint(nearest_settings(f"{section}.{key}", known), prefix)
     raise ValueError(f"unknown key config.{section}.{key}{hint}")
@@ -546,7 +550,10 @@ def _parse(text: str, annotation: typing.Any) -> object:
     """Reads a command-line value; a tuple of strings may be written as a,b."""
     if annotation is str:
         return text
-    if annotation == tuple[float, ...]:
+    if (
+        typing.get_args(annotation)[:1] in ((int,), (float,))
+        and typing.get_origin(annotation) is tuple
+    ):
         text = text if text.startswith(("(", "[")) else f"({text},)"
     elif typing.get_origin(annotation) is tuple and not text.startswith(("(", "[", "{'", '{"')):
         return tuple(text.split(","))
@@ -562,10 +569,14 @@ def _parse(text: str, annotation: typing.Any) -> object:
 
 def _convert(name: str, value: object, annotation: typing.Any) -> object:
     """The value in the annotated type; only lossless conversions."""
-    if annotation == int | None:
+    inner = typing.get_args(annotation)
+    if types.NoneType in inner:
         if value is None:
             return None
-        annotation = int
+        annotation = functools.reduce(
+            operator.or_, (one for one in inner if one is not types.NoneType)
+        )
+    origin = typing.get_origin(annotation) or annotation
     if annotation == tuple[Source, ...]:
         if isinstance(value, dict):
             value = (value,)
@@ -577,9 +588,12 @@ def _convert(name: str, value: object, annotation: typing.Any) -> object:
             value = (value,)
         if isinstance(value, list | tuple):
             return to_param_groups(value)
-    elif annotation == tuple[float, ...]:
+    elif origin is tuple:
         if isinstance(value, list | tuple):
-            return tuple(_convert(name, one, float) for one in value)
+            return _convert_each(name, tuple(value), inner)
+    elif origin is typing.Literal:
+        if value in inner:
+            return value
     elif annotation is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     elif annotation is float and isinstance(value, float) and not math.isfinite(value):
@@ -588,15 +602,30 @@ def _convert(name: str, value: object, annotation: typing.Any) -> object:
         return int(value)
     elif isinstance(value, annotation) and (annotation is bool or not isinstance(value, bool)):
         return value
-    names: dict[typing.Any, str] = {
+    expected: dict[typing.Any, str] = {
         int: "a whole number",
         float: "a number",
         bool: "True or False",
         str: "text",
+        tuple: "a tuple",
         tuple[float, ...]: "a list of numbers",
         tuple[ParamGroup, ...]: "a list of mappings with a 'params'",
+        tuple[Source, ...]: "a list of paths, or of mappings with a 'path'",
     }
-    expected = names.get(annotation, "a list of paths, or of mappings with a 'path'")
     raise ValueError(
-        f"config.{name} = {value!r} is of type {type(value).__name__}; expected {expected}"
+        f"config.{name} = {value!r} is of type {type(value).__name__}; expected "
+        f"{expected.get(annotation, annotation)}"
     )
+
+
+def _convert_each(name: str, values: tuple, inner: tuple) -> tuple:
+    """The members of a tuple: of one type each, of any number of one, or, where the record does not
+    say, as they are, with tuples for JSON's lists."""
+    if not inner:
+        return tuple(_convert(name, one, tuple) if isinstance(one, list) else one for one in values)
+    kinds = inner[:1] * len(values) if inner[1:] == (...,) else inner
+    if len(kinds) != len(values):
+        raise ValueError(
+            f"config.{name} = {values} has {len(values)} members, and not {len(kinds)}"
+        )
+    return tuple(_convert(name, one, kind) for one, kind in zip(values, kinds))
