@@ -176,9 +176,15 @@ def _graph(make: Make, config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
     """A module's structure, and its parameters without their values."""
     module = nnx.eval_shape(lambda: make(config, jax.random.key(0)))
     for path, value in nnx.iter_graph(module):
+        name = f"{type(module).__name__}.{'.'.join(map(str, path))}"
+        if isinstance(value, nnx.Variable) and not isinstance(value, nnx.Param):
+            raise ValueError(
+                f"{name} is an nnx.{type(value).__name__}; a module holds nnx.Param alone: nothing "
+                "else is kept from step to step, and dropout is model.dropout"
+            )
         if isinstance(value, jax.Array | np.ndarray):
             raise ValueError(
-                f"{type(module).__name__}.{'.'.join(map(str, path))} is an array; parameters are "
-                "nnx.Param(array, axes=...), and constants are made where they are used"
+                f"{name} is an array; parameters are nnx.Param(array, axes=...), and constants are "
+                "made where they are used"
             )
     return nnx.split(module, nnx.Param)

@@ -26,6 +26,8 @@ class Gates(nnx.Module):
         (lambda: nnx.Param(jnp.ones(2), axes="mlp"), "has axes = 'mlp'"),
         (lambda: nnx.Param(jnp.ones(2), axes=("mlp", "embed")), r"has axes = \('mlp', 'embed'\)"),
         (lambda: nnx.Param(jnp.ones(2, int), axes=("mlp",)), "gates is int.*, which has no grad"),
+        (lambda: nnx.BatchStat(jnp.ones(2), axes=("mlp",)), "Gates.gates is an nnx.BatchStat; a"),
+        (lambda: nnx.Dropout(0.1, rngs=nnx.Rngs(0)), r"Gates.gates.rngs.*\w is an nnx.Rng"),
         (lambda: jnp.ones(2), r"Gates.gates is an array; parameters are nnx.Param\(array, axes="),
     ],
 )
