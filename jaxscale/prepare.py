@@ -226,10 +226,11 @@ def _add_path_flags(add: Callable[..., Any]) -> None:
     add(
         "--tokenizer",
         metavar="NAME_OR_FILE",
+        type=os.path.expanduser,  # a shell leaves --tokenizer=~/FILE as it is
         help="bytes, esm2, a tokenizer.json, a SentencePiece .model, or bpe:32000 to train one of "
         "that size first",
     )
-    add("--output", metavar="DIR", help="where the shards go")
+    add("--output", metavar="DIR", type=os.path.expanduser, help="where the shards go")
     add(
         "--inspect",
         nargs="*",

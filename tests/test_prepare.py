@@ -315,6 +315,17 @@ def test_the_folder_can_be_pasted_into_the_command_of_a_run(name, tmp_path, monk
     assert config.load(str(path), settings).data.source == (Source((name,)),)
 
 
+def test_the_folder_is_where_the_command_of_a_run_reads_it(texts, tmp_path, monkeypatch, capsys):
+    """A shell leaves `~` as it is behind a `=`, and data.source takes it for the user's folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    prepare.main(
+        ["--input", f"{texts}/b.txt", "--tokenizer=bytes", "--output=~/out", "--workers=0"]
+    )
+    assert f"--config.data.source={tmp_path}/out " in capsys.readouterr().out
+    assert prepare.main(["--inspect", "~/out"]) == 0
+
+
 def test_help_and_mistakes_need_no_jax():
     program = (
         "import sys\n"

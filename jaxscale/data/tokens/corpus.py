@@ -224,8 +224,6 @@ def open_folder(
     Raises:
       ValueError: a shard is missing or cut short, or another tokenizer made them.
     """
-    if not is_remote(folder):
-        folder = str(pathlib.Path(folder).expanduser())
     index = read_index(folder)
     if index.tokenizer_fingerprint != tokenizer.fingerprint:
         file = path_in(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import typing
 from collections.abc import Sequence
@@ -96,7 +97,7 @@ def find_prepared(source: Source) -> str | None:
       ValueError: it should be one (`format` is "shards") and is not, it is not finished, it shares
         its entry with other paths, or the entry says how to read text.
     """
-    for path in source.path:
+    for path in map(os.path.expanduser, source.path):
         there = _is_prepared(path)
         folder, _, name = path.rpartition("/")
         if name.startswith("tokens-") and name.endswith(".npy") and _is_prepared(folder or "."):
@@ -182,7 +183,7 @@ def _is_name(text: str) -> bool:
 
 def _is_prepared(path: str) -> bool:
     place = path_in(path, INDEX)
-    unfinished = pathlib.Path(path).expanduser() / UNFINISHED
+    unfinished = pathlib.Path(path) / UNFINISHED
     try:
         there = exists(place)
         is_unfinished = not there and not is_remote(path) and unfinished.is_dir()
