@@ -19,9 +19,6 @@ MOST_OF_FREE = 0.5
 """Share of the free disk that a copy may take: checkpoints need room, too."""
 
 
-_PART = 2**22  # elements
-
-
 def copy_folder(folder: str, index: Index, directory: pathlib.Path) -> str:
     """The path of a copy of a folder's arrays, made if missing; a copy that was interrupted is
     continued. The address itself, with a line, where there is no room for one.
@@ -92,4 +89,4 @@ def _digest(path: pathlib.Path) -> str:
         array = np.load(path, mmap_mode="r")
     except (ValueError, OSError, EOFError):
         return ""
-    return digest_of(array[first : first + _PART] for first in range(0, len(array), _PART))
+    return digest_of(array)

@@ -4,9 +4,7 @@ import concurrent.futures
 import contextlib
 import errno
 import functools
-import hashlib
 import io
-import json
 import logging
 import pathlib
 import shutil
@@ -23,6 +21,7 @@ from jaxscale.data.tokens.copied import copy_folder
 from jaxscale.data.tokens.index import (
     Index,
     content_fingerprint,
+    digest_values,
     find_prepared,
     path_in,
     read_index,
@@ -290,7 +289,7 @@ def _check_content(folder: str, index: Index, offsets: np.ndarray, hashes: np.nd
     Raises:
       ValueError: one changed since it was written, or the digests of the shards did.
     """
-    own = digest_of([offsets]), digest_of([hashes])
+    own = digest_of(offsets), digest_of(hashes)
     if content_fingerprint(index.tokenizer_fingerprint, *own, index.shards) != index.fingerprint:
         raise ValueError(
             f"{path_in(folder, 'offsets.npy')}, hashes.npy or index.json beside it changed since "
@@ -389,7 +388,7 @@ def _joined(parts: Sequence[Corpus | None], tokenizer: Tokenizer) -> Corpus:
         counted=_unless_none(
             tuple(m for c in corpora for m in c.counted or (None,) * len(c.shards))
         ),
-        fingerprint=_digest([corpus.fingerprint for corpus in corpora]),
+        fingerprint=digest_values([corpus.fingerprint for corpus in corpora]),
         entries=tuple(np.cumsum([0, *counts[:-1]]).tolist()),
     )
 
@@ -440,7 +439,3 @@ def _array(
         if path in str(error):
             raise
         raise ValueError(f"{path} is damaged: {error}; prepare the text again") from error
-
-
-def _digest(values: object) -> str:
-    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()

@@ -69,7 +69,7 @@ class Index:
     def to_json(self) -> str:
         """The text of index.json."""
         values = {"format": FORMAT} | dataclasses.asdict(self)
-        return json.dumps(values | {"digest": _digest(values)}, indent=1) + "\n"
+        return json.dumps(values | {"digest": digest_values(values)}, indent=1) + "\n"
 
 
 def content_fingerprint(
@@ -78,10 +78,11 @@ def content_fingerprint(
     """A hash of all that a folder holds, from the digests of its parts."""
     digests = [offsets, hashes, *(shard.digest for shard in shards)]
     digests += [shard.loss_digest for shard in shards if shard.loss_digest]
-    return _digest([FORMAT, tokenizer_fingerprint, offsets, hashes, digests])
+    return digest_values([FORMAT, tokenizer_fingerprint, offsets, hashes, digests])
 
 
-def _digest(values: object) -> str:
+def digest_values(values: object) -> str:
+    """A hash of what JSON can hold."""
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
 
 
@@ -146,7 +147,7 @@ def read_index(folder: str) -> Index:
     if values is None:
         raise ValueError(f"{path} is not an index of prepared shards")
     digest = values.pop("digest", None)  # one from before has none
-    if digest is not None and digest != _digest(values):
+    if digest is not None and digest != digest_values(values):
         raise ValueError(f"{path} is damaged: it changed since it was written; prepare again")
     if values.pop("format") != FORMAT:
         raise ValueError(f"{path} is of another version than {FORMAT!r}; prepare the text again")

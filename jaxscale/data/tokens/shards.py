@@ -6,7 +6,6 @@ that a shard with a record is complete.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from jaxscale.data.tokens.index import (
     Index,
     Shard,
     content_fingerprint,
+    digest_values,
 )
 from jaxscale.data.tokens.npy_files import ArrayWriter
 from jaxscale.data.tokens.tokenizer import Tokenizer
@@ -99,14 +99,14 @@ def plan(
     if tokenizer.template and any(file.source.messages for file in files):
         made_by += tokenizer.template.made_of
     return [
-        Work(i, tuple(pieces), folder, _digest([*made_by, *(piece.key for piece in pieces)]))
+        Work(i, tuple(pieces), folder, digest_values([*made_by, *(piece.key for piece in pieces)]))
         for i, pieces in enumerate(slices)
     ]
 
 
 def key_of(works: Sequence[Work]) -> str:
     """A hash of everything that the shards depend on, known without reading the files."""
-    return _digest([work.key for work in works])
+    return digest_values([work.key for work in works])
 
 
 def make_shard(work: Work, tokenizer: Tokenizer, report: Report) -> None:
@@ -340,7 +340,3 @@ def _check_template(file: File, tokenizer: Tokenizer) -> None:
             "template; name a tokenizer.json with a tokenizer_config.json that has one, or a "
             "chat_template.jinja, beside it"
         )
-
-
-def _digest(values: object) -> str:
-    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()

@@ -8,7 +8,9 @@ training goes on. Those at an address are compared where they are copied, and no
 import concurrent.futures
 import hashlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from jaxscale.data.tokens.npy_files import ArrayFile
 from jaxscale.storage.object_store import is_remote
@@ -19,11 +21,11 @@ AT_ONCE_BYTES = 10**9
 _PART = 2**22  # elements
 
 
-def digest_of(parts: Iterable[object]) -> str:
-    """The digest of an array from its parts, as `ArrayWriter` has it."""
+def digest_of(array: np.ndarray | ArrayFile) -> str:
+    """The digest of an array, read in parts, as `ArrayWriter` has it."""
     found = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        found.update(memoryview(part).cast("B"))  # pyright: ignore[reportArgumentType]
+    for first in range(0, len(array), _PART):
+        found.update(memoryview(array[first : first + _PART]).cast("B"))
     return found.hexdigest()
 
 
@@ -33,8 +35,7 @@ def check_shard(shard: ArrayFile) -> None:
     Raises:
       ValueError: it changed since it was written, or cannot be read.
     """
-    parts = (shard[first : first + _PART] for first in range(0, len(shard), _PART))
-    if shard.digest and digest_of(parts) != shard.digest:
+    if shard.digest and digest_of(shard) != shard.digest:
         raise ValueError(
             f"{shard.path} changed since it was written: put the whole file back, or prepare the "
             "text again"
