@@ -216,7 +216,7 @@ def finished(study: optuna.Study) -> list[Trial]:
     return [_trial(one) for one in ended]
 
 
-def importances(study: optuna.Study, seed: int = 0) -> dict[str, float]:
+def importances(study: optuna.Study) -> dict[str, float]:
     """The share of each setting in the variance of log step time, largest first; {} with too few
     measured trials.
 
@@ -227,7 +227,7 @@ def importances(study: optuna.Study, seed: int = 0) -> dict[str, float]:
         return {}
     found = optuna.importance.get_param_importances(
         study,
-        evaluator=optuna.importance.FanovaImportanceEvaluator(seed=seed),
+        evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0),
         target=lambda trial: math.log(trial.values[0]),
     )
     return {name: float(share) for name, share in sorted(found.items(), key=lambda x: -x[1])}

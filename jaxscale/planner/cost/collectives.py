@@ -163,19 +163,18 @@ def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, L
     return found
 
 
-def gather_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floats:
-    """`times` all-gathers in a row with `num_bytes` of output each; a reduce-scatter takes as
-    long."""
+def gather_seconds(levels: Levels, num_bytes: Floats) -> Floats:
+    """An all-gather with `num_bytes` of output; a reduce-scatter takes as long."""
     seconds = _bandwidth_seconds(levels, num_bytes) + _latency(levels, "ring_seconds")
-    return times * np.where(group_size(levels) > 1, seconds + START_SECONDS, 0.0)
+    return np.where(group_size(levels) > 1, seconds + START_SECONDS, 0.0)
 
 
-def reduce_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floats:
-    """`times` all-reduces of `num_bytes`: ring or tree, whichever is faster."""
+def reduce_seconds(levels: Levels, num_bytes: Floats) -> Floats:
+    """An all-reduce of `num_bytes`: ring or tree, whichever is faster."""
     bandwidth = 2 * _bandwidth_seconds(levels, num_bytes)
     ring = bandwidth + 2 * _latency(levels, "ring_seconds")
     tree = bandwidth / TREE_BANDWIDTH + 2 * _latency(levels, "tree_seconds")
-    return times * np.where(group_size(levels) > 1, np.minimum(ring, tree) + START_SECONDS, 0.0)
+    return np.where(group_size(levels) > 1, np.minimum(ring, tree) + START_SECONDS, 0.0)
 
 
 def exchange_seconds(levels: Levels, num_bytes: Floats, merged: int = 0) -> Floats:
@@ -204,14 +203,14 @@ def exchange_seconds(levels: Levels, num_bytes: Floats, merged: int = 0) -> Floa
     return np.where(whole > 1, seconds + START_SECONDS, 0.0)
 
 
-def send_seconds(levels: Levels, num_bytes: Floats, times: Floats = 1) -> Floats:
-    """`times` messages to a neighbour, over the farthest level that the group spans."""
+def send_seconds(levels: Levels, num_bytes: Floats) -> Floats:
+    """A message to a neighbour, over the farthest level that the group spans."""
     rate, latency = np.asarray(levels[0].bytes_per_second), np.zeros(())
     for level in levels:
         farther = level.members > 1
         rate = np.where(farther, level.bytes_per_second, rate)
         latency = np.where(farther, level.ring_seconds / np.maximum(level.members - 1, 1), latency)
-    return times * np.where(group_size(levels) > 1, num_bytes / rate + latency, 0.0)
+    return np.where(group_size(levels) > 1, num_bytes / rate + latency, 0.0)
 
 
 def collective_seconds(

@@ -71,7 +71,6 @@ def goodput(
     *,
     checkpoint_seconds: float = 10.0,
     restart_seconds: float = 600.0,
-    device_hours_between_failures: float = DEVICE_HOURS_BETWEEN_FAILURES,
 ) -> Goodput:
     """The best interval of checkpoints, and the share of time that is not lost.
 
@@ -82,7 +81,7 @@ def goodput(
     >>> round(100 * (1 - goodput(16384, restart_seconds=0).fraction), 1)
     4.2
     """
-    mean = device_hours_between_failures * 3600 / num_devices
+    mean = DEVICE_HOURS_BETWEEN_FAILURES * 3600 / num_devices
     cost = checkpoint_seconds
     if cost >= 2 * mean:
         return Goodput(mean, mean, 0.0)

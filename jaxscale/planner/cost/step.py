@@ -117,19 +117,16 @@ class StepParts:
         return state_traffic(self.shape, self.parallelism, self.levels)
 
 
-def step_cost(
-    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, *, waits: bool = True
-) -> StepSeconds:
+def step_cost(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> StepSeconds:
     """Predicted seconds of a step.
 
     Args:
       parallelism: one layout or arrays of them; not checked against model and cluster.
-      waits: as in `cost_of_parts`.
 
     Returns:
       Terms whose sum is the step.
     """
-    return cost_of_parts(StepParts(shape, cluster, parallelism), waits=waits)
+    return cost_of_parts(StepParts(shape, cluster, parallelism))
 
 
 def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
