@@ -15,7 +15,7 @@ import numpy as np
 from jaxscale.model_config import ModelConfig
 from jaxscale.models.experts import ExpertBlock, expert_sums
 from jaxscale.models.prediction import MERGE, PREDICTION, Merge
-from jaxscale.models.protocol import Params, Sums
+from jaxscale.models.protocol import Params, Sums, add_at_path
 from jaxscale.models.weights import stack_axes, stack_params
 
 
@@ -135,14 +135,5 @@ def adjust_biases(
     """
     for number, path in enumerate(part.expert_paths):
         load_LE = load[:, number] if path else load
-        params = _add_to(params, (*path, "mlp", "router_bias"), change(load_LE))
+        params = add_at_path(params, (*path, "mlp", "router_bias"), change(load_LE))
     return params
-
-
-def _add_to(tree: Params, path: tuple[str, ...], change_LE: jax.Array) -> Params:
-    key, *rest = path
-    old = tree[key]
-    return {
-        **tree,
-        key: _add_to(old, tuple(rest), change_LE) if rest else old + change_LE.astype(old.dtype),
-    }

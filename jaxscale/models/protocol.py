@@ -149,7 +149,7 @@ def return_borrowed(model: Model, embed: Params, head: Params) -> Params:
     grads = {"embed": embed, "head": dict(head)}
     for name, path in model.borrows.items():
         borrowed = grads["head"].pop(name)
-        grads = _add_to(grads, path, borrowed)
+        grads = add_at_path(grads, path, borrowed)
     return grads
 
 
@@ -159,9 +159,11 @@ def _find(tree: Params, path: tuple[str, ...]) -> Params:
     return tree
 
 
-def _add_to(tree: Params, path: tuple[str, ...], grad: jax.Array) -> Params:
+def add_at_path(tree: Params, path: tuple[str, ...], more: jax.Array) -> Params:
+    """The tree with `more` added to the array at a path, in that array's type."""
     key, *rest = path
-    return {**tree, key: _add_to(tree[key], tuple(rest), grad) if rest else tree[key] + grad}
+    old = tree[key]
+    return {**tree, key: add_at_path(old, tuple(rest), more) if rest else add(old, more)}
 
 
 def sum_shapes(stack: Stack) -> dict[str, tuple[int, ...]]:
