@@ -201,7 +201,7 @@ class Layout:
                 f"layout.overlap_tensor = True with layout.pipeline = {self.pipeline} is not "
                 "available in this version; set layout.overlap_tensor = False"
             )
-        if self.offloads("activations") or self.remat_policy.offloads:
+        if self.offloads_residuals:
             raise ValueError(
                 f"layout.offload = {self.offload!r}, layout.remat = {self.remat!r} with "
                 f"layout.pipeline = {self.pipeline}: a pipeline keeps activations on the device; "
@@ -224,6 +224,11 @@ class Layout:
         """Accumulation groups: how often a step without a pipeline loops over the layers, forward
         and backward."""
         return 1 if self.accumulation == "layered" else self.microbatches
+
+    @property
+    def group_size(self) -> int:
+        """Micro-batches of an accumulation group."""
+        return self.microbatches // self.num_groups
 
     @property
     def single_visit(self) -> bool:
@@ -286,6 +291,11 @@ class Layout:
     def offloads(self, what: str) -> bool:
         """Whether "optimizer" or "activations" live in host memory."""
         return what in self.offload.split(",")
+
+    @property
+    def offloads_residuals(self) -> bool:
+        """Whether residuals, all of them or those that `remat` names, live in host memory."""
+        return self.offloads("activations") or self.remat_policy.offloads
 
     @property
     def zero_ranks(self) -> int:

@@ -13,7 +13,6 @@ Letters: G micro-batches of a group.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -97,9 +96,8 @@ def make_accumulation(
     count = layout.num_groups
     # One set of arrays for the residuals of all groups: in each, XLA would fill new ones with zeros
     # and copy them. Not on TPUs, where a step needed more memory and moved as many bytes.
-    offloads = layout.offloads("activations") or layout.remat_policy.offloads
     unfilled = _can_leave_unfilled(layout, platform)
-    reuses = (count > 1 or unfilled) and platform != "tpu" and not offloads
+    reuses = (count > 1 or unfilled) and platform != "tpu" and not layout.offloads_residuals
 
     visits = _visits(zero, count)
     in_place = saves_in_place(layout, zero, platform)
@@ -143,11 +141,9 @@ def saves_in_place(layout: Layout, zero: Zero, platform: str) -> bool:
 
     With collectives, XLA's scheduler hides less of them behind matmuls that it sees as fusions: 8B,
     fsdp 8: 14 ms more exposed, for 3 ms of copies less. With experts, steps move 5 % more bytes."""
-    offloads = layout.offloads("activations") or layout.remat_policy.offloads
-    alone = math.prod(layout.sizes.values()) == 1
-    single = layout.microbatches == layout.num_groups
-    plain = single and not offloads and not has_experts(zero.axes)
-    return platform == "gpu" and alone and plain
+    one_device, one_microbatch = layout.num_devices == 1, layout.group_size == 1
+    plain = not layout.offloads_residuals and not has_experts(zero.axes)
+    return platform == "gpu" and one_device and one_microbatch and plain
 
 
 def _can_leave_unfilled(layout: Layout, platform: str) -> bool:
@@ -196,8 +192,7 @@ def early_reductions(layout: Layout, zero: Zero, platform: str, tokens: int) -> 
     remat = layout.remat_policy
     recomputes = remat.by_names and not remat.names
     # Several micro-batches would all wait before the first is recomputed.
-    single = layout.microbatches == layout.num_groups
-    layers = recomputes and single and tokens >= HIDING_TOKENS
+    layers = recomputes and layout.group_size == 1 and tokens >= HIDING_TOKENS
     late = layers and zero.waits_for_gathers and not layout.offloads("activations")
     return Early(head=True, layers=layers, gathers_late=late)
 

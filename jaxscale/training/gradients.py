@@ -12,11 +12,7 @@ from jax.sharding import Mesh
 from jaxscale.batch import Batch
 from jaxscale.layout import MANUAL_AXES, Layout
 from jaxscale.models.forward import forward
-from jaxscale.models.protocol import (
-    Model,
-    Sums,
-    head_params,
-)
+from jaxscale.models.protocol import Model, Sums, head_params
 from jaxscale.pipeline.executor import buffers, execute, execute_forward
 from jaxscale.pipeline.rank import Chunks, Columns, Remat
 from jaxscale.pipeline.stages import PipelineStages
@@ -52,11 +48,11 @@ def make_gradients(
     """
     if stages is not None:
         return _pipelined(model, layout, zero, mesh, stages)
-    platform, count = mesh.devices.flat[0].platform, layout.num_groups
+    platform = mesh.devices.flat[0].platform
     accumulate = make_accumulation(model, layout, zero, platform, unroll_layers=unroll_layers)
 
     def local(params: Tree, batch: Batch) -> tuple[Sums, Tree]:
-        return accumulate(params, split_batch(batch, count, layout.microbatches // count))
+        return accumulate(params, split_batch(batch, layout.num_groups, layout.group_size))
 
     return _gradients(local, zero, mesh, BATCH_ROWS)
 
