@@ -146,78 +146,53 @@ XLA_FLAGS = {
 the scheduled program of a layered step as its reason says (libtpu 0.0.51, XLA of jax 0.12), that of
 `_TPU` a program of `ragged_dot` alone (libtpu 0.0.52)."""
 
-PIPELINED = {
-    "cpu": (),
-    "tpu": (),
-    "gpu": (
-        XlaFlag(
-            "xla_gpu_enable_command_buffer",
-            "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
-            "XLA's default and WHILE: a tick's operations are loops of zero or one trips, and for "
-            "each the host reads the condition and waits; recorded in a CUDA graph the device "
-            "decides. XLA leaves WHILE and CONDITIONAL out with a driver or CUDA older than 12.3. "
-            "Not COLLECTIVES: NCCL cannot be captured in a conditional node (NVIDIA/nccl#1986), so "
-            "a loop with a collective in it stays on the host",
-        ),
-        XlaFlag(
-            "xla_disable_hlo_passes",
-            "dynamic-slice-annotator",
-            "a copy of one layer's slice would be a memcpy whose address the host computes from "
-            "the layer's index, and a loop with such a copy cannot be recorded; without the pass "
-            "it is a kernel",
-        ),
+PIPELINED = (
+    XlaFlag(
+        "xla_gpu_enable_command_buffer",
+        "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
+        "XLA's default and WHILE: a tick's operations are loops of zero or one trips, and for "
+        "each the host reads the condition and waits; recorded in a CUDA graph the device "
+        "decides. XLA leaves WHILE and CONDITIONAL out with a driver or CUDA older than 12.3. "
+        "Not COLLECTIVES: NCCL cannot be captured in a conditional node (NVIDIA/nccl#1986), so "
+        "a loop with a collective in it stays on the host",
     ),
-}
-"""By `device.platform`: what a step with a pipeline has besides."""
-
-
-FLOAT8 = {
-    "cpu": (),
-    "tpu": (),
-    "gpu": (
-        XlaFlag(
-            "xla_gpu_enable_triton_gemm",
-            False,
-            "leaves matmuls to cuBLAS: in kernels that XLA writes with Triton, tensor cores of "
-            "Hopper sum products of float8 with about 14 bits, whatever precision is asked for "
-            "(max_num_imprecise_acc in XLA's emitter)",
-        ),
+    XlaFlag(
+        "xla_disable_hlo_passes",
+        "dynamic-slice-annotator",
+        "a copy of one layer's slice would be a memcpy whose address the host computes from "
+        "the layer's index, and a loop with such a copy cannot be recorded; without the pass "
+        "it is a kernel",
     ),
-}
-"""By `device.platform`: what a step with `model.matmul_dtype = "float8"` has besides."""
+)
+"""What a step with a pipeline has besides, on GPUs."""
 
-
-IN_PLACE = {
-    "cpu": (),
-    "tpu": (),
-    "gpu": (
-        XlaFlag(
-            "xla_gpu_enable_triton_gemm",
-            False,
-            "leaves matmuls to cuBLAS before slices are looked at: a kernel that XLA writes with "
-            "Triton, or chooses cuBLAS over by timing both, writes its result to an array of its "
-            "own",
-        ),
-        XlaFlag(
-            "xla_gpu_enable_dynamic_slice_fusion",
-            True,
-            "matmuls write residuals into the arrays of all layers, and read them from there",
-        ),
+FLOAT8 = (
+    XlaFlag(
+        "xla_gpu_enable_triton_gemm",
+        False,
+        "leaves matmuls to cuBLAS: in kernels that XLA writes with Triton, tensor cores of "
+        "Hopper sum products of float8 with about 14 bits, whatever precision is asked for "
+        "(max_num_imprecise_acc in XLA's emitter)",
     ),
-}
-"""By `device.platform`: what a step whose layers write residuals where they make them
-(`save_in_place`) has besides."""
+)
+"""What a step with `model.matmul_dtype = "float8"` has besides, on GPUs."""
 
-
-def has_sparse_cores(device_kind: str) -> bool:
-    """Whether it is a TPU whose sparse cores drive collectives."""
-    return XLA_FLAGS.get(device_kind) is _TPU_SPARSE_CORES
-
-
-def waits_for_gathers(device_kind: str) -> bool:
-    """Whether it is a TPU whose compiler overlaps few all-gathers, or none, with compute: v4 and
-    v5e, as was seen in steps of llama2_7b with libtpu 0.0.52. With v7x it overlaps more."""
-    return device_kind == "TPU v4" or XLA_FLAGS.get(device_kind) is _TPU_V5E
+IN_PLACE = (
+    XlaFlag(
+        "xla_gpu_enable_triton_gemm",
+        False,
+        "leaves matmuls to cuBLAS before slices are looked at: a kernel that XLA writes with "
+        "Triton, or chooses cuBLAS over by timing both, writes its result to an array of its "
+        "own",
+    ),
+    XlaFlag(
+        "xla_gpu_enable_dynamic_slice_fusion",
+        True,
+        "matmuls write residuals into the arrays of all layers, and read them from there",
+    ),
+)
+"""What a step whose layers write residuals where they make them (`save_in_place`) has besides, on
+GPUs."""
 
 
 COMBINED_BYTES = 30 * 2**20
@@ -229,47 +204,6 @@ _COPIES_ASIDE = XlaFlag(
     "XLA would overlap the copies of a layer's gradients to their place with the layer's compute, "
     "and so begin with waiting for their all-reduce",
 )
-
-
-def _combining(device: Any, layer: LayerBytes | None) -> tuple[XlaFlag, ...]:
-    """Options that combine the collectives of a layer, and no more: the gradients of the head would
-    wait for the embedding's. Larger models otherwise have more collectives in a layer than may be
-    in flight at once, and some of them overlap nothing."""
-    if layer is None or device.platform != "gpu":
-        return ()
-    reason = "the weights, or the gradients, of a layer travel in one NCCL call"
-    combined = tuple(
-        XlaFlag(f"xla_gpu_{kind}_combine_threshold_bytes", num_bytes, reason)
-        for kind, num_bytes in (
-            ("all_gather", layer.gathered),
-            ("reduce_scatter", layer.reduced),
-            ("all_reduce", layer.reduced),
-        )
-        if num_bytes > COMBINED_BYTES
-    )
-    return combined if layer.gathered else (*combined, _COPIES_ASIDE)
-
-
-XLA_MEMORY_FRACTION = 0.8
-"""Share of a GPU's memory that XLA plans with, whatever JAX takes."""
-
-
-def _memory_limit(device: Any) -> tuple[XlaFlag, ...]:
-    """The option that has XLA plan with the memory that JAX takes of a GPU.
-
-    Where a step would need more than its limit, XLA recomputes matmuls without being asked and
-    overlaps less. The limit is that of temporaries: (80 % of the memory - arguments) * factor %,
-    where the factor is 95 by default (openxla/xla, `GetSchedulerMemoryLimit` in
-    gpu_hlo_schedule.cc). With ours it is too low by an eighth of the arguments, and the same in
-    every process, whose programs must be alike.
-    """
-    if device.platform != "gpu":
-        return ()
-    taken = gpu_memory_fraction() if device in jax.devices() else GPU_MEMORY_FRACTION
-    factor = math.floor(100 * taken / XLA_MEMORY_FRACTION)
-    reason = f"{taken:.0%} of the memory may be used; by itself XLA recomputes beyond 76 %"
-    return (XlaFlag("xla_gpu_memory_limit_slop_factor", factor, reason),)
-
 
 DETERMINISTIC = {
     "cpu": (),
@@ -286,6 +220,52 @@ DETERMINISTIC = {
 }
 """By `device.platform`: what a step needs to compute the same bits every time. CPUs and TPUs run a
 compiled program in one order."""
+
+XLA_MEMORY_FRACTION = 0.8
+"""Share of a GPU's memory that XLA plans with, whatever JAX takes."""
+
+
+def has_sparse_cores(device_kind: str) -> bool:
+    """Whether it is a TPU whose sparse cores drive collectives."""
+    return XLA_FLAGS.get(device_kind) is _TPU_SPARSE_CORES
+
+
+def waits_for_gathers(device_kind: str) -> bool:
+    """Whether it is a TPU whose compiler overlaps few all-gathers, or none, with compute: v4 and
+    v5e, as was seen in steps of llama2_7b with libtpu 0.0.52. With v7x it overlaps more."""
+    return device_kind == "TPU v4" or XLA_FLAGS.get(device_kind) is _TPU_V5E
+
+
+def _combining(layer: LayerBytes) -> tuple[XlaFlag, ...]:
+    """Options that combine the collectives of a layer, and no more: the gradients of the head would
+    wait for the embedding's. Larger models otherwise have more collectives in a layer than may be
+    in flight at once, and some of them overlap nothing."""
+    reason = "the weights, or the gradients, of a layer travel in one NCCL call"
+    combined = tuple(
+        XlaFlag(f"xla_gpu_{kind}_combine_threshold_bytes", num_bytes, reason)
+        for kind, num_bytes in (
+            ("all_gather", layer.gathered),
+            ("reduce_scatter", layer.reduced),
+            ("all_reduce", layer.reduced),
+        )
+        if num_bytes > COMBINED_BYTES
+    )
+    return combined if layer.gathered else (*combined, _COPIES_ASIDE)
+
+
+def _memory_limit(device: Any) -> XlaFlag:
+    """The option that has XLA plan with the memory that JAX takes of a GPU.
+
+    Where a step would need more than its limit, XLA recomputes matmuls without being asked and
+    overlaps less. The limit is that of temporaries: (80 % of the memory - arguments) * factor %,
+    where the factor is 95 by default (openxla/xla, `GetSchedulerMemoryLimit` in
+    gpu_hlo_schedule.cc). With ours it is too low by an eighth of the arguments, and the same in
+    every process, whose programs must be alike.
+    """
+    taken = gpu_memory_fraction() if device in jax.devices() else GPU_MEMORY_FRACTION
+    factor = math.floor(100 * taken / XLA_MEMORY_FRACTION)
+    reason = f"{taken:.0%} of the memory may be used; by itself XLA recomputes beyond 76 %"
+    return XlaFlag("xla_gpu_memory_limit_slop_factor", factor, reason)
 
 
 def flags_of(device: Any) -> tuple[XlaFlag, ...]:
@@ -331,13 +311,8 @@ def step_options(
     know, which are logged.
 
     Args:
-      pipelined: whether to add those of `PIPELINED`. These, those for `in_place`, `matmul_dtype`
-        and `layer` and that of the memory are only added where the environment's XLA_FLAGS leave
-        them open.
-      in_place: whether to add those of `IN_PLACE`.
       deterministic: whether to add the options that make a step compute the same bits every time.
-      matmul_dtype: of the model; "float8" adds those of `FLOAT8`.
-      layer: the largest one, whose collectives are to be combined.
+      pipelined, in_place, matmul_dtype, layer: as in `_gpu_step_flags`.
 
     Raises:
       RuntimeError: XLA refuses one for another reason.
@@ -345,15 +320,14 @@ def step_options(
     """
     device = mesh.devices.flat[0]
     needed = _deterministic(device) if deterministic else ()
-    recorded = PIPELINED.get(device.platform, ()) if pipelined else ()
-    precise = FLOAT8.get(device.platform, ()) if matmul_dtype == "float8" else ()
-    direct = IN_PLACE.get(device.platform, ()) if in_place else ()
-    optional = (*recorded, *direct, *precise, *_combining(device, layer), *_memory_limit(device))
-    flags = (*flags_of(device), *(flag for flag in optional if not _is_set(flag)), *needed)
+    of_step = ()
+    if device.platform == "gpu":
+        of_step = _gpu_step_flags(device, pipelined, in_place, matmul_dtype, layer)
+    flags = (*flags_of(device), *of_step, *needed)
     refused = refused_options(flags, replicated(mesh))
     for name, error in refused.items():
         if "No such compile option" not in error:
-            raise RuntimeError(f"XLA refuses the option {name} of xla_options.XLA_FLAGS: {error}")
+            raise RuntimeError(f"XLA refuses the option {name} of xla_options.py: {error}")
         if name in {flag.name for flag in needed}:
             raise ValueError(
                 f"run.deterministic = True: this version of XLA does not know {name}, without "
@@ -366,6 +340,28 @@ def step_options(
             name,
         )
     return {flag.name: flag.value for flag in flags if flag.name not in refused}
+
+
+def _gpu_step_flags(
+    device: Any, pipelined: bool, in_place: bool, matmul_dtype: str, layer: LayerBytes | None
+) -> tuple[XlaFlag, ...]:
+    """What a step on a GPU has beside the table's options, where the environment's XLA_FLAGS leave
+    it open.
+
+    Args:
+      pipelined: whether the step has a pipeline, and those of `PIPELINED`.
+      in_place: whether it has those of `IN_PLACE`.
+      matmul_dtype: of the model; "float8" adds those of `FLOAT8`.
+      layer: the largest one, if its collectives are to be combined.
+    """
+    flags = (
+        *(PIPELINED if pipelined else ()),
+        *(IN_PLACE if in_place else ()),
+        *(FLOAT8 if matmul_dtype == "float8" else ()),
+        *(_combining(layer) if layer else ()),
+        _memory_limit(device),
+    )
+    return tuple(flag for flag in flags if not _is_set(flag))
 
 
 def _is_set(flag: XlaFlag) -> bool:

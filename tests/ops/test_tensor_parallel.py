@@ -89,7 +89,7 @@ def test_on_a_gpu_sums_of_float8_gradients_are_precise():
         y, pullback = jax.vjp(functools.partial(linear, dtype="float8", platform="gpu"), x, weight)
         return y, pullback(dy)
 
-    options = {flag.name: flag.value for flag in FLOAT8["gpu"]}
+    options = {flag.name: flag.value for flag in FLOAT8}
     text = jax.jit(run).lower(*args).compile(compiler_options=options).as_text()
     calls = [one for one in text.splitlines() if 'target="__cublas$lt$matmul$f8"' in one]
     precise = {

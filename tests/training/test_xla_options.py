@@ -187,5 +187,7 @@ def test_this_xla_takes_the_flags_for_gpus():
 
 
 def test_every_flag_has_a_reason():
-    for flags in xla_options.XLA_FLAGS.values():
+    tables = (*xla_options.XLA_FLAGS.values(), *xla_options.DETERMINISTIC.values())
+    on_gpus = (xla_options.PIPELINED, xla_options.FLOAT8, xla_options.IN_PLACE)
+    for flags in (*tables, *on_gpus):
         assert all(flag.name.startswith("xla_") and len(flag.reason) > 20 for flag in flags)

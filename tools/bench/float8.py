@@ -46,7 +46,7 @@ class Way(NamedTuple):
 
 def ways(platform: str) -> list[Way]:
     """A step's first."""
-    cublas = {flag.name: flag.value for flag in FLOAT8[platform]}
+    cublas = {flag.name: flag.value for flag in FLOAT8 if platform == "gpu"}
     precise = FLOAT8_PRECISION[WEIGHT_GRADIENT]
     return [
         Way("as in a step", precise, cublas),
