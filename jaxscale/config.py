@@ -202,9 +202,15 @@ class RunConfig:
         if self.keep_every and (
             not self.checkpoint_every or self.keep_every % self.checkpoint_every
         ):
+            period = self.checkpoint_every
+            change = (
+                f"run.keep_every = {-(-self.keep_every // period) * period}"
+                if period
+                else f"run.checkpoint_every = {self.keep_every}"
+            )
             raise ValueError(
-                f"run.keep_every = {self.keep_every} is not a multiple of "
-                f"run.checkpoint_every = {self.checkpoint_every}, so no such checkpoint is written"
+                f"run.keep_every = {self.keep_every} is not a multiple of run.checkpoint_every = "
+                f"{period}, so no such checkpoint is written; set {change}"
             )
 
 
@@ -262,7 +268,8 @@ class Config:
         if model.positions == "learned" and self.data.seq_len > model.max_seq_len:
             raise ValueError(
                 f"data.seq_len = {self.data.seq_len} is more than model.max_seq_len = "
-                f"{model.max_seq_len}, the learned positions there are"
+                f"{model.max_seq_len}, the learned positions there are; lower data.seq_len or "
+                "raise model.max_seq_len"
             )
         if not model.gated and "mlp_gate" in self.layout.remat:
             raise ValueError(

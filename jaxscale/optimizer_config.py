@@ -38,7 +38,10 @@ class ParamGroup:
 
     def __post_init__(self) -> None:
         if not self.params:
-            raise ValueError("optimizer.groups: params = '' names no parameter")
+            raise ValueError(
+                "optimizer.groups: params = '' names no parameter; write a pattern of names, such "
+                "as 'embed/*'"
+            )
         for name in ("learning_rate_scale", "weight_decay"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):

@@ -44,7 +44,8 @@ def _main(argv: Sequence[str]) -> int:
         config = configs.load(options.config, overrides)
         if options.profile and options.profile[-1] > config.run.steps:
             raise ValueError(
-                f"--profile: step {options.profile[-1]} is beyond run.steps = {config.run.steps}"
+                f"--profile: step {options.profile[-1]} is beyond run.steps = {config.run.steps}; "
+                "give steps of the run, or raise run.steps"
             )
         place = launcher.find_processes(options)
     workdir = options.workdir or run_folder.default_folder(options.config)

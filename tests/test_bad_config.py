@@ -8,6 +8,7 @@ What needs devices or data is refused later, and tested beside the code that ref
 import pytest
 
 from jaxscale import config
+from jaxscale.model_config import ModelConfig
 
 # Overrides of the defaults, several where only together they are wrong.
 OVERRIDES = [
@@ -82,7 +83,11 @@ OVERRIDES = [
     # the model
     ("model.num_layers=0", "model.num_layers = 0 is too small; at least 1"),
     ("model.vocab_size=1", "model.vocab_size = 1 is too small; at least 2"),
-    ("model.num_kv_heads=3", "model.num_heads = 4 is not a multiple of model.num_kv_heads = 3"),
+    (
+        "model.num_kv_heads=3",
+        "model.num_heads = 4 is not a multiple of model.num_kv_heads = 3; set model.num_kv_heads = "
+        "2 or 4",
+    ),
     ("model.head_dim=7", "model.head_dim = 7 is odd"),
     ("model.rope_theta=0", "model.rope_theta = 0.0 must be positive"),
     (
@@ -133,7 +138,8 @@ OVERRIDES = [
     ("model.family=gpt model.rope_theta=500", "model.rope_theta is not a setting of model.family"),
     (
         "model.family=gpt model.tied_embeddings=True data.seq_len=4096",
-        "data.seq_len = 4096 is more than model.max_seq_len = 2048",
+        "data.seq_len = 4096 is more than model.max_seq_len = 2048, the learned positions there "
+        "are; lower data.seq_len or raise model.max_seq_len",
     ),
     # data
     ("data.source=", "data.source[0]: path = ('',) has an empty path or none"),
@@ -236,10 +242,15 @@ OVERRIDES = [
     ("run.eval_every=-1", "run.eval_every = -1 is too small"),
     ("run.eval_batches=0", "run.eval_batches = 0 is too small"),
     ("run.keep_last=0", "run.keep_last = 0 is too small"),
-    ("run.keep_every=30", "run.keep_every = 30 is not a multiple of run.checkpoint_every = 0"),
+    (
+        "run.keep_every=30",
+        "run.keep_every = 30 is not a multiple of run.checkpoint_every = 0, so no such checkpoint "
+        "is written; set run.checkpoint_every = 30",
+    ),
     (
         "run.keep_every=30 run.checkpoint_every=20",
-        "run.keep_every = 30 is not a multiple of run.checkpoint_every = 20",
+        "run.keep_every = 30 is not a multiple of run.checkpoint_every = 20, so no such checkpoint "
+        "is written; set run.keep_every = 40",
     ),
 ]
 
@@ -314,6 +325,12 @@ def path(tmp_path):
 @pytest.mark.parametrize(("overrides", "fragment"), [*OVERRIDES, *NOT_YET])
 def test_overrides(path, overrides, fragment):
     assert fragment in refusal(config.load, str(path), overrides.split(" "))
+
+
+def test_a_block_of_ones_own_that_contradicts_itself():
+    options = {"norm_placement": "after_residual", "parallel_block": True}
+    said = refusal(lambda: ModelConfig(family="mine:make", **options))
+    assert "set model.norm_placement = 'before', 'after' or 'both', or model.parallel_block" in said
 
 
 def test_overrides_are_a_list(path):

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from jaxscale.choices import check_at_least, check_choice
+from jaxscale.choices import check_at_least, check_choice, nearest_divisors
 from jaxscale.model_config.settings import option
 
 ROUTERS = ("top_k", "prototypes", "expert_choice")
@@ -127,7 +127,8 @@ class ExpertOptions:
         if experts % self.router_groups:
             raise ValueError(
                 f"model.num_experts = {experts} is not a multiple of model.router_groups = "
-                f"{self.router_groups}"
+                f"{self.router_groups}; set model.router_groups = "
+                f"{nearest_divisors(experts, self.router_groups)}"
             )
         each = experts // self.router_groups
         if self.router_groups > 1 and each < 2:

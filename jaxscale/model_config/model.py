@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from jaxscale.choices import check_at_least, check_choice
+from jaxscale.choices import check_at_least, check_choice, nearest_divisors
 from jaxscale.layout import BLOCK_TENSORS, parse_remat
 from jaxscale.model_config.experts import ExpertOptions
 from jaxscale.model_config.latent_attention import LatentOptions
@@ -148,8 +148,9 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
             )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"model.num_heads = {self.num_heads} is not a multiple of "
-                f"model.num_kv_heads = {self.num_kv_heads}"
+                f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
+                f"{self.num_kv_heads}; set model.num_kv_heads = "
+                f"{nearest_divisors(self.num_heads, self.num_kv_heads)}"
             )
         self._check_positions()
         self.check_experts(self.num_layers, self.period)
@@ -174,7 +175,12 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
                 "model.sliding_window, or model.layer_pattern = ''"
             )
         if self.norm_placement == "after_residual" and self.parallel_block:
-            raise ValueError("a parallel block has no norm after each residual")
+            raise ValueError(
+                "model.norm_placement = 'after_residual' with model.parallel_block = True: "
+                "attention and MLP read the same stream, and there is no norm between them; set "
+                "model.norm_placement = 'before', 'after' or 'both', or model.parallel_block = "
+                "False"
+            )
 
     def _take_family(self) -> None:
         """Fills in the options that are left out, and refuses those that the family does not

@@ -73,12 +73,13 @@ def check_layers(layers: tuple[int, ...], order: Order, stacks: Sequence[StackLa
     if len(layers) != order.stages:
         raise ValueError(
             f"layout.schedule assigns layers {got} to {len(layers)} stages, and there are "
-            f"{order.stages}: layout.pipeline = {order.ranks} x {order.virtual_stages} chunks"
+            f"{order.stages}: layout.pipeline = {order.ranks} x {order.virtual_stages} chunks; "
+            f"give {order.stages} numbers, or leave them out"
         )
     if sum(layers) != num_layers:
         raise ValueError(
             f"layout.schedule assigns layers {got} to stages, {sum(layers)} in all, and "
-            f"model.num_layers = {num_layers}"
+            f"model.num_layers = {num_layers}; give numbers that sum to it, or leave them out"
         )
     ends, done = set(np.cumsum(layers).tolist()), 0
     for stack in stacks:
@@ -86,7 +87,8 @@ def check_layers(layers: tuple[int, ...], order: Order, stacks: Sequence[StackLa
         if done not in ends:
             raise ValueError(
                 f"layout.schedule assigns layers {got} to stages: no stage ends with layer {done}, "
-                f"the last of {stack.name!r}, and a stage holds layers of one stack"
+                f"the last of {stack.name!r}, and a stage holds layers of one stack; give numbers "
+                "that end a stage there, or leave them out"
             )
     for stack, share, begin in zip(
         stacks, (shares := stack_shares(layers, stacks)), _starts(shares)
@@ -94,7 +96,8 @@ def check_layers(layers: tuple[int, ...], order: Order, stacks: Sequence[StackLa
         if any(n % stack.period for n in layers[begin : begin + share - 1]):
             raise ValueError(
                 f"layout.schedule assigns layers {got} to stages: the settings of {stack.name!r} "
-                f"repeat every {stack.period} layers, and a stage holds whole periods of them"
+                f"repeat every {stack.period} layers, and a stage holds whole periods of them; "
+                f"give multiples of {stack.period}, or leave them out"
             )
 
 

@@ -54,7 +54,11 @@ class Pretrained:
         """
         if (decoder_tokens is None) == bool(self.config.num_encoder_layers):
             needs = "tokens, decoder_tokens" if self.config.num_encoder_layers else "tokens"
-            raise ValueError(f"a {self.config.family} model is called with ({needs})")
+            given = "without" if decoder_tokens is None else "with"
+            raise ValueError(
+                f"a {self.config.family} model is called {given} decoder_tokens; call it with "
+                f"({needs})"
+            )
         given = self._checked("tokens", tokens, segments)
         extras: dict[str, jax.Array] = {}
         if decoder_tokens is not None:
@@ -99,8 +103,8 @@ class Pretrained:
             )
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab_size:
             raise ValueError(
-                f"{name} are from {tokens.min()} to {tokens.max()}, and the model has "
-                f"{self.config.vocab_size}"
+                f"{name} are from {tokens.min()} to {tokens.max()}, and ids of the model are "
+                f"from 0 to {self.config.vocab_size - 1}"
             )
         return tokens, segments, _positions(segments)
 

@@ -114,7 +114,8 @@ def mesh_axes(
         for axis in over:
             if axis in owner:
                 raise ValueError(
-                    f"{name}: {owner[axis]!r} and {logical!r} both map to mesh axis {axis!r}"
+                    f"{name}: {owner[axis]!r} and {logical!r} both map to mesh axis {axis!r}, "
+                    "which shards one dimension of an array; give one of the two another name"
                 )
             owner[axis] = logical
             if share % sizes[axis]:

@@ -70,7 +70,10 @@ SHIPPED = {"family": "mixtral", "num_layers": 4}
             "model.balance_weight = 0.1 with model.router = 'expert_choice', whose experts have eq",
         ),
         (OWN | {"router_groups": 0}, "model.router_groups = 0 is too small; at least 1"),
-        (OWN | {"router_groups": 3}, "8 is not a multiple of model.router_groups = 3"),
+        (
+            OWN | {"router_groups": 3},
+            "model.router_groups = 3; set model.router_groups = 2 or 4",
+        ),
         (
             OWN | {"router_groups": 8, "router_groups_kept": 4},
             "have one expert each, and groups are chosen by their two best; set model.router_gr",

@@ -152,6 +152,10 @@ def test_what_a_loaded_model_cannot_compute_is_refused(runs):
     model = from_pretrained(base / "causal")
     with pytest.raises(ValueError, match="tokens are float64 and must be whole numbers"):
         model(np.full((1, 8), 5.0))
+    with pytest.raises(ValueError, match=r"to 1000000, and ids of the model are from 0 to \d+"):
+        model(np.full((1, 8), 1_000_000))
+    with pytest.raises(ValueError, match=r"esm model is called with decoder_tokens; call it with"):
+        model(np.full((1, 8), 5), np.full((1, 8), 5))
 
 
 def test_a_masked_run_is_evaluated_on_the_same_masks_and_draws_no_samples(runs, capsys):

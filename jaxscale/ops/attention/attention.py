@@ -77,7 +77,9 @@ def attention(
     given = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN)
     scoring = score_settings(q_BTNH, k_BSKH, segments_BS, bias_bN, **settings)
     if sinks_N is not None and segments_BS is not None:
-        raise ValueError("cross attention has no attention sinks")
+        raise ValueError(
+            "sinks_N with segments_BS: cross attention has no attention sinks; leave one out"
+        )
     if implementation not in LACKS:
         raise ValueError(
             f"attention implementation {implementation!r} is not known; it can be "
