@@ -447,7 +447,8 @@ def _known(value: float) -> float | None:
 
 
 def _tensor_bytes(one: Plan) -> dict[str, float]:
-    """Of a step and device, over rows and columns of tensor; {} where no formula counts them."""
+    """Bytes that a device sends in a step over rows and columns of tensor; {} where no formula
+    counts them."""
     model = one.planned_model
     if not model.has_tensor_rows:
         return {}

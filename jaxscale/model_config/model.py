@@ -422,7 +422,7 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
 
     @property
     def published_params(self) -> int:
-        """The same without the padding rows, as model cards count."""
+        """Parameters without the padding rows of the vocabulary, as model cards count."""
         rows = self.padded_vocab_size - self.vocab_size
         width = self.d_model * (1 if self.tied_embeddings else 2) + self.head_transform
         return self.num_params - rows * width
@@ -505,13 +505,13 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         return sum(self.layer_matmul_flops(seq_len, causal).values())
 
     def layer_matmul_flops(self, seq_len: int, causal: bool = True) -> dict[str, float]:
-        """The same for each matmul, by the names of `layout.BLOCK_TENSORS`, "mlp_down", and
-        "router" of layers with experts."""
+        """FLOPs of each matmul of a mean layer's forward pass for a token, by the names of
+        `layout.BLOCK_TENSORS`, "mlp_down", and "router" of layers with experts."""
         return self._matmul_flops(seq_len, causal, self.num_expert_layers / self.num_layers)
 
     def _prediction_matmul_flops(self, seq_len: int, causal: bool) -> dict[str, float]:
-        """The same of all modules that predict further tokens, and "prediction", the matrices
-        before their layers."""
+        """`layer_matmul_flops` of all modules that predict further tokens, and "prediction", the
+        matrices before their layers."""
         depth = self.prediction_depth
         layer = self._matmul_flops(seq_len, causal, float(self.num_experts > 0))
         own = {**layer, "prediction": 4.0 * self.d_model**2}

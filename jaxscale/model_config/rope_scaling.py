@@ -90,7 +90,7 @@ class RopeScalingOptions:
 
     @property
     def rope_factors(self) -> tuple[float, ...]:
-        """Of the two lists the one for `rope_length`."""
+        """The one of the two lists of factors that is for `rope_length`."""
         is_long = self.rope_length > self.rope_original_context
         return self.rope_long_factors if is_long else self.rope_short_factors
 

@@ -327,8 +327,8 @@ class Block(nnx.Module):
         kind: int,
         kernels: Kernels | None = None,
     ) -> tuple[jax.Array, Any]:
-        """The same for tokens that are added to the cache of layer `layer`: a `Cache`, or a
-        `LatentCache`."""
+        """The stream after the layer, of tokens that are added to the cache of layer `layer`, and
+        that cache: a `Cache`, or a `LatentCache`."""
         y_BTD, cache = self.attention.decode(
             _apply(self.attention_norm, x_BTD), positions_BT, cache, layer, kind
         )

@@ -50,13 +50,13 @@ EMBEDDING_LAYER = 2**24 - 1
 """The number of the embedding among the layers whose activations are dropped."""
 
 ROUTER_SITE = 2
-"""Of jitter, beside the two of dropout in a layer."""
+"""The site of the router's jitter, beside the two of dropout in a layer."""
 
 FINAL_NORM = "final_norm"
 """Where the embedding has the norm after the last layer, if modules read after it."""
 
 CACHE_AXES = ("layers", "batch", "slots", "kv_heads", "head_dim")
-"""Of keys and values in a cache; "slots" has a rule in `decoding.placement` only."""
+"""Logical axes of keys and values in a cache; "slots" has a rule in `decoding.placement` only."""
 
 
 def plain_kernels() -> Kernels:
@@ -102,7 +102,7 @@ class Decoder:
 
     @property
     def trunk(self) -> tuple[Part, ...]:
-        """The same, of the layers that a prediction of the next token goes through."""
+        """Those of `parts` that a prediction of the next token goes through."""
         return trunk_parts(self.settings, type(self).block_type)
 
     def _stack(self, part: Part) -> Stack:
@@ -247,7 +247,7 @@ class Decoder:
         return self._embed(embed, batch, batch.tokens, 0)
 
     def _embed(self, embed: Params, batch: Batch, tokens: jax.Array, site: int) -> jax.Array:
-        """The same of other tokens at the places of the batch's; `site` is of dropout."""
+        """`embed` of other tokens at the places of the batch's; `site` is of dropout."""
         with jax.named_scope("embed"):
             x_BTD = self._module(Embedding, embed)(
                 tokens,

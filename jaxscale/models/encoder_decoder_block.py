@@ -106,7 +106,7 @@ class CrossAttention(Attention):
         return kernels.columns(encoded_BSD, weights)
 
     def read(self, x_BTD: jax.Array, keys: Cache, places_BS: jax.Array) -> jax.Array:
-        """The same from keys and values that `keys` computed before, by one row's text each.
+        """Attention to keys and values that `keys` computed before, by one row's text each.
 
         Args:
           places_BS: as in `CrossCache`.
@@ -180,7 +180,8 @@ class DecoderBlock(nnx.Module):
         layer: jax.Array,
         bias_bN: jax.Array | None,
     ) -> tuple[jax.Array, Cache]:
-        """The same for tokens that are added to the cache of layer `layer`, and that cache.
+        """The stream after the layer, of tokens that are added to the cache of layer `layer`, and
+        that cache.
 
         Args:
           cache: `own` of all layers, `cross` of this one.

@@ -274,8 +274,9 @@ def expert_sums(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def expert_metrics(sums: Sums) -> Sums:
-    """Of each layer with experts: the coefficient of variation of how many tokens chose each (0 is
-    even), the share of experts that none chose, and the share of choices that were dropped.
+    """How evenly the experts of each layer are chosen: the coefficient of variation of how many
+    tokens chose each expert (0 is even), the share of experts that no token chose, and the share of
+    choices that were dropped.
 
     Args:
       sums: of `expert_sums`, of all layers of each stack, by names such as "layers/load".

@@ -28,7 +28,7 @@ LatentCache = tuple[jax.Array]
 """Compressed keys and values and rotated keys of every layer, [layers, batch, slots, 1, C + R]."""
 
 NORM_EPS = 1e-6
-"""Of the norms inside, whatever that of the model: transformers gives these none."""
+"""The epsilon of the norms inside, whatever the model's is: transformers passes none to these."""
 
 
 class MultiHeadLatentAttention(nnx.Module):

@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
     @property
     def expert_paths(self) -> tuple[tuple[str, ...], ...]:
-        """Of those with experts."""
+        """Where the parameters of those layers of a turn are that have experts."""
         return tuple(path for path, one in zip(self.paths, self.blocks) if one is ExpertBlock)
 
     def layer(self, index: Any) -> Any:
@@ -67,8 +67,8 @@ def trunk_parts(config: ModelConfig, block: Any) -> tuple[Part, ...]:
 
 
 def all_parts(config: ModelConfig, block: Any) -> tuple[Part, ...]:
-    """The same and the modules that predict further tokens, whose layers are as the last ones of
-    the model, with experts if it has some."""
+    """`trunk_parts` and the modules that predict further tokens, whose layers are as the last ones
+    of the model, with experts if it has some."""
     trunk, depth = trunk_parts(config, block), config.prediction_depth
     if not depth:
         return trunk

@@ -237,7 +237,8 @@ def _check_names(what: str, got: Iterable[str], wanted: Iterable[str]) -> None:
 
 
 def _check_losses(model: Model, sums: Any) -> None:
-    """Of another shape a sum would be trained or reported as another number without a word."""
+    """Refuses other sums than the model names, and those that are no scalars: without a word they
+    would be trained, or reported, as other numbers."""
     name, wanted = f"{type(model).__name__}.loss", {"loss", "nll", *model.metrics}
     if not isinstance(sums, dict):
         raise ValueError(f"{name} returns a {type(sums).__name__}; it returns sums by name")

@@ -81,7 +81,7 @@ def jitter(
 
 
 SITES = 256
-"""Of a layer."""
+"""The number of sites of a layer."""
 
 
 def _where(layer: Array | int, site: int) -> Array:

@@ -49,10 +49,11 @@ FLOAT8_PRECISION = {
     INPUT_GRADIENT: jax.lax.Precision.HIGHEST,
     WEIGHT_GRADIENT: jax.lax.Precision.HIGHEST,
 }
-"""Of how sums of float8 products are accumulated; the operands are the same."""
+"""The precision in which sums of float8 products are accumulated; it leaves the operands as they
+are."""
 
 _LARGEST_SCALE = 2.0**100
-"""Of arrays that are all but zero: two of them multiplied, and their inverses, are in float32."""
+"""The scale of arrays that are all but zero: float32 holds it and its inverse."""
 
 
 def matmul(

@@ -37,7 +37,7 @@ class RopeScaling(NamedTuple):
 
     @property
     def multiplier(self) -> float:
-        """Of queries and keys."""
+        """What queries and keys are multiplied by."""
         if self.kind == "yarn":
             return self.attention_factor or 1 + 0.1 * math.log(self.factor)
         if self.kind == "longrope":
@@ -94,7 +94,7 @@ def rotary(
 
 
 _BLOCK_BYTES = 2 * 2**20
-"""Of the values that the kernel holds at a time, in float32: a fraction of VMEM."""
+"""Bytes of the values that the kernel holds at a time, in float32: a fraction of VMEM."""
 
 
 def rotary_on_tpu(

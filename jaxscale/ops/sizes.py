@@ -34,6 +34,6 @@ def loss_chunk_tokens(vocab: Any, features: int = 0) -> Any:
 
 
 HIDING_TOKENS = 16_384
-"""Of a micro-batch on a rank: its forward pass through a layer takes longer than the collectives of
-one layer, which gather weights in 2 bytes and reduce gradients in 4. By peak rates a TPU v5p needs
-2,600 for that, and a v6e 7,700."""
+"""Tokens of a micro-batch on a rank from which its forward pass through a layer takes longer than
+the collectives of one layer, which gather weights in 2 bytes and reduce gradients in 4. By peak
+rates a TPU v5p needs 2,600 for that, and a v6e 7,700."""

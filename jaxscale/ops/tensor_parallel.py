@@ -97,17 +97,17 @@ class Spread(NamedTuple):
 
     @property
     def stream(self) -> PartitionSpec:
-        """Of the residual stream."""
+        """The spec of the residual stream."""
         return self._stream(self.axis)
 
     @property
     def gathered(self) -> PartitionSpec:
-        """Of the stream where T is whole over `axis`."""
+        """The spec of the stream where T is whole over `axis`."""
         return self._stream(None)
 
     @property
     def hidden(self) -> PartitionSpec:
-        """Of what lies between the matmuls."""
+        """The spec of what lies between the matmuls."""
         return PartitionSpec(None, self.time, self.axis)
 
     def _stream(self, axis: str | None) -> PartitionSpec:
@@ -115,12 +115,12 @@ class Spread(NamedTuple):
         return PartitionSpec(None, time, *filter(None, [self.features]))
 
     def weight(self, ndim: int, o: int) -> PartitionSpec:
-        """Of a weight with D as its dimension `o`: the first, or the last."""
+        """The spec of a weight with D as its dimension `o`: the first, or the last."""
         hidden = [self.axis] + [None] * (ndim - 2)
         return PartitionSpec(*([self.features, *hidden] if o == 0 else [*hidden, self.features]))
 
     def summed(self, xs: Sequence[Array]) -> Sequence[Array]:
-        """Over the ranks that have different features."""
+        """Arrays, summed over the ranks that have different features."""
         return jax.lax.psum(xs, self.features) if self.features else xs
 
     def manual(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:

@@ -60,7 +60,7 @@ class PipelineStages:
 
     @property
     def costs(self) -> Costs:
-        """Of each stage's operations, where a layer's forward pass costs 1."""
+        """The costs of each stage's operations, where a layer's forward pass costs 1."""
         return stage_costs(self.table, self.layers, self.head_cost)
 
     @property
@@ -91,7 +91,7 @@ class PipelineStages:
 
     @property
     def recomputed(self) -> float:
-        """Of all passes through a chunk, the share that is recomputed."""
+        """The share of passes through a chunk that is recomputed."""
         counts = np.bincount(self.table.ops.kind, minlength=X + 1)
         return float(counts[R] / counts[F])
 
@@ -121,8 +121,8 @@ class PipelineStages:
 
     @property
     def chunks(self) -> dict[str, np.ndarray]:
-        """Of each chunk, int32 [ranks, chunks]: `count`, its layers; `stack`, the index of their
-        stack; `first`, the first one in the stack; `begin`, its row among the rank's rows."""
+        """Facts about each chunk, int32 [ranks, chunks]: `count`, its layers; `stack`, the index of
+        their stack; `first`, the first one in the stack; `begin`, its row among the rank's rows."""
         chosen, stacks = chunk_stages(self.table.order), self.stage_stacks
         first, begin = np.zeros(len(stacks), np.int64), np.zeros(chosen.shape, np.int64)
         for number in range(len(self.stacks)):

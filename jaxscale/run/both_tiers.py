@@ -16,7 +16,7 @@ from jaxscale.training.checkpoint import Checkpoints
 log = logging.getLogger("jaxscale")
 
 ATTEMPTS = 5
-"""Of a reader, while the run that goes on removes what is being fetched."""
+"""How often a reader tries to fetch, while the run that trains removes checkpoints."""
 
 
 def all_steps(checkpoints: Checkpoints) -> list[int]:

@@ -10,7 +10,7 @@ import time
 import jax
 
 VARIABLE = "JAXSCALE_CACHE"
-"""Of the environment: the folder instead of the user's; empty keeps nothing."""
+"""The environment variable that names the folder instead of the user's; empty keeps nothing."""
 
 SHORTEST_SECONDS = 0.3
 """What compiles in less is not worth a file."""

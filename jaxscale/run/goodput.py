@@ -39,7 +39,7 @@ class Account:
     """Adds up the seconds of this attempt and of those before, which are kept in the run's folder.
 
     Two causes are known only afterwards: "lost" are the seconds of steps after the checkpoint that
-    training goes on from, which are trained again; "restart" those between the end of an attempt
+    training resumes from, which are trained again; "restart" those between the end of an attempt
     and the start of the next.
 
     Args:

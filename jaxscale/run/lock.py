@@ -29,7 +29,8 @@ RELEASE_SECONDS = 5.0
 """How long a process that ends waits until its lease is removed."""
 
 FIRST_BEAT_SECONDS = 2.0
-"""Of two runs that begin at once the one that wrote its lease first sees the other's after this."""
+"""A new run looks this soon whether its lease is still its own: of two that begin at once, the one
+that wrote first then finds the other's."""
 
 
 @contextlib.contextmanager

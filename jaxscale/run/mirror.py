@@ -111,8 +111,8 @@ class Mirror:
         """One line for each new reason, not for each attempt."""
         if why != self._failure:
             log.warning(
-                f"warning: upload to {self.store.address} failed ({why}); training goes on, and it "
-                f"is tried again in {duration(pause)}"
+                f"warning: upload to {self.store.address} failed ({why}); training continues, and "
+                f"it is tried again in {duration(pause)}"
             )
         self._failure = why
 

@@ -34,7 +34,8 @@ SLOW_BYTES_PER_SECOND = 50e6
 """Storage below this makes every checkpoint of a billion parameters take minutes."""
 
 SLOW_COLLECTIVE = 5
-"""Times what a sum should take: one call is measured, and starting it counts."""
+"""A sum is called slow that takes this many times as long as it should: one call is measured, and
+starting it counts."""
 
 PROBE_BYTES = 1 << 26
 STORE_BYTES = 1 << 23
@@ -203,5 +204,5 @@ def _host_memory(config: Config) -> Finding:
 
 
 def _state_bytes(config: Config) -> float:
-    """Of a checkpoint; 0 for a model without formulas."""
+    """The bytes of a checkpoint; 0 for a model without formulas."""
     return whole_state_bytes(config) if isinstance(config.model, ModelConfig) else 0

@@ -177,8 +177,8 @@ class Recorder:
         return summary
 
     def summary(self) -> dict[str, Any]:
-        """Of the run up to its last step, with the evaluation after that step if there was one. Its
-        times and rates are those of the median of the last 50 steps."""
+        """The summary of the run up to its last step, with the evaluation after it, if any. Times
+        and rates are those of the median of the last 50 steps."""
         self.flush()
         step, causes = self._last.get("step", self.begin), self._account.seconds()
         rates = {}
@@ -245,7 +245,7 @@ class Recorder:
         self._show(record, now)
 
     def _rates(self, tokens: float, loss_tokens: float, seconds: float) -> dict[str, float | None]:
-        """Of a step of so many seconds."""
+        """The time and the rates of a step of so many seconds."""
         tokens_per_second = tokens / seconds
         return {
             "step_seconds": seconds,
@@ -365,7 +365,8 @@ def tracing(profile: range, recorder: Recorder, program: Any) -> Generator[Calla
 
 
 def _times(folder: pathlib.Path, program: Any) -> list[DeviceTime]:
-    """Of the devices of this process. What cannot be read must not end the run."""
+    """Where the time went on the devices of this process. A trace that cannot be read must not end
+    the run."""
     try:
         return time_by_cause(read_trace(folder), program.as_text())
     except Exception as error:

@@ -42,7 +42,7 @@ def wait_for_write(checkpoints: Checkpoints, step: int) -> None:
 
 class Saves:
     """Saves a state when it is due, and again after a save that failed: after one step, then two,
-    four, ..., while training goes on.
+    four, ..., while training continues.
 
     Every process of a run makes the same calls.
 

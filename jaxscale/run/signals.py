@@ -57,7 +57,7 @@ _limit = ""  # what set the alarm, or sent it
 
 
 class _Deadline(threading.local):
-    """Of a run in a thread that gets no signals, as one of a notebook: it has to look."""
+    """When to stop a run in a thread that gets no signals, as a notebook's, which has to look."""
 
     at = math.inf  # of `time.monotonic()`
     said = ""
@@ -71,7 +71,7 @@ def listening() -> Iterator[None]:
     """Notes requests to stop, and ends the process at once unless they are `held`.
 
     A signal that was ignored before (under nohup, or in the background of a shell) stays so.
-    SIGQUIT prints the stacks of all threads, and the run goes on. Does nothing inside another
+    SIGQUIT prints the stacks of all threads, and the run continues. Does nothing inside another
     `listening`, or outside the main thread, which alone may set handlers.
     """
     global _listening, _first, _phase, _held, _status, _limit

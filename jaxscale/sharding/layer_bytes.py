@@ -15,7 +15,7 @@ Tree = Any
 
 
 class LayerBytes(NamedTuple):
-    """Of one layer, all its arrays together."""
+    """Bytes of all arrays of one layer together."""
 
     gathered: int  # weights in use, of those that are gathered over fsdp and context
     reduced: int  # sums of gradients over ranks: whole arrays, or shards from ZeRO stage 1 on

@@ -158,5 +158,5 @@ def constrain(
 
 
 def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """The same, of a spec over automatic axes."""
+    """`constrain` to a spec over automatic axes."""
     return jax.lax.with_sharding_constraint(x, spec) if any(spec) else x

@@ -80,7 +80,7 @@ REPLICATED_WEIGHTS: Rules = {
     "embed": ("tensor_rows",),
     "outer_embed": ("tensor_rows", "pipeline"),
 }
-"""Of a tree that a ZeRO stage replicates over fsdp and context, and of weights in use."""
+"""The rules of a tree that a ZeRO stage replicates over fsdp and context, and of weights in use."""
 
 
 def mesh_axes(

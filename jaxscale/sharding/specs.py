@@ -33,13 +33,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of a batch's fields, [batch, seq]."""
+    """The sharding of a batch's fields, [batch, seq]."""
     return NamedSharding(mesh, resolve(("batch", "seq"), ACTIVATIONS, mesh.shape))
 
 
 def kernel_spec(axes: Axes, sizes: Mapping[str, int]) -> PartitionSpec:
-    """Of an array that a kernel computes with under a `shard_map` over the automatic axes, in a
-    region where the batch is manual.
+    """The spec of an array that a kernel computes with under a `shard_map` over the automatic axes,
+    in a region where the batch is manual.
 
     Mesh axes of size 1 are put on the batch dimension: the backward pass would sum over those that
     a spec leaves out.
@@ -53,7 +53,7 @@ def kernel_spec(axes: Axes, sizes: Mapping[str, int]) -> PartitionSpec:
 
 
 def kernel_vector_spec(axis: str, sizes: Mapping[str, int]) -> PartitionSpec:
-    """The same of an array with one dimension, of this logical name."""
+    """`kernel_spec` of an array with one dimension, of this logical name."""
     spec = kernel_spec(("batch", axis), sizes)
     return PartitionSpec(tuple(name for entry in spec for name in mesh_axes_of(entry)))
 

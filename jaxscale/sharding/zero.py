@@ -69,18 +69,21 @@ class Zero:
 
     @property
     def replicated_rules(self) -> Rules:
-        """Of a tree that is replicated over fsdp and context, and of weights in use."""
+        """The rules of a tree that is replicated over fsdp and context, and of weights in use."""
         return {**self.rules, **REPLICATED_WEIGHTS}
 
     @property
     def state_rules(self) -> Rules:
-        """Of parameters at rest, of the optimizer's state, and of the reduced gradients of a
-        step."""
+        """The rules of parameters at rest, of the optimizer's state, and of a step's reduced
+        gradients."""
         return self.rules if self.stage >= 1 else self.replicated_rules
 
     def accumulator_rules(self, *, single_visit: bool) -> Rules:
-        """Of gradients while they are summed, in a step that computes each layer's once, or more
-        often."""
+        """The rules of gradients while they are summed.
+
+        Args:
+          single_visit: whether a step computes the gradients of each layer once.
+        """
         return self.state_rules if self.scatters or single_visit else self.replicated_rules
 
     def layer_axes(self, stack: str) -> Tree:
@@ -89,7 +92,7 @@ class Zero:
 
     @property
     def loss_dtype(self) -> jnp.dtype:
-        """Of sums over tokens."""
+        """The type of sums over tokens."""
         return jnp.promote_types(self.compute_dtype, jnp.float32)
 
     @property
@@ -110,7 +113,7 @@ class Zero:
 
     @property
     def kept(self) -> "Zero":
-        """The same for weights that were gathered and kept."""
+        """The stage as it is once the weights were gathered and kept, if it keeps them."""
         return replace(self, has_gathered=self.has_gathered or self.keeps)
 
     @property
@@ -284,7 +287,7 @@ class Zero:
 
     @property
     def sent_dtype(self) -> jnp.dtype:
-        """Of gradients, in reductions over ranks."""
+        """The type of gradients in reductions over ranks."""
         given = self.reduction_dtype
         return self.accumulation_dtype if given is None else given
 

@@ -202,8 +202,8 @@ class Checkpoints:
         self._thread = None
 
     def _unfinished_bytes(self) -> int:
-        """Of the files of a checkpoint that is being written, by all processes; 0 in all but the
-        first, which would only ask the file system the same."""
+        """Bytes that all processes have written of an unfinished checkpoint; 0 in all processes but
+        the first, which would only ask the file system the same."""
         total = 0
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):  # a file that has another name by now

@@ -1,5 +1,5 @@
-"""FLOPs of a step for each token, the numerators of MFU and HFU; and what the traced program of a
-model of one's own saves."""
+"""FLOPs of a step for each token, the numerators of MFU and HFU; and the bytes that the traced
+program of a model of one's own saves for its backward pass."""
 
 import functools
 import math
@@ -21,14 +21,14 @@ Tree = Any
 
 
 class StepFlops(NamedTuple):
-    """Of a token, forward and backward."""
+    """FLOPs of a token, forward and backward."""
 
     model: float  # what the model needs
     hardware: float  # with what is recomputed
 
 
 class ForwardCost(NamedTuple):
-    """Of one example, forward."""
+    """What the forward pass of one example costs and saves."""
 
     layers: float  # FLOPs of all stacks
     head: float  # FLOPs

@@ -46,7 +46,7 @@ from jaxscale.sharding.rules import (
 from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec
 
 ATTENTION_SCOPE = "attention_kernel"
-"""Named scope of what lies between queries, keys and values and the heads' outputs."""
+"""The named scope of all that computes the heads' outputs from queries, keys and values."""
 
 
 def make_kernels(
@@ -123,8 +123,8 @@ def make_kernels(
 
 
 def evaluation_kernels(kernels: Kernels) -> Kernels:
-    """The same where experts take every token, whatever their capacity; a batch to evaluate may
-    have too few sequences for halves."""
+    """The kernels with experts that take every token, whatever their capacity; a batch to evaluate
+    may have too few sequences for halves."""
     everything = dataclasses.replace(kernels.dispatch, keeps_all=True, halves=False)
     return dataclasses.replace(kernels, dispatch=everything)
 

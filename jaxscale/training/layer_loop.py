@@ -96,7 +96,7 @@ class Loop:
 
     @property
     def axes(self) -> Tree:
-        """Of one layer's weights."""
+        """The logical axes of one layer's weights."""
         return self.zero.layer_axes(self.stack.name)
 
     @property

@@ -26,8 +26,8 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 SUMMARY = "summary.json"
 
 NUMBERS = ("loss", "eval_loss", "learning_rate", "step_seconds")
-"""What others compute with: a record that has something else there is none. The losses are null
-where they were not finite, or no token had any."""
+"""Fields that programs compute with: a record in which one of them is not a number is left out. The
+losses are null where they were not finite, or no token had any."""
 
 WITHOUT_LOSS = (
     "no token has loss; raise data.seq_len (with an encoder, data.target_len) where prompts fill "

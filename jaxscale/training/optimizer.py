@@ -33,8 +33,8 @@ SECOND_MOMENTS = ("nu", "rows", "columns", "whole")
 
 MUON_MOMENTUM = 0.95
 MUON_COEFFICIENTS = np.float32(3.4445), np.float32(-4.775), np.float32(2.0315)
-"""Of the Newton-Schulz iteration (Jordan et al. 2024). They are part of the state, so of one type,
-whatever JAX's default is."""
+"""The coefficients of the Newton-Schulz iteration (Jordan et al. 2024). They are part of the state,
+so of one type, whatever JAX's default is."""
 MUON_STEPS = 5
 MUON_RMS = 0.2
 """Muon's updates get the root mean square that Adam's have in practice (arXiv 2502.16982)."""
@@ -234,7 +234,8 @@ def _at_rest(
 
 
 def _updates_done(state: Any) -> jax.Array:
-    """The first of its counts: the rule has one, and the learning rate's schedule."""
+    """The number of updates: the first count in a state, which has the rule's and the schedule's
+    count."""
     return optax.tree.get_all_with_path(state, "count")[0][1]
 
 

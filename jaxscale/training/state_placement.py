@@ -158,7 +158,8 @@ def _replicated_state(
 
 
 def _on_host(shardings: Tree, abstract: Tree) -> Tree:
-    """The same shards in host memory; scalars stay, as the compiler wants them on the device."""
+    """Shardings of the same shards in host memory; scalars stay on the device, where the compiler
+    wants them."""
     return jax.tree.map(
         lambda sharding, leaf: sharding.with_memory_kind("pinned_host") if leaf.ndim else sharding,
         shardings,

@@ -112,7 +112,7 @@ def make_step(
 
 
 def init_guard() -> Guard:
-    """Of a run that has not begun."""
+    """The guard of a run that has not begun."""
     # Arrays of their own: a step is given each of them to reuse.
     losses, norms = (jnp.full(WINDOW, jnp.nan, jnp.float32) for _ in range(2))
     return Guard(losses, norms, jnp.zeros((), jnp.int32))
@@ -153,8 +153,8 @@ def judge(
 
 
 def _if_good(good: jax.Array, update: Callable, params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-    """The state after an update; after a bad step that before, but for the place in the schedule of
-    the learning rate, which goes on.
+    """The state after an update; after a bad step the state before it, with one more step counted
+    in the learning rate's schedule.
 
     A loop of one trip or none: it updates the state in place. A choice between two states would
     hold both, and `lax.cond` copies what it carries.
@@ -233,7 +233,7 @@ def mean_and_norm(sums: Tree, count: jax.Array, limit: float) -> tuple[Tree, jax
 
 
 def sums_of_squares(tree: Tree) -> list[jax.Array]:
-    """Of each array, in float32 or wider."""
+    """The sum of squares of each array, in float32 or wider."""
     return [jnp.sum(jnp.square(_widen(x))) for x in jax.tree.leaves(tree)]
 
 

@@ -196,7 +196,7 @@ GPUs."""
 
 
 COMBINED_BYTES = 30 * 2**20
-"""Of results of collectives, up to which XLA for GPUs combines them by itself."""
+"""Bytes of results up to which XLA for GPUs combines collectives by itself."""
 
 _COPIES_ASIDE = XlaFlag(
     "xla_disable_hlo_passes",

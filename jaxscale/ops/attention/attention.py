@@ -21,12 +21,13 @@ from jaxscale.ops.attention.blockwise import blockwise_attention
 from jaxscale.ops.attention.relative_bias import relative_buckets
 
 PLATFORM_KERNELS = {"gpu": ("cudnn", "flash"), "tpu": ("splash",)}
-"""Of which "auto" selects the first that honours the run's settings; otherwise it is
-"blockwise"."""
+"""Platform -> its kernels: "auto" selects the first that honours the run's settings, or
+"blockwise" if none does."""
 
 PACKED_KERNELS = PLATFORM_KERNELS | {"gpu": ("flash", "cudnn")}
-"""The same for causal attention within the documents that share a row: cuDNN would read a mask and
-compute all that is below the diagonal, where flash skips blocks of other documents."""
+"""Platform -> its kernels for causal attention within the documents that share a row: cuDNN would
+read a mask and compute all that is below the diagonal, where flash skips blocks of other
+documents."""
 
 USES = {
     "soft_cap": "no soft cap of scores",
@@ -236,7 +237,7 @@ LACKS = {
     "flash": ("bias", "cross"),
     "splash": ("bias", "cross", "sinks"),
 }
-"""Of `USES`, what each implementation cannot do."""
+"""Implementation -> those of `USES` that it cannot do."""
 
 
 def decode_attention(

@@ -35,7 +35,7 @@ class Scoring(NamedTuple):
 
     @property
     def bucketing(self) -> dict:
-        """Of `relative_bias`."""
+        """The keywords of the functions of `relative_bias`."""
         return {"causal": self.causal, "max_distance": self.max_distance}
 
 
@@ -279,14 +279,15 @@ def gradients(
 
 
 def _biases(bias_bN: Array, distance: Array, shape: tuple[int, ...], scoring: Scoring) -> Array:
-    """Of a block of scores, [K, G, t, s], which is `shape`."""
+    """The biases of a block of scores, [K, G, t, s], which is `shape`."""
     t, s = shape[2:]
     line_NL = relative_bias.line(bias_bN, distance, t, s, **scoring.bucketing)
     return relative_bias.spread_line(line_NL, t, s).reshape(shape)
 
 
 def _bias_gradient(grad_KsGt: Array, bias_bN: Array, distance: Array, scoring: Scoring) -> Array:
-    """The table's, [b, N], from the biases of a block, transposed as its scores are."""
+    """The gradient of the table, [b, N], from that of a block's biases, transposed as its scores
+    are."""
     t, s = grad_KsGt.shape[3], grad_KsGt.shape[1]
     grad_Nts = jnp.moveaxis(grad_KsGt, 1, 3).reshape(-1, t, s)
     grad_NL = relative_bias.sum_diagonals(grad_Nts)
@@ -307,7 +308,7 @@ def output(
 
 
 def sink_gradient(sinks_N: Array | None, output: Output) -> Array | None:
-    """Of sinks, whose share of a query's softmax has the value zero."""
+    """The gradient of the sinks, [N]: each has a share of a query's softmax, and the value zero."""
     if sinks_N is None:
         return None
     *others, num_kv_heads, group, _ = output.log_z.shape

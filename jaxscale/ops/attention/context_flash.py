@@ -53,7 +53,7 @@ class _Static(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Of some chunks; a leading [h] or [c] each."""
+    """Keys and values of several chunks: every field has a leading [h] or [c]."""
 
     k: Array
     v: Array

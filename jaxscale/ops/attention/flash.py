@@ -49,12 +49,12 @@ def flash_attention(
 
 
 def wide_type(q_BTNH: Array) -> jnp.dtype:
-    """Of scores and sums."""
+    """The type of scores and sums: float32 or wider."""
     return jnp.promote_types(q_BTNH.dtype, jnp.float32)
 
 
 def wide_sinks(sinks_N: Array | None, q_BTNH: Array) -> Array | None:
-    """In the type of the scores, in which their gradient is summed."""
+    """The sinks in the type of the scores, in which their gradient is summed."""
     return None if sinks_N is None else sinks_N.astype(wide_type(q_BTNH))
 
 
@@ -84,13 +84,13 @@ _attention.defvjp(_forward_rule, _backward_rule)
 
 
 def flash_inner(out_BTNH: Array, grad_BTNH: Array) -> Array:
-    """Of each query's output and its gradient, [B, N, T]."""
+    """The inner product of each query's output and its gradient, [B, N, T]."""
     wide = wide_type(out_BTNH)
     return jnp.einsum("BTNH,BTNH->BNT", out_BTNH.astype(wide), grad_BTNH.astype(wide))
 
 
 def flash_sink_gradient(sinks_N: Array, log_z_BNT: Array, inner_BNT: Array) -> Array:
-    """Of sinks, whose share of a query's softmax has the value zero."""
+    """The gradient of the sinks, [N]: each has a share of a query's softmax, and the value zero."""
     return -jnp.sum(jnp.exp(sinks_N[:, None] - log_z_BNT) * inner_BNT, axis=(0, 2))
 
 
@@ -244,7 +244,7 @@ def _scalar(value: Array | int) -> Array:
 
 
 def _rows(x_BTNH: Array, block: int | None, index: Callable) -> pl.BlockSpec:
-    """Of one head: a block of its rows, or all of them."""
+    """What a program reads of one head: a block of its rows, or all of them."""
     return pl.BlockSpec((None, block or x_BTNH.shape[1], None, x_BTNH.shape[3]), index)
 
 

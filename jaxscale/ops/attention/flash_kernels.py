@@ -79,7 +79,7 @@ def flash_query_gradients(
     inner_ref,
     out_ref,
 ) -> None:
-    """Of a block of queries of one head."""
+    """The gradient of a block of queries of one head."""
     q_tH, grad_tH, segments_t = q_ref[...], grad_ref[...], t_ref[...]
     log_z_t, inner_t = log_z_ref[...], inner_ref[...]
     first = offset_ref[0] + pl.program_id(0) * settings.block
@@ -114,7 +114,7 @@ def flash_key_gradients(
     out_k_ref,
     out_v_ref,
 ) -> None:
-    """Of a block of keys of one head, and of their values."""
+    """The gradients of a block of keys of one head, and of their values."""
     k_sH, v_sH, segments_s, wide = k_ref[...], v_ref[...], s_ref[...], log_z_ref.dtype
     first = offset_ref[0] - pl.program_id(0) * settings.block
 

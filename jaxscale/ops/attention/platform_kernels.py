@@ -19,10 +19,10 @@ FLASH_BLOCKS = (64, 32, 16)
 """Queries, and keys, of a block."""
 
 FLASH_HEAD_DIMS = (16, 32, 64, 128, 256)
-"""Of which Triton has tiles."""
+"""Sizes of heads of which Triton has tiles."""
 
 FLASH_ELEMENTS = 64 * 128
-"""Of a block's queries, at most."""
+"""The most values that the queries of a block may have."""
 
 
 def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT: Array | None, scoring: Scoring) -> Array:

@@ -46,7 +46,7 @@ class Dispatch:
 
     @property
     def stream(self) -> PartitionSpec:
-        """Of arrays [B, T, ...] between the layers."""
+        """The spec of arrays [B, T, ...] between the layers."""
         time = tuple(
             axis for axis in ("context", "tensor") if self.automatic and getattr(self, axis) > 1
         )
@@ -54,27 +54,27 @@ class Dispatch:
 
     @property
     def whole(self) -> PartitionSpec:
-        """Of what every rank has whole."""
+        """The spec of what every rank has whole."""
         return PartitionSpec()
 
     @property
     def rows(self) -> PartitionSpec:
-        """Of arrays [c, R, ...] that the ranks of tensor have whole."""
+        """The spec of arrays [c, R, ...] that the ranks of tensor have whole."""
         return PartitionSpec(self.axis("context"))
 
     @property
     def hidden(self) -> PartitionSpec:
-        """Of arrays [c, R, F]."""
+        """The spec of arrays [c, R, F]."""
         return PartitionSpec(self.axis("context"), None, self.axis("tensor"))
 
     @property
     def columns(self) -> PartitionSpec:
-        """Of weights [E, D, F]."""
+        """The spec of weights [E, D, F]."""
         return PartitionSpec(None, None, self.axis("tensor"))
 
     @property
     def back(self) -> PartitionSpec:
-        """Of weights [E, F, D]."""
+        """The spec of weights [E, F, D]."""
         return PartitionSpec(None, self.axis("tensor"))
 
     def axis(self, name: str) -> str | None:
@@ -228,7 +228,7 @@ def _place_in_queue(experts_TK: Array, num_experts: int) -> Array:
 
 
 def exclusive_sums(x: Array, axis: int) -> Array:
-    """Sums of what comes before."""
+    """For each entry along an axis, the sum of those before it."""
     return jnp.cumsum(x, axis=axis) - x
 
 

@@ -117,7 +117,7 @@ def grouped_weight_gradient(
 
 
 class _Operands(NamedTuple):
-    """Of a grouped matmul, and what its result is multiplied by; None: by nothing."""
+    """The operands of a grouped matmul, and what its result is multiplied by; None: by nothing."""
 
     x: Array  # [R, D]
     w: Array  # [E, D, F] or [E, F, D]
@@ -166,7 +166,7 @@ def _rescaled(operands: _Operands, product: Array, of_x: Array | None, of_w: Arr
 
 
 def _of_rows(of_w_EF: Array | None, sizes_E: Array, rows: int) -> Array | None:
-    """What each group has, for each of its rows."""
+    """A group's scales, repeated for each of its rows, [R, F] or [R, 1]."""
     if of_w_EF is None:
         return None
     return jnp.repeat(of_w_EF, sizes_E, axis=0, total_repeat_length=rows)
