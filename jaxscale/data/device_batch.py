@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
 from jaxscale.ops.attention.context_walk import balanced_order
-from jaxscale.sharding.rules import check_divides, check_sequence
+from jaxscale.sharding.layout_checks import check_divides, check_sequence
 
 
 def shard_batch(

@@ -1,17 +1,13 @@
-"""The mesh axes of each logical dimension, and the checks on a configuration that need no devices.
+"""The mesh axes of each logical axis of weights and activations.
 
 Nothing here imports JAX: the planner uses the same rules.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.choices import nearest_divisors
-from jaxscale.config import Config
 from jaxscale.layout import TENSOR_ROWS, ULYSSES, Layout
-from jaxscale.model_config import ModelConfig
-from jaxscale.model_config.settings import SPREAD_ATTENTIONS
 
 Axes = tuple[str, ...]
 Rules = Mapping[str, tuple[str, ...]]
@@ -194,195 +190,11 @@ def own_rules(rules: Rules) -> Rules:
     return {name: tuple(over) for name, over in rules.items()}
 
 
-def check_divides(config: Config) -> None:
-    """Refuses a batch that does not split evenly over replicas and micro-batches.
-
-    Raises:
-      ValueError: with the settings to change.
-    """
-    layout, batch = config.layout, config.data.global_batch_size
-    parts = layout.batch_shards * layout.microbatches
-    if batch % parts:
-        below, above = batch // parts * parts, -(-batch // parts) * parts
-        nearest = f"{below} or {above}" if below else f"{above}"
-        experts = f"layout.expert {layout.expert} x " if layout.expert > 1 else ""
-        raise ValueError(
-            f"data.global_batch_size = {batch} does not split into layout.data {layout.data} x "
-            f"layout.fsdp {layout.fsdp} x {experts}layout.microbatches {layout.microbatches} = "
-            f"{parts} parts; set data.global_batch_size to {nearest}, or change the layout"
-        )
-
-
-def check_overlap(config: Config) -> None:
-    """Refuses halves of what does not travel, and of a single sequence.
-
-    Raises:
-      ValueError: with what to set.
-    """
-    layout, batch = config.layout, config.data.global_batch_size
-    if not layout.overlap_experts:
-        return
-    if layout.expert == 1:
-        raise ValueError(
-            "layout.overlap_experts = True with layout.expert = 1: every rank has all experts, "
-            "and no tokens travel; set layout.overlap_experts = False"
-        )
-    if batch >= 2 * layout.batch_shards * layout.microbatches:
-        return
-    fewer = nearest_divisors(layout.microbatches, layout.microbatches)
-    change = (
-        f"layout.microbatches = {fewer}"
-        if fewer
-        else f"data.global_batch_size = {2 * layout.batch_shards}"
-    )
-    raise ValueError(
-        "layout.overlap_experts = True exchanges the tokens of half of a rank's sequences beside "
-        "the matmuls of the other half, and a rank has one sequence of a micro-batch; set "
-        f"{change}, or layout.overlap_experts = False"
-    )
-
-
-def check_ring(config: Config) -> None:
-    """Refuses ring steps between ranks that are not there.
-
-    Raises:
-      ValueError: with what to set.
-    """
-    if config.layout.overlap_tensor and config.layout.tensor == 1:
-        raise ValueError(
-            "layout.overlap_tensor = True with layout.tensor = 1: every rank has its matmuls to "
-            "itself, and nothing travels; set layout.overlap_tensor = False"
-        )
-
-
-def check_pipeline_gather(config: Config) -> None:
-    """Refuses gathers and reductions by layer where there are none.
-
-    Raises:
-      ValueError: with what to set.
-    """
-    layout = config.layout
-    if layout.pipeline == 1 or layout.pipeline_gather == "chunk":
-        return
-    if layout.zero_ranks == 1 or layout.zero_stage < 2:
-        raise ValueError(
-            f"layout.pipeline_gather = 'layer' with layout.fsdp = {layout.fsdp}, layout.context = "
-            f"{layout.context} and layout.zero_stage = {layout.zero_stage}: neither weights nor "
-            "gradients of a micro-batch are in shards; set layout.pipeline_gather = 'chunk'"
-        )
-
-
-def check_matmuls(config: Config) -> None:
-    """Refuses matmuls of 8 bits where there are none.
-
-    Raises:
-      ValueError: with what to set.
-    """
-    model = config.model
-    if not model.matmul_dtype:
-        return
-    said = f"model.matmul_dtype = {model.matmul_dtype!r}"
-    if model.matmul_dtype == "int8" and config.layout.overlap_tensor:
-        raise ValueError(
-            f"{said} with layout.overlap_tensor = True: ranks that multiply different tokens at a "
-            "time would need the same scales; set layout.overlap_tensor = False"
-        )
-
-
 def divides_heads(ranks: int, heads: int, key_heads: int) -> bool:
     """Whether ranks can have equally many heads, and the key heads that these read."""
     return heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
 
 
-def check_ulysses(config: Config) -> None:
-    """Refuses heads that do not divide among the ranks of context that exchange them.
-
-    Raises:
-      ValueError: with what to set.
-    """
-    model = config.model
-    if not isinstance(model, ModelConfig):  # others are refused by the kernel
-        return
-    if said := ulysses_refusal(config.layout, model.num_heads, model.num_kv_heads):
-        raise ValueError(said)
-
-
-def ulysses_refusal(layout: Layout, heads: int, key_heads: int) -> str:
-    """Why the heads of a model do not divide among the ranks that exchange them, and what to set;
-    "" where they do, or stay where they are."""
-    if layout.context == 1 or layout.context_method != ULYSSES:
-        return ""
-    ranks, columns = layout.context, layout.tensor_columns
-    heads, key_heads = heads // columns, max(key_heads // columns, 1)
-    if divides_heads(ranks, heads, key_heads):
-        return ""
-    nearest = max(n for n in range(1, ranks) if divides_heads(n, heads, key_heads))
-    each = f" on each of {columns} ranks of tensor" if columns > 1 else ""
-    return (
-        f"layout.context_method = 'ulysses' with layout.context = {ranks} divides heads, and there "
-        f"are {heads} and {key_heads} of keys{each}; set layout.context = {nearest}, or "
-        "layout.context_method = 'ring' or 'gather'"
-    )
-
-
 def spreads_attention(layout: Layout) -> bool:
     """Whether a rank attends with its part of a sequence, which not every kernel does."""
     return layout.context > 1 and layout.context_method != ULYSSES
-
-
-def check_spread_attention(config: Config) -> None:
-    """Refuses a kernel that attends within one device where sequences are spread over several.
-
-    Raises:
-      ValueError: with what to set.
-    """
-    kernel, context = config.model.attention, config.layout.context
-    if spreads_attention(config.layout) and kernel not in ("auto", *SPREAD_ATTENTIONS):
-        raise ValueError(
-            f"model.attention = {kernel!r} attends within one device, and layout.context = "
-            f"{context} spreads a sequence over several; set model.attention = 'auto', "
-            "layout.context = 1, or layout.context_method = 'ulysses'"
-        )
-
-
-def check_tensor_rows(config: Config) -> None:
-    """Refuses rows of tensor for a model with experts, or with modules that predict further tokens.
-
-    Raises:
-      ValueError: with what to set.
-    """
-    rows, model = config.layout.tensor_rows, config.model
-    if rows > 1 and model.num_experts:
-        raise ValueError(
-            f"layout.tensor_rows = {rows} with model.num_experts = {model.num_experts} is "
-            "not available in this version: experts have their columns over tensor alone; set "
-            "layout.tensor_rows = 1"
-        )
-    if rows > 1 and model.prediction_depth:
-        raise ValueError(
-            f"layout.tensor_rows = {rows} with model.prediction_depth = {model.prediction_depth} "
-            "is not available in this version; set layout.tensor_rows = 1"
-        )
-
-
-def check_sequence(config: Config) -> None:
-    """Refuses a sequence that the ranks of context and tensor cannot share equally.
-
-    Raises:
-      ValueError: with the nearest lengths that they can.
-    """
-    layout = config.layout
-    chunks = 2 * layout.context if layout.context > 1 else 1
-    unit = math.lcm(chunks, layout.context * layout.tensor_columns)
-    rows = f" / layout.tensor_rows {layout.tensor_rows}" if layout.tensor_rows > 1 else ""
-    for name in ("seq_len", "target_len"):
-        length = getattr(config.data, name)
-        if length % unit:
-            below, above = length // unit * unit, -(-length // unit) * unit
-            nearest = f"{below} or {above}" if below else f"{above}"
-            two = " (two chunks a rank)" if layout.context > 1 else ""
-            raise ValueError(
-                f"data.{name} = {length} does not split over layout.context = {layout.context}"
-                f"{two} x layout.tensor = {layout.tensor}{rows}, which takes multiples of {unit}; "
-                f"set data.{name} = {nearest}, or change the layout"
-            )

@@ -10,7 +10,7 @@ from jaxscale.choices import check_kind
 from jaxscale.config import CONFIG_ADVICE, Config
 from jaxscale.layout import AUTO, Layout
 from jaxscale.models.protocol import Model
-from jaxscale.sharding.rules import (
+from jaxscale.sharding.layout_checks import (
     check_divides,
     check_matmuls,
     check_overlap,

@@ -27,22 +27,10 @@ from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.ops.loss import cross_entropy
 from jaxscale.ops.rope import rotary, rotary_on_tpu
 from jaxscale.ops.sizes import LANES
-from jaxscale.ops.tensor_parallel import (
-    Spread,
-    columns,
-    linear,
-    rows,
-    spread_columns,
-    spread_rows,
-)
+from jaxscale.ops.tensor_parallel import Spread, columns, linear, rows, spread_columns, spread_rows
+from jaxscale.sharding.layout_checks import check_spread_attention
 from jaxscale.sharding.resolve import automatic_axes, constrain
-from jaxscale.sharding.rules import (
-    ACTIVATIONS,
-    WEIGHTS,
-    Rules,
-    check_spread_attention,
-    spreads_attention,
-)
+from jaxscale.sharding.rules import ACTIVATIONS, WEIGHTS, Rules, spreads_attention
 from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec
 
 ATTENTION_SCOPE = "attention_kernel"

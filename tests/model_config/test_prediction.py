@@ -8,7 +8,7 @@ import pytest
 from jaxscale.config import Config
 from jaxscale.layout import Layout
 from jaxscale.model_config import ModelConfig
-from jaxscale.sharding.rules import check_tensor_rows
+from jaxscale.sharding.layout_checks import check_tensor_rows
 
 OWN = {"family": "tests.models.experts:make", "prediction_depth": 1}
 

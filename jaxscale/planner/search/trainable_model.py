@@ -22,9 +22,7 @@ from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.search import sized_model
 from jaxscale.planner.search.muon_matrices import muon_matrices
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, stack_layers
-from jaxscale.sharding.rules import (
-    REPLICATED_WEIGHTS,
-    WEIGHTS,
+from jaxscale.sharding.layout_checks import (
     check_divides,
     check_overlap,
     check_pipeline_gather,
@@ -33,9 +31,8 @@ from jaxscale.sharding.rules import (
     check_spread_attention,
     check_tensor_rows,
     check_ulysses,
-    mesh_axes,
-    with_whole_kv_heads,
 )
+from jaxscale.sharding.rules import REPLICATED_WEIGHTS, WEIGHTS, mesh_axes, with_whole_kv_heads
 
 REMATS = (
     "none",

@@ -23,7 +23,7 @@ from jaxscale.planner.search.search import TOO_LARGE, TOO_LARGE_FOR_HOST, _disti
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query, check_pins, mesh_shapes
 from jaxscale.planner.search.trainable_model import TrainableModel
-from jaxscale.sharding.rules import check_ulysses
+from jaxscale.sharding.layout_checks import check_ulysses
 from jaxscale.training.kernels import attention_name
 
 CONFIG = from_dict(
