@@ -9,7 +9,6 @@ is `jaxscale.plan_layouts`.
 import argparse
 import dataclasses
 import json
-import math
 import pathlib
 import re
 import sys
@@ -19,12 +18,10 @@ from typing import Any
 from jaxscale import command_line
 from jaxscale import config as configs
 from jaxscale.config import Config
-from jaxscale.formatting import gigabytes, table
 from jaxscale.layout import AUTO, Layout
-from jaxscale.planner.cost.cluster import Cluster, make_cluster
-from jaxscale.planner.cost.tensor_volumes import step_volumes
+from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.plan_layouts import plan_layouts
-from jaxscale.planner.report import html_report, tensor_grids, text_report, why_not
+from jaxscale.planner.report import html_report, json_report, tensor_grids, text_report, why_not
 from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
 from jaxscale.planner.search.search import search_layouts
@@ -83,9 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.report:
             options.report.write_text(html_report.plan_page(answer))
             print(f"\nwrote {options.report}")
-    numbers = as_json(answer)
+    numbers = json_report.ranking_json(answer)
     if options.prove:
-        numbers["proved"] = _prove(answer, options.prove, topology)
+        from jaxscale.compiled.prove_plans import prove_plans  # noqa: PLC0415  imports JAX
+
+        numbers["proved"] = prove_plans(answer.plans[: options.prove], topology)
     if options.json:
         options.json.write_text(json.dumps(numbers, indent=2) + "\n")
     if options.prove and not any(one["compiled_bytes"] for one in numbers["proved"]):
@@ -195,9 +194,11 @@ def _topology(options: argparse.Namespace) -> str:
       ValueError: it is not known, there is none for the hardware, or its number of devices is not
         that of the plans.
     """
-    from jaxscale.compiled import topology  # noqa: PLC0415  JAX, for those who ask for it.
+    from jaxscale.compiled import topology  # noqa: PLC0415  it imports JAX
 
-    name = options.topology or topology_name(make_cluster(options.hardware, options.devices))
+    name = options.topology or topology.topology_name(
+        make_cluster(options.hardware, options.devices)
+    )
     topology.leave_hardware_alone()
     try:
         found = len(topology.open_topology(name).devices)
@@ -400,130 +401,6 @@ def _named(answer: RankedPlans, name: str) -> Plan:
     if not found.layouts:
         raise ValueError(f"--compare {name}: no such layout fits; see --why_not {name}")
     return predict_plan(query, found.layouts[0])
-
-
-def as_json(answer: RankedPlans) -> dict[str, Any]:
-    """The ranking for a program."""
-    model = answer.query.planned_model
-    return {
-        "params": model.num_params,
-        "active_params": model.shape.active_params,
-        "note": model.note,
-        "hardware": answer.query.cluster.name,
-        "devices": answer.query.cluster.num_devices,
-        "plans": [_plan_json(one, model.run_tokens) for one in answer.plans],
-        "considered": answer.found.considered,
-        "rejected": dict(answer.found.rejected),
-    }
-
-
-def _plan_json(one: Plan, tokens: float) -> dict[str, Any]:
-    run_cost = one.run_cost(tokens)
-    return {
-        "layout": dataclasses.asdict(one.layout),
-        "layers": list(one.layers),
-        "step_seconds": one.step_seconds,
-        "tokens_per_second": one.tokens_per_second,
-        "mfu": one.mfu,
-        "hfu": one.hfu,
-        "memory_bytes": one.memory_bytes,
-        "stage_memory_bytes": one.stage_bytes,
-        "terms": one.terms,
-        "hidden": one.hidden,
-        "tensor_bytes": _tensor_bytes(one),
-        "memory": one.memory.at_peak,
-        "host_bytes": one.host_bytes,
-        "watts": _known(one.watts),
-        "run_seconds": float(run_cost.seconds),
-        "joules": _known(run_cost.joules),
-        "usd": _known(run_cost.usd),
-        "goodput": run_cost.goodput.fraction,
-    }
-
-
-def _known(value: float) -> float | None:
-    """nan is not JSON."""
-    return None if math.isnan(value) else float(value)
-
-
-def _tensor_bytes(one: Plan) -> dict[str, float]:
-    """Bytes that a device sends in a step over rows and columns of tensor; {} where no formula
-    counts them."""
-    model = one.planned_model
-    if not model.has_tensor_rows:
-        return {}
-    return step_volumes(model.shape, one.layout, model.sequences)._asdict()
-
-
-def _prove(answer: RankedPlans, count: int, name: str) -> list[dict[str, Any]]:
-    """Compiles the best plans for hardware that is absent, and compares their memory."""
-    from jaxscale.compiled import compile_ahead  # noqa: PLC0415  JAX, for those who ask for it.
-
-    rows = [("", "predicted", "compiled", "error", "verdict")]
-    proved = []
-    for number, one in enumerate(answer.plans[:count], 1):
-        print(f"compiling plan {number} for {name}", flush=True)
-        try:
-            compiled = compile_ahead.compile_for(one.config, name)
-        except ValueError as error:
-            # Such as offloading: the compiler for absent GPUs has no host memory space.
-            rows.append((str(number), gigabytes(one.memory_bytes), "-", "-", str(error)))
-            proved.append(
-                {
-                    "plan": number,
-                    "predicted_bytes": one.memory_bytes,
-                    "compiled_bytes": None,
-                    "refusal": str(error),
-                }
-            )
-            continue
-        error = one.memory_bytes / compiled.peak_bytes - 1
-        verdict = "fits" if compiled.fits else f"needs {gigabytes(compiled.missing_bytes)} more"
-        rows.append(
-            (
-                str(number),
-                gigabytes(one.memory_bytes),
-                gigabytes(compiled.peak_bytes),
-                f"{100 * error:+.1f} %",
-                verdict,
-            )
-        )
-        proved.append(
-            {
-                "plan": number,
-                "predicted_bytes": one.memory_bytes,
-                "compiled_bytes": compiled.peak_bytes,
-                "fits": compiled.fits,
-            }
-        )
-    compiles = any(one["compiled_bytes"] for one in proved)
-    heading = "Proved by compiling for" if compiles else "None of these could be compiled for"
-    print(f"\n{heading} {name}\n{table(rows)}")
-    return proved
-
-
-def topology_name(cluster: Cluster) -> str:
-    """The topology to compile for on a cluster.
-
-    Raises:
-      ValueError: there is none; says how to give one.
-    """
-    from jaxscale.compiled.topology import topology_kinds  # noqa: PLC0415
-
-    known = topology_kinds()
-    plain = cluster.name.lower().removeprefix("tpu").removesuffix("-sxm")
-    if plain not in known:
-        raise ValueError(
-            f"there is no compiler target for {cluster.name}; give a similar one, such as "
-            f"--topology h100:64x8 (kinds: {', '.join(known)})"
-        )
-    if cluster.torus:
-        slices = cluster.num_devices // math.prod(cluster.torus)
-        sides = "x".join(map(str, cluster.torus))
-        return f"{plain}:{sides}" + (f":{slices}" if slices > 1 else "")
-    devices = cluster.num_devices
-    per_node = devices if devices < 8 else math.gcd(devices, 8)
-    return f"{plain}:{devices // per_node}x{per_node}"
 
 
 def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ from jax.experimental import topologies
 
 from jaxscale.choices import did_you_mean
 from jaxscale.hardware import GPU_MEMORY_FRACTION
+from jaxscale.planner.cost.cluster import Cluster
 
 PACKAGES = {"tpu": ("libtpu",), "gpu": ("jax_cuda13_plugin", "jax_plugins.xla_cuda13")}
 
@@ -114,6 +115,28 @@ def describe_topologies() -> str:
 def topology_kinds() -> tuple[str, ...]:
     """The kinds of hardware, with which a name begins."""
     return (*_table("tpu"), *_table("gpu"))
+
+
+def topology_name(cluster: Cluster) -> str:
+    """The topology to compile for on a cluster.
+
+    Raises:
+      ValueError: there is none; says how to give one.
+    """
+    known = topology_kinds()
+    plain = cluster.name.lower().removeprefix("tpu").removesuffix("-sxm")
+    if plain not in known:
+        raise ValueError(
+            f"there is no compiler target for {cluster.name}; give a similar one, such as "
+            f"--topology h100:64x8 (kinds: {', '.join(known)})"
+        )
+    if cluster.torus:
+        slices = cluster.num_devices // math.prod(cluster.torus)
+        sides = "x".join(map(str, cluster.torus))
+        return f"{plain}:{sides}" + (f":{slices}" if slices > 1 else "")
+    devices = cluster.num_devices
+    per_node = devices if devices < 8 else math.gcd(devices, 8)
+    return f"{plain}:{devices // per_node}x{per_node}"
 
 
 def compiler_installed(platform: str) -> bool:
