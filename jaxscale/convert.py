@@ -49,8 +49,8 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     import jax  # noqa: PLC0415
 
     from jaxscale.hugging_face.model_folder import copy_special_ids, open_model  # noqa: PLC0415
-    from jaxscale.run import setup  # noqa: PLC0415
     from jaxscale.run.initial_weights import check_settings  # noqa: PLC0415
+    from jaxscale.run.setup.layout import open_engine  # noqa: PLC0415
     from jaxscale.training.checkpoint import Checkpoints  # noqa: PLC0415
 
     model, output = open_model(options.from_hf), options.output
@@ -73,7 +73,7 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
         model = open_model(options.from_hf, prediction_depth=depth)
     check_settings(config.model, model, "--config.model", config.data.seq_len)
     _check_tokenizer(config, model.directory)
-    _, engine = setup.open_engine(config)
+    _, engine = open_engine(config)
     params = model.read(engine.model.axes, engine.placement.canonical.params)
     output.mkdir(parents=True, exist_ok=True)
     run_folder.copy_tokenizer(model.directory, output)
@@ -100,11 +100,11 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
 def _check_tokenizer(config: configs.Config, directory: pathlib.Path) -> None:
     """Refuses a tokenizer that does not fit the model, whose vocabulary cannot be changed here."""
     from jaxscale.data.tokens.fit import without_unread  # noqa: PLC0415
-    from jaxscale.run import setup  # noqa: PLC0415
+    from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
 
     # Of a model that every tokenizer fits, so that its advice is not to set another vocabulary.
     largest = dataclasses.replace(config.model, vocab_size=2**31)
-    tokenizer = setup.open_tokenizer(dataclasses.replace(config, model=largest), directory)
+    tokenizer = open_tokenizer(dataclasses.replace(config, model=largest), directory)
     tokenizer = without_unread(tokenizer, config.model.vocab_size)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
@@ -120,7 +120,9 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
     import jax  # noqa: PLC0415
 
     from jaxscale.hugging_face.model_folder import write_model  # noqa: PLC0415
-    from jaxscale.run import setup  # noqa: PLC0415
+    from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
+    from jaxscale.run.setup.newest_checkpoint import restore_params  # noqa: PLC0415
+    from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
 
     workdir, output = options.workdir, options.output
     try:
@@ -129,9 +131,9 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
         _refuse_own_code(workdir, overrides, error)
         raise
     config = run_folder.fit_devices(config, jax.device_count(), overrides)
-    _, engine = setup.open_engine(setup.for_sampling(config))
-    tokenizer = setup.open_tokenizer(config, workdir)
-    step, params, _ = setup.restore_params(engine, workdir, tokenizer, options.step)
+    _, engine = open_engine(for_sampling(config))
+    tokenizer = open_tokenizer(config, workdir)
+    step, params, _ = restore_params(engine, workdir, tokenizer, options.step)
     tensors = write_model(
         output,
         config.model,

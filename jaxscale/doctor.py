@@ -309,7 +309,7 @@ def main(argv: Sequence[str]) -> int:
         found = []
         if config is not None:
             # Imported here, as JAX is.
-            from jaxscale.run.preflight import examine_run  # noqa: PLC0415
+            from jaxscale.run.setup.preflight import examine_run  # noqa: PLC0415
 
             with command_line.refusals():
                 found = examine_run(config, arguments.workdir)

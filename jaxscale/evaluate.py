@@ -83,12 +83,14 @@ def _answer(
     options: argparse.Namespace, config: configs.Config, questions: list[Question]
 ) -> dict[str, Any]:
     from jaxscale.decoding.likelihood import score_choices  # noqa: PLC0415
-    from jaxscale.run import setup  # noqa: PLC0415
+    from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
+    from jaxscale.run.setup.newest_checkpoint import restore_params  # noqa: PLC0415
+    from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
 
     with command_line.refusals():
-        tokenizer = setup.open_tokenizer(config, options.workdir)
-        _, engine = setup.open_engine(setup.for_sampling(config))
-        step, params, _ = setup.restore_params(engine, options.workdir, tokenizer, options.step)
+        tokenizer = open_tokenizer(config, options.workdir)
+        _, engine = open_engine(for_sampling(config))
+        step, params, _ = restore_params(engine, options.workdir, tokenizer, options.step)
         scores = score_choices(engine, params, tokenizer, questions)
     result: dict[str, Any] = {"step": step, "questions": len(questions)}
     lines = [f"  questions           {len(questions):,}"]
@@ -102,16 +104,21 @@ def _answer(
 
 
 def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, Any]:
-    from jaxscale.run import setup  # noqa: PLC0415
+    from jaxscale.run.evaluation import evaluate_loss  # noqa: PLC0415
+    from jaxscale.run.setup.layout import for_evaluation, open_engine  # noqa: PLC0415
+    from jaxscale.run.setup.newest_checkpoint import restore_params  # noqa: PLC0415
+    from jaxscale.run.setup.text import (  # noqa: PLC0415
+        open_text,
+        open_tokenizer,
+        open_validation_sets,
+    )
 
     with command_line.refusals():
-        tokenizer = setup.open_tokenizer(config, options.workdir)
-        config, engine = setup.open_engine(setup.for_evaluation(config))
-        step, params, metadata = setup.restore_params(
-            engine, options.workdir, tokenizer, options.step
-        )
+        tokenizer = open_tokenizer(config, options.workdir)
+        config, engine = open_engine(for_evaluation(config))
+        step, params, metadata = restore_params(engine, options.workdir, tokenizer, options.step)
         if config.data.heldout:
-            text = processes.first("text", lambda: setup.open_text(config, options.workdir))
+            text = processes.first("text", lambda: open_text(config, options.workdir))
             evaluations = text.evaluations
             if metadata["data"]["fingerprint"] != text.train.fingerprint:
                 log.info(
@@ -121,12 +128,12 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
                 )
         else:  # the text of training may be gone
             evaluations = processes.first(
-                "text", lambda: setup.open_validation_sets(config, options.workdir, tokenizer)
+                "text", lambda: open_validation_sets(config, options.workdir, tokenizer)
             )
     result: dict[str, Any] = {"step": step}
     part = "" if options.max_batches is None else "part of "
     for name, examples in evaluations.items():
-        evaluation = setup.evaluate_loss(
+        evaluation = evaluate_loss(
             engine, params, examples, config.data.global_batch_size, options.max_batches
         )
         result |= evaluation.record(name)

@@ -47,8 +47,10 @@ def _generate(
 
     from jaxscale.decoding.prompts import encode_messages  # noqa: PLC0415
     from jaxscale.decoding.sampling import sample  # noqa: PLC0415
-    from jaxscale.run import setup  # noqa: PLC0415
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
+    from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
+    from jaxscale.run.setup.newest_checkpoint import restore_params  # noqa: PLC0415
+    from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
 
     settings = {
         "num_tokens": options.num_tokens,
@@ -67,9 +69,9 @@ def _generate(
                 "texts, not conversations; use --prompt"
             )
         config = run_folder.fit_devices(config, jax.device_count(), overrides)
-        tokenizer = setup.open_tokenizer(config, options.workdir)
-        _, engine = setup.open_engine(setup.for_sampling(config))
-        step, params, _ = setup.restore_params(engine, options.workdir, tokenizer, options.step)
+        tokenizer = open_tokenizer(config, options.workdir)
+        _, engine = open_engine(for_sampling(config))
+        step, params, _ = restore_params(engine, options.workdir, tokenizer, options.step)
         given = [
             prompt if isinstance(prompt, str) else encode_messages(tokenizer, prompt)
             for prompt in prompts

@@ -179,11 +179,11 @@ def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
 
 
 def _describe(config: configs.Config) -> int:
-    from jaxscale.run import setup  # noqa: PLC0415
     from jaxscale.run.layout_report import describe_layout  # noqa: PLC0415
+    from jaxscale.run.setup.layout import open_engine  # noqa: PLC0415
 
     with command_line.refusals():
-        log.info(describe_layout(setup.open_engine(config)[1]))
+        log.info(describe_layout(open_engine(config)[1]))
     return 0
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jaxscale.config import from_dict
-from jaxscale.run.setup import open_engine
+from jaxscale.run.setup.layout import open_engine
 
 MODEL = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "d_ff": 96, "vocab_size": 300}
 DATA = {"global_batch_size": 16, "seq_len": 32}

@@ -16,7 +16,8 @@ from jaxscale import convert, generate, train
 from jaxscale.config import from_dict
 from jaxscale.data.loader import batches
 from jaxscale.run.initial_weights import open_initial
-from jaxscale.run.setup import open_engine, open_text, open_tokenizer
+from jaxscale.run.setup.layout import open_engine
+from jaxscale.run.setup.text import open_text, open_tokenizer
 from jaxscale.run_folder import load_config
 from jaxscale.training.engine import Engine
 from tests.hugging_face import tiny_llama

@@ -11,7 +11,8 @@ import pytest
 from jaxscale import config as configs
 from jaxscale import doctor
 from jaxscale.layout import Layout
-from jaxscale.run import preflight, trainer
+from jaxscale.run import trainer
+from jaxscale.run.setup import preflight
 from jaxscale.training import xla_options
 
 PROJECT = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["project"]

@@ -15,7 +15,7 @@ from jaxscale.layout import Layout
 from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
-from jaxscale.run import setup
+from jaxscale.run.evaluation import Evaluation, evaluate_loss
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.metrics import null_where_not_finite
@@ -60,7 +60,7 @@ def make(**layout) -> tuple[Engine, dict]:
     return engine, jax.tree.map(one, engine.abstract_state.params)
 
 
-def plain_evaluation(params, heldout: Dataset, windows: range) -> setup.Evaluation:
+def plain_evaluation(params, heldout: Dataset, windows: range) -> Evaluation:
     """From the logits of whole windows, one number per token."""
     model = Decoder(MODEL, plain_kernels())
 
@@ -77,7 +77,7 @@ def plain_evaluation(params, heldout: Dataset, windows: range) -> setup.Evaluati
     real = batch.weights > 0
     loss = -np.take_along_axis(found_BTV, batch.targets[..., None], -1)[real].mean()
     num_bytes = sum(target < 256 for target in batch.targets[real])
-    return setup.Evaluation(float(loss), int(real.sum()), float(num_bytes))
+    return Evaluation(float(loss), int(real.sum()), float(num_bytes))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def plain_evaluation(params, heldout: Dataset, windows: range) -> setup.Evaluati
 )
 def test_it_is_the_mean_over_every_heldout_token(layout, heldout):
     engine, params = make(**layout)
-    found = setup.evaluate_loss(engine, params, heldout, BATCH)
+    found = evaluate_loss(engine, params, heldout, BATCH)
     expected = plain_evaluation(params, heldout, range(len(heldout)))
     assert found.tokens == expected.tokens == heldout.num_tokens
     assert found.num_bytes == expected.num_bytes
@@ -103,7 +103,7 @@ def test_it_is_the_mean_over_every_heldout_token(layout, heldout):
 
 def test_some_batches_are_the_first_ones(heldout):
     engine, params = make()
-    found = setup.evaluate_loss(engine, params, heldout, BATCH, max_batches=2)
+    found = evaluate_loss(engine, params, heldout, BATCH, max_batches=2)
     expected = plain_evaluation(params, heldout, range(2 * BATCH))
     assert found.tokens == expected.tokens == 2 * BATCH * SEQ_LEN
     # A document is cut off there, so that its boundary is among the inputs and not the targets.
@@ -112,7 +112,7 @@ def test_some_batches_are_the_first_ones(heldout):
 
 
 def test_a_loss_beyond_what_an_exponential_holds_ends_no_run():
-    found = setup.Evaluation(loss=710.0, tokens=8, num_bytes=8.0)
+    found = Evaluation(loss=710.0, tokens=8, num_bytes=8.0)
     assert found.record()["eval_perplexity"] == math.inf
     text = json.dumps(null_where_not_finite(found.record("code")), allow_nan=False)
     assert json.loads(text)["eval_perplexity/code"] is None

@@ -343,7 +343,7 @@ def test_help_and_mistakes_need_no_jax():
 
 
 def test_a_run_reads_the_shards_and_keeps_their_tokenizer(prepared, tmp_path):
-    from jaxscale.run import setup as run  # noqa: PLC0415  imports JAX
+    from jaxscale.run.setup.text import open_text, open_tokenizer  # noqa: PLC0415
 
     folder, result = prepared
 
@@ -351,18 +351,18 @@ def test_a_run_reads_the_shards_and_keeps_their_tokenizer(prepared, tmp_path):
         data = {"source": [str(folder)], "tokenizer": tokenizer, "seq_len": 32}
         return config.from_dict({"data": data, "model": {"vocab_size": vocab_size}})
 
-    text = run.open_text(of("bpe:300"), tmp_path / "run")
+    text = open_text(of("bpe:300"), tmp_path / "run")
     assert text.heldout
     assert text.train.num_tokens + text.heldout.num_tokens == result["num_tokens"]
     assert not list((tmp_path / "run").glob("tokens/*")), "nothing is tokenised again"
-    kept = run.open_tokenizer(of("bpe:300"), tmp_path / "run")  # without the folder
+    kept = open_tokenizer(of("bpe:300"), tmp_path / "run")  # without the folder
     assert kept.fingerprint == text.tokenizer.fingerprint
-    named = run.open_text(of(str(folder / "tokenizer.json")), tmp_path / "other")
+    named = open_text(of(str(folder / "tokenizer.json")), tmp_path / "other")
     assert named.train.fingerprint == text.train.fingerprint
     with pytest.raises(ValueError, match=r"'bytes' is not the tokenizer of .*set data.tokenizer ="):
-        run.open_text(of("bytes"), tmp_path / "other")
+        open_text(of("bytes"), tmp_path / "other")
     with pytest.raises(ValueError, match=r"model.vocab_size = 299 is smaller than the 300 tokens"):
-        run.open_text(of("bpe:300", 299), tmp_path / "other")
+        open_text(of("bpe:300", 299), tmp_path / "other")
 
 
 def test_the_examples_of_other_shards_are_not_those_of_a_run(prepared, texts, tmp_path):

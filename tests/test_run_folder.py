@@ -13,7 +13,9 @@ from jaxscale import config, evaluate, generate, run_folder, train
 from jaxscale.config import Config, DataConfig
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.model_config import ModelConfig
-from jaxscale.run import setup
+from jaxscale.run.setup.layout import for_sampling, open_engine
+from jaxscale.run.setup.newest_checkpoint import restore_params
+from jaxscale.run.setup.text import open_tokenizer
 
 
 def save(path: pathlib.Path, **layout) -> pathlib.Path:
@@ -274,21 +276,21 @@ def test_a_file_of_prompts_that_is_not_text_is_named(tmp_path, capsys):
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     saved = run_folder.load_config(save(tmp_path), ["layout.data=8"])
-    _, engine = setup.open_engine(saved)
+    _, engine = open_engine(saved)
     with pytest.raises(FileNotFoundError, match="holds no checkpoint yet"):
-        setup.restore_params(engine, tmp_path)
+        restore_params(engine, tmp_path)
 
 
 def test_a_lost_tokenizer_is_not_trained_again(tmp_path):
     saved = run_folder.load_config(save(tmp_path), ["data.tokenizer=bpe:257"])
     with pytest.raises(FileNotFoundError, match=r"tokenizer.json is missing: the byte pairs of"):
-        setup.open_tokenizer(saved, tmp_path)
+        open_tokenizer(saved, tmp_path)
 
 
 def test_a_tokenizer_beyond_the_model_is_refused(tmp_path):
     saved = run_folder.load_config(save(tmp_path), ["model.vocab_size=256"])
     with pytest.raises(ValueError, match=r"model.vocab_size = 256 is smaller than the 257 tokens"):
-        setup.open_tokenizer(saved, tmp_path)
+        open_tokenizer(saved, tmp_path)
 
 
 def test_sampling_needs_neither_the_kernel_nor_the_batch_of_training(tmp_path):
@@ -298,8 +300,8 @@ def test_sampling_needs_neither_the_kernel_nor_the_batch_of_training(tmp_path):
         layout=Layout(data=-1, fsdp=2, microbatches=3),
     )
     with pytest.raises(ValueError, match=r"data.global_batch_size = 3 does not split"):
-        setup.open_engine(saved)
-    _, engine = setup.open_engine(setup.for_sampling(saved))
+        open_engine(saved)
+    _, engine = open_engine(for_sampling(saved))
     assert (engine.layout.data, engine.layout.fsdp) == (4, 2)
 
 

@@ -60,7 +60,7 @@ def stage_rows(path: str, overrides: Sequence[str]) -> tuple[list[tuple], bool]:
     from jaxscale.compiled import collectives, hlo  # noqa: PLC0415
     from jaxscale.formatting import human_bytes  # noqa: PLC0415
     from jaxscale.planner.memory.zero_traffic import step_traffic  # noqa: PLC0415
-    from jaxscale.run.setup import open_engine  # noqa: PLC0415
+    from jaxscale.run.setup.layout import open_engine  # noqa: PLC0415
 
     config, engine = open_engine(configs.load(path, overrides))
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)

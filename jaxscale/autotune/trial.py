@@ -17,7 +17,7 @@ import jax
 from jaxscale import config as configs
 from jaxscale.batch import ShardedBatch
 from jaxscale.data.synthetic import synthetic_batch
-from jaxscale.run.setup import open_engine
+from jaxscale.run.setup.layout import open_engine
 
 WARM_UP = 2
 """Steps before the timed ones."""

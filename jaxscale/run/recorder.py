@@ -20,8 +20,8 @@ from jaxscale.data.dataset import Examples, repeats
 from jaxscale.distributed import phases, processes
 from jaxscale.formatting import duration
 from jaxscale.hardware import peak_flops
+from jaxscale.run.evaluation import Evaluation
 from jaxscale.run.goodput import Account, goodput_share, time_line
-from jaxscale.run.setup import Evaluation
 from jaxscale.sharding.resolve import leaf_name
 from jaxscale.training.engine import Engine
 from jaxscale.training.metrics import (

@@ -11,7 +11,7 @@ from jaxscale.config import Config
 from jaxscale.data.passed_over import ranges_of
 from jaxscale.distributed import phases, processes
 from jaxscale.pipeline.layer_placement import LayerPlacement
-from jaxscale.run.setup import Text
+from jaxscale.run.setup.text import Text
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.step import TrainState
 

@@ -30,6 +30,7 @@ from jaxscale.formatting import duration, human_bytes
 from jaxscale.model_config import is_own_family
 from jaxscale.run import signals
 from jaxscale.run.compilation_cache import programs_read
+from jaxscale.run.evaluation import device_batches, evaluate_loss
 from jaxscale.run.goodput import Account
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
 from jaxscale.run.layout_report import describe_layout
@@ -44,16 +45,9 @@ from jaxscale.run.resume import (
     set_aside,
 )
 from jaxscale.run.saves import SaveError, Saves, wait_for_write
-from jaxscale.run.setup import (
-    Text,
-    check_host_room,
-    check_memory,
-    device_batches,
-    evaluate_loss,
-    keep_tokenizer,
-    open_text,
-    resolve_layout,
-)
+from jaxscale.run.setup.layout import resolve_layout
+from jaxscale.run.setup.memory_check import check_host_room, check_memory
+from jaxscale.run.setup.text import Text, keep_tokenizer, open_text
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.storage import durable
 from jaxscale.storage.differences import describe_difference
@@ -252,7 +246,7 @@ def _prepare(
 
 def _examine(config: Config, workdir: pathlib.Path) -> None:
     """Says what `doctor --preflight` finds; a warning for each finding that asks for something."""
-    from jaxscale.run.preflight import examine_run  # noqa: PLC0415 - the planner's modules
+    from jaxscale.run.setup.preflight import examine_run  # noqa: PLC0415 - the planner's modules
 
     phases.enter_phase("preflight")
     for finding in examine_run(config, workdir):

@@ -21,7 +21,8 @@ from jaxscale.data.objectives import find_objective
 from jaxscale.data.packing import Vocabulary, Window, pad, stack, uniform
 from jaxscale.model_config import ModelConfig
 from jaxscale.optimizer_config import OptimizerConfig
-from jaxscale.run.setup import device_batches, open_engine
+from jaxscale.run.evaluation import device_batches
+from jaxscale.run.setup.layout import open_engine
 from tests.data.documents import make_corpus, numbered, opened
 
 END = 0

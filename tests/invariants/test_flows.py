@@ -16,7 +16,10 @@ from jaxscale.data.dataset import open_dataset
 from jaxscale.data.tokens.tokenizer import load_tokenizer
 from jaxscale.decoding import sampling
 from jaxscale.layout import Layout
-from jaxscale.run import setup, trainer
+from jaxscale.run import trainer
+from jaxscale.run.evaluation import evaluate_loss
+from jaxscale.run.setup.newest_checkpoint import restore_params
+from jaxscale.run.setup.text import open_text
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import make_engine
@@ -70,7 +73,7 @@ def heldout(tmp_path_factory):
 
 def look(engine, params, heldout) -> tuple[float, list[str]]:
     """The held-out loss, and what the model writes."""
-    loss = setup.evaluate_loss(engine, params, heldout, BATCH, max_batches=1).loss
+    loss = evaluate_loss(engine, params, heldout, BATCH, max_batches=1).loss
     return loss, sampling.sample(
         engine, params, load_tokenizer("bytes"), ["fox"], num_tokens=6, temperature=0
     )
@@ -153,14 +156,14 @@ def test_the_commands_after_an_uneven_pipeline_are_one_devices(tmp_path, monkeyp
     config = configs.load("configs/tiny.py", [*settings, "layout.remat=none"])
     config = dataclasses.replace(config, layout=Layout(data=1))
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:1]))
-    step, params, _ = setup.restore_params(engine, tmp_path / "run")
+    step, params, _ = restore_params(engine, tmp_path / "run")
     assert step == 1
     jax.tree.map(np.testing.assert_array_equal, returned[0][0].params, params)
 
     out = tmp_path / "out.json"
     assert evaluate.main(["--workdir", workdir, "--json", str(out), "--max_batches", "1"]) == 0
-    text = setup.open_text(config, tmp_path / "run")
-    expected = setup.evaluate_loss(engine, params, text.heldout, 8, max_batches=1)
+    text = open_text(config, tmp_path / "run")
+    expected = evaluate_loss(engine, params, text.heldout, 8, max_batches=1)
     assert json.loads(out.read_text())["eval_loss"] == pytest.approx(expected.loss, rel=1e-12)
 
     asked = ["--prompt", "def ", "--num_tokens", "6", "--temperature", "0"]

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jaxscale.config import load
-from jaxscale.run.setup import device_batches, open_engine, open_text
+from jaxscale.run.evaluation import device_batches
+from jaxscale.run.setup.layout import open_engine
+from jaxscale.run.setup.text import open_text
 from jaxscale.training.checkpoint import Checkpoints
 
 STEPS = 5

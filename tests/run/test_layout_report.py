@@ -10,8 +10,8 @@ from jaxscale.config import from_dict, load
 from jaxscale.formatting import human_bytes
 from jaxscale.planner.memory.at_rest import COUNT_BYTES, batch_bytes
 from jaxscale.planner.memory.step import step_memory
-from jaxscale.run import setup
 from jaxscale.run.layout_report import describe_layout, state_bytes, traced_memory
+from jaxscale.run.setup.memory_check import check_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 from tests.models import two_stacks
@@ -100,10 +100,12 @@ def test_a_model_without_formulas_is_traced():
 
 
 def test_a_state_that_does_not_fit_is_refused(config, monkeypatch):
-    monkeypatch.setattr(setup, "host_memory_bytes", lambda: 1e5 * jax.local_device_count())
+    monkeypatch.setattr(
+        "jaxscale.run.setup.memory_check.host_memory_bytes", lambda: 1e5 * jax.local_device_count()
+    )
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
     with pytest.raises(ValueError, match=r"state alone need .* on each device, and a program may"):
-        setup.check_memory(engine)
+        check_memory(engine)
 
 
 def with_layout(config, **changes):

@@ -16,7 +16,7 @@ from jaxscale.config import load
 from jaxscale.run import trainer
 from jaxscale.run.initial_weights import initial_state, open_initial
 from jaxscale.run.pretrained import from_pretrained
-from jaxscale.run.setup import open_tokenizer
+from jaxscale.run.setup.text import open_tokenizer
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import make_engine

@@ -16,7 +16,9 @@ import pytest
 from jaxscale import command_line, evaluate, run_folder, supervise, train
 from jaxscale import config as configs
 from jaxscale.distributed import processes
-from jaxscale.run import both_tiers, lock, mirror, preflight, resume, setup, signals, trainer
+from jaxscale.run import both_tiers, lock, mirror, resume, signals, trainer
+from jaxscale.run.setup import preflight
+from jaxscale.run.setup.newest_checkpoint import restore_params
 from jaxscale.storage import durable, tiers
 from jaxscale.storage.checkpoint_folder import DamagedError
 from jaxscale.storage.object_store import ObjectStore, StoreError
@@ -144,10 +146,10 @@ def test_a_run_continues_on_an_empty_machine_to_the_bit(address, tmp_path, monke
     jax.tree.map(np.testing.assert_array_equal, initial.params, state.params)
     reader = run_folder.folder(address)
     assert run_folder.load_config(reader).run.steps == 8
-    step, params, _ = setup.restore_params(resumed.engine, reader)
+    step, params, _ = restore_params(resumed.engine, reader)
     assert step == 8
     jax.tree.map(np.testing.assert_array_equal, params, state.params)
-    assert setup.restore_params(resumed.engine, reader, wanted_step=6)[0] == 6
+    assert restore_params(resumed.engine, reader, wanted_step=6)[0] == 6
 
 
 def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_path, monkeypatch):

@@ -23,9 +23,11 @@ from jaxscale import config as configs
 from jaxscale import convert, evaluate, generate
 from jaxscale.data.passed_over import ranges_of
 from jaxscale.distributed import phases
-from jaxscale.run import resume, saves, setup, trainer
+from jaxscale.run import resume, saves, trainer
+from jaxscale.run.evaluation import device_batches
 from jaxscale.run.resume import find_newest
 from jaxscale.run.saves import SaveError
+from jaxscale.run.setup.newest_checkpoint import check_tokenizer_of, held_checkpoint
 from jaxscale.storage import checkpoint_folder
 from jaxscale.storage.checkpoint_folder import DamagedError, UnreadableError
 from jaxscale.supervise import newest_step
@@ -271,7 +273,7 @@ def test_a_reader_takes_the_next_one_when_the_newest_is_deleted_first(begun, mon
     checkpoints = Checkpoints(begun / "checkpoints")
     answers = iter([5, 6])
     monkeypatch.setattr(checkpoints, "latest", lambda: next(answers))
-    with setup.held_checkpoint(checkpoints) as step:
+    with held_checkpoint(checkpoints) as step:
         assert step == 6
         (begun / "checkpoints" / "4").rename(begun / "checkpoints" / "7")
         writer = Checkpoints(begun / "checkpoints", keep_last=1)
@@ -305,16 +307,16 @@ def test_a_tokenizer_that_changed_is_refused(finished, fresh):
     with contextlib.closing(Checkpoints(finished / "checkpoints")) as checkpoints:
         metadata = checkpoints.metadata(6)
     tokenizer = fresh.text.tokenizer
-    setup.check_tokenizer_of(metadata, tokenizer, "it")
+    check_tokenizer_of(metadata, tokenizer, "it")
     other = dataclasses.replace(tokenizer, fingerprint="another")
     with pytest.raises(ValueError, match=r"it was trained with another tokenizer than 'bytes' is"):
-        setup.check_tokenizer_of(metadata, other, "it")
-    setup.check_tokenizer_of({"data": {}}, other, "one from before")
+        check_tokenizer_of(metadata, other, "it")
+    check_tokenizer_of({"data": {}}, other, "one from before")
 
 
 def test_evaluate_refuses_a_tokenizer_that_changed(finished, fresh, monkeypatch, capsys):
     other = dataclasses.replace(fresh.text.tokenizer, fingerprint="another")
-    monkeypatch.setattr(setup, "open_tokenizer", lambda *_: other)
+    monkeypatch.setattr("jaxscale.run.setup.text.open_tokenizer", lambda *_: other)
     with pytest.raises(SystemExit) as ended:
         evaluate._evaluate(argparse.Namespace(workdir=finished, step=None), fresh.config)
     assert ended.value.code == 2
@@ -328,7 +330,7 @@ def test_after_bad_steps_in_a_row_the_run_returns_and_passes_over_their_examples
     """The list is in the checkpoint, so that a run that is resumed reads what this one would."""
     run = dataclasses.replace(ready.config.run, steps=10, skip_bad_steps=2)
     ready = dataclasses.replace(ready, config=dataclasses.replace(ready.config, run=run))
-    stream = setup.device_batches(ready.engine, ready.text.train, 8)
+    stream = device_batches(ready.engine, ready.text.train, 8)
     bad = [int(next(stream).tokens.sum()) for _ in range(6)][4:]
     stream.close()
 

@@ -10,9 +10,12 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale.data.tokens.tokenizer import load_tokenizer
+from jaxscale.distributed import processes
 from jaxscale.layout import Layout
 from jaxscale.model_config import ModelConfig
-from jaxscale.run import resume, setup, trainer
+from jaxscale.run import resume, trainer
+from jaxscale.run.setup.layout import for_evaluation, for_sampling, planned, resolve_layout
+from jaxscale.run.setup.text import keep_tokenizer, open_text, open_tokenizer
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 from tests.data.dialogues import write_tokenizer
@@ -26,7 +29,7 @@ def test_a_run_keeps_all_files_of_its_tokenizers_folder_whatever_its_name_is(tmp
         (tmp_path / "given" / name).write_text("{}")
     given = load_tokenizer(str(path))
     workdir = tmp_path / "run"
-    setup.keep_tokenizer(configs.load("configs/tiny.py"), given, workdir)
+    keep_tokenizer(configs.load("configs/tiny.py"), given, workdir)
     kept = load_tokenizer(str(workdir / "tokenizer.json"))
     assert (kept.bos, kept.fingerprint) == (given.bos, given.fingerprint)
     assert kept.bos is None
@@ -47,9 +50,9 @@ def test_a_tokenizer_is_not_mixed_with_that_of_the_models_folder(tmp_path):
     origin = {"vocab_size": 320, "init_from": str(tmp_path / "model")}
     config = configs.from_dict({"model": origin, "data": {"tokenizer": str(path)}})
     given, workdir = load_tokenizer(str(path)), tmp_path / "run"
-    setup.keep_tokenizer(config, given, workdir)
+    keep_tokenizer(config, given, workdir)
     assert given.bos is not None
-    assert setup.open_tokenizer(config, workdir).bos == given.bos
+    assert open_tokenizer(config, workdir).bos == given.bos
     assert {path.name for path in workdir.iterdir()} == {"tokenizer.json", "hf_config.json"}
 
 
@@ -57,14 +60,14 @@ def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
     config = configs.load("configs/tiny.py", ["layout=auto", "layout.tensor=2"])
     logging.getLogger("jaxscale").propagate = True
     with caplog.at_level(logging.INFO, logger="jaxscale"):
-        taken = setup.planned(config, tmp_path)
+        taken = planned(config, tmp_path)
     assert not taken.layout.auto
     assert (taken.layout.tensor, taken.layout.num_devices) == (2, jax.device_count())
     assert "layout = 'auto' chose" in caplog.text
     # A run that has begun goes on with the layout that it took, whatever would be taken today.
     other = dataclasses.replace(config, layout=Layout(data=1, fsdp=8))
     (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(other)))
-    assert setup.planned(config, tmp_path) == other
+    assert planned(config, tmp_path) == other
     # It is only read: code that it names is not imported, nor does a file that is not a config
     # end in a traceback.
     for text, said in (
@@ -73,25 +76,25 @@ def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=said):
-            setup.planned(config, tmp_path)
+            planned(config, tmp_path)
 
 
 def test_a_layout_that_is_said_stays():
     config = configs.load("configs/tiny.py")
-    assert setup.planned(config) is config
+    assert planned(config) is config
 
 
 def test_a_run_keeps_the_remat_policy_that_it_began_with(tmp_path):
     tiny = configs.load("configs/tiny.py", ["layout.remat=auto", "layout.data=8"])
     with pytest.raises(ValueError, match=r"chosen when a run begins, .* here set a policy"):
         make_engine(tiny, make_mesh(tiny.layout))
-    begun = setup.resolve_layout(tiny, tmp_path)
+    begun = resolve_layout(tiny, tmp_path)
     assert begun.layout.remat == "none"
     other = dataclasses.replace(begun, layout=dataclasses.replace(begun.layout, remat="full"))
     (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(other)))
-    assert setup.resolve_layout(tiny, tmp_path) == other
+    assert resolve_layout(tiny, tmp_path) == other
     moved = dataclasses.replace(tiny, layout=dataclasses.replace(tiny.layout, data=4, fsdp=2))
-    assert setup.resolve_layout(moved, tmp_path).layout.remat == "none"
+    assert resolve_layout(moved, tmp_path).layout.remat == "none"
 
 
 def test_a_step_without_room_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
@@ -105,7 +108,7 @@ def test_a_step_without_room_is_refused_before_anything_is_compiled(tmp_path, mo
     config = configs.load("configs/tiny.py")
     with pytest.raises(Compiled):
         trainer.open_trainer(config, tmp_path)
-    monkeypatch.setattr(setup, "host_memory_bytes", lambda: 1e7)
+    monkeypatch.setattr("jaxscale.run.setup.memory_check.host_memory_bytes", lambda: 1e7)
     with pytest.raises(ValueError, match=r"a program may have 0\.00 GB of this host's memory"):
         trainer.open_trainer(config, tmp_path)
     with pytest.raises(Compiled):
@@ -116,7 +119,7 @@ def test_a_step_without_room_is_refused_before_anything_is_compiled(tmp_path, mo
 def test_no_layout_is_planned_for_a_model_of_ones_own(family):
     config = configs.from_dict({"model": {"family": family}, "layout": {"schedule": "auto"}})
     with pytest.raises(ValueError, match=f"there are none for model.family = '{family}'"):
-        setup.planned(config)
+        planned(config)
 
 
 @pytest.mark.parametrize(
@@ -133,20 +136,18 @@ def test_a_batch_that_does_not_split_is_evaluated_in_others(layout, batch, expec
         layout=Layout(**{"data": 8 // layout.get("fsdp", 8)} | layout),
         data=configs.DataConfig(global_batch_size=batch),
     )
-    found = setup.for_evaluation(config)
+    found = for_evaluation(config)
     assert (found.data.global_batch_size, found.layout.microbatches) == expected
 
 
 def test_the_ranks_of_a_pipeline_share_layers_to_sample():
     for fsdp, expected in ((2, {"fsdp": 4, "data": 2}), (1, {"fsdp": 2, "data": 4})):
         layout = Layout(pipeline=2, fsdp=fsdp, zero_stage=1, schedule="1f1b:2,1", remat="keep:1")
-        found = setup.for_sampling(configs.Config(layout=layout)).layout
+        found = for_sampling(configs.Config(layout=layout)).layout
         assert {axis: size for axis, size in found.sizes.items() if size > 1} == expected
         assert found.zero_stage == 3
     model = ModelConfig(d_model=18, num_heads=2, num_kv_heads=2, head_dim=4)
-    found = setup.for_sampling(
-        configs.Config(model=model, layout=Layout(pipeline=4, data=2))
-    ).layout
+    found = for_sampling(configs.Config(model=model, layout=Layout(pipeline=4, data=2))).layout
     assert (found.data, found.fsdp) == (8, 1)
 
 
@@ -164,12 +165,12 @@ def test_a_run_without_weights_trains_its_tokenizer_again_where_the_text_changed
             "heldout": 0.2,
         }
         config = {"data": data | {"seq_len": 8}, "model": {"vocab_size": 262}}
-        return setup.open_text(configs.from_dict(config), run).tokenizer
+        return open_text(configs.from_dict(config), run).tokenizer
 
     wrong, right = attempt("the wrong words of it"), attempt("some other text")
     assert wrong.fingerprint != right.fingerprint
     with monkeypatch.context() as patch:  # which the first process has just saved
-        patch.setattr(setup.processes, "first_of_all", lambda: False)
+        patch.setattr(processes, "first_of_all", lambda: False)
         assert attempt("a copy of the file").fingerprint == right.fingerprint
     (run / "checkpoints" / "10").mkdir(parents=True)
     run = run.rename(tmp_path / "moved")
@@ -184,7 +185,7 @@ def test_a_run_whose_files_are_renamed_is_told_that_names_matter(tmp_path):
     def train(folder):
         data = {"source": [f"{folder}/*.txt"], "seq_len": 8, "heldout": 0}
         config = configs.from_dict({"data": data, "run": {"eval_every": 0}})
-        return setup.open_text(config, tmp_path / "run").train
+        return open_text(config, tmp_path / "run").train
 
     texts = tmp_path / "texts"
     texts.mkdir()

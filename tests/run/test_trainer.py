@@ -20,7 +20,7 @@ from jaxscale.run import recorder, trainer
 from jaxscale.run.goodput import Account
 from jaxscale.run.initial_weights import open_weights
 from jaxscale.run.pretrained import Pretrained
-from jaxscale.run.setup import open_text
+from jaxscale.run.setup.text import open_text
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.flops import step_flops
 from jaxscale.training.step import StepMetrics

@@ -50,7 +50,7 @@ narrow()
 compile_once()
 remember("jaxscale.planner.plan_layouts", "plan_layouts")
 remember("jaxscale.planner.search.plan", "predict_plan")
-remember("jaxscale.run.setup", "open_engine")
+remember("jaxscale.run.setup.layout", "open_engine")
 remember("jaxscale.training.engine", "make_engine")
 del narrow, compile_once, remember
 """

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxscale.config import load
-from jaxscale.run.setup import open_engine
+from jaxscale.run.setup.layout import open_engine
 from jaxscale.training.step import LEAST, WINDOW, init_guard, judge
 
 SETTINGS = [

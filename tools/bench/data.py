@@ -31,7 +31,8 @@ from jaxscale.data.loader import batches  # noqa: E402
 from jaxscale.data.mixture import mix  # noqa: E402
 from jaxscale.data.tokens.corpus import Corpus, open_corpus  # noqa: E402
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
-from jaxscale.run.setup import device_batches, open_engine  # noqa: E402
+from jaxscale.run.evaluation import device_batches  # noqa: E402
+from jaxscale.run.setup.layout import open_engine  # noqa: E402
 
 SEQ_LEN, ROWS = 2048, 4
 ENOUGH = 10.0

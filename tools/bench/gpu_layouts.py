@@ -17,7 +17,7 @@ import jax
 
 from jaxscale import config as configs
 from jaxscale.data.synthetic import synthetic_batch
-from jaxscale.run.setup import open_engine
+from jaxscale.run.setup.layout import open_engine
 
 CONFIG = "configs/tiny.py"
 SETTINGS = ("data.seq_len=256", "model.head_dim=64", "model.qk_norm=True")

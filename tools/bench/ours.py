@@ -4,7 +4,7 @@ from measure import Case, serve
 
 from jaxscale.config import Config
 from jaxscale.data.synthetic import synthetic_batch
-from jaxscale.run.setup import open_engine
+from jaxscale.run.setup.layout import open_engine
 
 # Otherwise the trainer is not used, but the time to a run's first step counts its import.
 from jaxscale.run.trainer import import_later

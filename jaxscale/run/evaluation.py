@@ -1,0 +1,134 @@
+"""Batches on the mesh, and the loss on held-out text."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.batch import ShardedBatch
+from jaxscale.choices import check_count, check_kind
+from jaxscale.data.dataset import Examples
+from jaxscale.data.loader import batches
+from jaxscale.training.engine import ENGINE_ADVICE, Engine, check_params
+
+EXAMPLES_ADVICE = (
+    "pass `train`, `heldout` or one of `validation` of what jaxscale.open_text returns "
+    "(`heldout` is None where nothing is held out)"
+)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out loss; `tokens` counted, standing for `num_bytes` bytes of text."""
+
+    loss: float  # nats per token; NaN where no token counts
+    tokens: int
+    num_bytes: float
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss; infinite above a loss of 709, where floats end."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss of the same text in bits over its bytes: comparable between tokenizers."""
+        if not self.num_bytes:
+            return math.nan
+        return self.loss * self.tokens / math.log(2) / self.num_bytes
+
+    def record(self, name: str = "") -> dict[str, float]:
+        """Its numbers by the names that metrics.jsonl has: `eval_loss`, or `eval_loss/NAME` of a
+        validation set."""
+        values = {
+            "eval_loss": self.loss,
+            "eval_perplexity": self.perplexity,
+            "eval_bits_per_byte": self.bits_per_byte,
+            "eval_tokens": self.tokens,
+            "eval_bytes": round(self.num_bytes),
+        }
+        return {f"{key}/{name}" if name else key: value for key, value in values.items()}
+
+
+def device_batches(
+    engine: Engine,
+    dataset: Examples,
+    global_batch_size: int,
+    *,
+    start_step: int = 0,
+    workers: int = 0,
+) -> Generator[ShardedBatch]:
+    """Batches for `Engine.step`; each process loads the rows that its devices hold.
+
+    Raises:
+      ValueError: a batch that does not divide over the layout, or an argument of another kind.
+    """
+    check_kind("engine", engine, Engine, ENGINE_ADVICE)
+    check_kind("dataset", dataset, Examples, EXAMPLES_ADVICE)
+    check_count("start_step", start_step, 0)
+    check_count("workers", workers, 0)
+    rows = engine.local_rows(global_batch_size)
+    return _sharded_batches(engine, dataset, global_batch_size, start_step, rows, workers)
+
+
+def _sharded_batches(
+    engine: Engine,
+    dataset: Examples,
+    global_batch_size: int,
+    start_step: int,
+    rows: tuple[int, ...],
+    workers: int,
+) -> Generator[ShardedBatch]:
+    for batch in batches(
+        dataset,
+        global_batch_size=global_batch_size,
+        start_step=start_step,
+        rows=rows,
+        workers=workers,
+    ):
+        yield engine.shard(batch, global_batch_size=global_batch_size)
+
+
+def evaluate_loss(
+    engine: Engine,
+    params: Any,
+    heldout: Examples,
+    global_batch_size: int,
+    max_batches: int | None = None,
+    stops: Callable[[], Any] = lambda: False,
+) -> Evaluation:
+    """The loss on held-out text: the first `max_batches` batches of it, or all.
+
+    Every call sees the same examples in the same order, whatever the layout.
+
+    Args:
+      stops: asked after each batch; the evaluation ends early when it is true.
+      params: of the engine's state, or in canonical form on any devices, as `fit`, checkpoints and
+        `from_pretrained` give them.
+
+    Raises:
+      ValueError: an argument of another kind, or below 1; params of another engine's pipeline.
+    """
+    check_params(engine, params)
+    check_kind("heldout", heldout, Examples, EXAMPLES_ADVICE)
+    if max_batches is not None:
+        check_count("max_batches", max_batches, 1)
+    params = engine.placement.part("params").from_canonical(params)
+    sums, token_bytes = np.zeros(3), jnp.asarray(heldout.token_bytes, jnp.float32)
+    with contextlib.closing(device_batches(engine, heldout, global_batch_size)) as stream:
+        for batch in itertools.islice(stream, max_batches):
+            out = jax.device_get(engine.evaluate(params, batch, token_bytes))
+            sums += np.array(out, np.float64)
+            if stops():
+                break
+    nll, tokens, num_bytes = sums.tolist()
+    return Evaluation(nll / tokens if tokens else math.nan, int(tokens), num_bytes)

@@ -1,0 +1,165 @@
+"""The layout and the engine of a run, or of a command that reads one, on the devices at hand."""
+
+import dataclasses
+import logging
+import pathlib
+from typing import Any
+
+import jax
+
+from jaxscale import config as configs
+from jaxscale.choices import check_kind
+from jaxscale.config import Config
+from jaxscale.formatting import gigabytes
+from jaxscale.layout import AUTO, Layout, resolve_sizes
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.training.engine import Engine, make_engine
+
+log = logging.getLogger("jaxscale")
+
+
+def open_engine(
+    config: Config, workdir: pathlib.Path | None = None, **own: Any
+) -> tuple[Config, Engine]:
+    """The config with its layout resolved, and the engine.
+
+    Args:
+      config, workdir: of `resolve_layout`.
+      own: `model`, `optimizer` and `rules` of `make_engine`.
+
+    Raises:
+      ValueError: as `make_engine`.
+    """
+    check_kind("config", config, Config, configs.CONFIG_ADVICE)
+    config = resolve_layout(config, workdir)
+    return config, make_engine(config, make_mesh(config.layout), **own)
+
+
+def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Config:
+    """The config with a layout for the devices at hand: chosen by the planner where it is "auto",
+    and without sizes of -1.
+
+    Args:
+      workdir: of a run that may have started; one with layout = "auto" keeps its first choice.
+    """
+    config = planned(config, workdir)
+    layout = _sized(config.layout)
+    config = dataclasses.replace(config, layout=layout)
+    return _with_remat(config, workdir) if layout.remat == AUTO else config
+
+
+def _sized(layout: Layout) -> Layout:
+    """`resolve_sizes` for the devices at hand; CPUs can be as many as a layout needs."""
+    try:
+        return resolve_sizes(layout, jax.device_count())
+    except ValueError as error:
+        if layout.auto or jax.default_backend() != "cpu" or jax.process_count() > 1:
+            raise
+        raise ValueError(
+            f"{error}; or start with JAX_NUM_CPU_DEVICES={layout.least_devices} in the environment"
+        ) from None
+
+
+def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
+    """The config with the layout that the planner chooses, where layout is "auto"."""
+    if not config.layout.auto:
+        return config
+    if not config.model.has_formulas:
+        raise ValueError(
+            "layout = 'auto' plans with formulas, and there are none for "
+            f"{config.model.without_formulas}; set the layout"
+        )
+    # Imported here: twenty modules that most runs do not need.
+    from jaxscale.planner.auto_layout import choose_layout  # noqa: PLC0415
+    from jaxscale.planner.report.text_report import layout_text  # noqa: PLC0415
+
+    if layout := _layout_begun(config, workdir):
+        log.info(f"layout = 'auto': {layout_text(layout)}, as when the run started")
+        return dataclasses.replace(config, layout=layout)
+    device = jax.devices()[0]
+    plan = choose_layout(config, device.device_kind, device.platform, jax.device_count())
+    log.info(
+        f"layout = 'auto' chose {layout_text(plan.layout)}: predicted {plan.step_seconds:.4g} s "
+        f"per step and {gigabytes(plan.memory_bytes)} of "
+        f"{gigabytes(plan.limit_bytes)} per device"
+    )
+    return plan.config
+
+
+def _with_remat(config: Config, workdir: pathlib.Path | None) -> Config:
+    """The config with the remat policy that the planner chooses, or the one that a run in this
+    folder began with, on the same layout."""
+    # Imported here as in `planned`.
+    from jaxscale.planner.auto_layout import choose_remat, devices_here, memory_here  # noqa: PLC0415
+
+    begun = _layout_begun(config, workdir)
+    if begun and dataclasses.replace(begun, remat=AUTO) == config.layout:
+        log.info(f"layout.remat = 'auto': {begun.remat}, as when the run started")
+        return dataclasses.replace(config, layout=begun)
+    device = jax.devices()[0]
+    cluster = devices_here(device.device_kind, device.platform, jax.device_count())
+    config, line = choose_remat(config, cluster, memory_here(cluster))
+    log.info(line)
+    return config
+
+
+def _layout_begun(config: Config, workdir: pathlib.Path | None) -> Layout | None:
+    """The layout in the config.json of a run that resumes, or None for a new one. The file is only
+    read: code from outside the package is imported where the present config names it, too.
+
+    Raises:
+      ValueError: the file is not the config of a run.
+    """
+    if workdir is None or not (workdir / "config.json").is_file():
+        return None
+    sections, now = configs.read_sections(workdir / "config.json"), configs.to_dict(config)
+    names = (("model", "family"), ("layout", "schedule"))
+    same = all(sections.get(part, {}).get(key) == now[part].get(key) for part, key in names)
+    return configs.from_dict(sections, trust_foreign=same).layout
+
+
+def for_evaluation(config: Config) -> Config:
+    """The config for a command that only evaluates. Where the batch of training does not split over
+    the devices at hand, each evaluates about as many sequences at a time as a micro-batch has."""
+    layout = _sized(config.layout)
+    batch, shards = config.data.global_batch_size, layout.batch_shards
+    if layout.pipeline > 1 or batch % (shards * layout.microbatches) == 0:
+        return config
+    each = max(1, round(batch / layout.microbatches / shards))
+    log.info(f"evaluating {each * shards} sequences at a time")
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, global_batch_size=each * shards),
+        layout=dataclasses.replace(layout, microbatches=1, overlap_experts=False),
+    )
+
+
+def for_sampling(config: Config) -> Config:
+    """The config for a command that only samples: it has no batches, no schedule and its own
+    attention, so the run's settings for those need not fit the devices at hand.
+
+    The ranks of a pipeline become ranks of fsdp where d_model divides, else of data.
+    """
+    layout = _sized(config.layout)
+    if layout.pipeline > 1:
+        ranks = layout.tensor_rows * layout.context * layout.fsdp * layout.pipeline
+        axis = "data" if config.model.d_model % ranks else "fsdp"
+        size = getattr(layout, axis) * layout.pipeline
+        log.info(
+            f"samples are drawn without a pipeline: using layout.{axis} = {size} in place of "
+            f"layout.pipeline = {layout.pipeline}"
+        )
+        without = {"pipeline": 1, "remat": "none", "zero_stage": 3, axis: size}
+        layout = dataclasses.replace(layout, **without)
+    length = 2 * layout.context * layout.tensor
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, attention="auto"),
+        data=dataclasses.replace(
+            config.data,
+            global_batch_size=layout.batch_shards,
+            seq_len=length,
+            target_len=length if config.data.target_len else 0,
+        ),
+        layout=dataclasses.replace(layout, microbatches=1, overlap_experts=False),
+    )

@@ -1,0 +1,105 @@
+"""A checkpoint of a run, the newest one by default, held while it is read; and its parameters."""
+
+import contextlib
+import pathlib
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.distributed import processes
+from jaxscale.run.both_tiers import bring, bring_newest
+from jaxscale.storage.description import check_metadata
+from jaxscale.storage.tiers import CHECKPOINTS
+from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.training.engine import Engine
+
+
+def restore_params(
+    engine: Engine,
+    workdir: pathlib.Path,
+    tokenizer: Tokenizer | None = None,
+    wanted_step: int | None = None,
+) -> tuple[int, Any, dict[str, Any]]:
+    """A checkpoint's step, its parameters on this engine's mesh in canonical form, and its
+    metadata. It is not deleted meanwhile by a run that goes on.
+
+    Args:
+      tokenizer: is compared with the one that the checkpoint was trained with.
+      wanted_step: None is the newest checkpoint.
+
+    Raises:
+      FileNotFoundError: the run has no checkpoint yet.
+      ValueError: there is no such checkpoint, it holds other parameters, or cannot be used.
+    """
+    checkpoints = Checkpoints(workdir / CHECKPOINTS)
+    try:
+        if wanted_step is None:
+            bring_newest(checkpoints)
+        else:
+            bring(checkpoints, wanted_step)
+        with held_checkpoint(checkpoints, wanted_step) as step:
+            if step is None:
+                raise FileNotFoundError(
+                    f"--workdir {workdir} holds no checkpoint yet; the command that trains it "
+                    "writes one every run.checkpoint_every steps, and at the end"
+                )
+            metadata = metadata_of(checkpoints, step)
+            if tokenizer:
+                check_tokenizer_of(metadata, tokenizer, f"checkpoint {step} in {workdir}")
+            wanted = {"params": engine.placement.canonical.params}
+            params = checkpoints.restore(step, wanted, part=True)["params"]
+            return step, params, metadata
+    finally:
+        checkpoints.close()
+
+
+def metadata_of(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
+    """What a run added to the description of its checkpoint.
+
+    Raises:
+      ValueError: it is not that of a run, or the checkpoint cannot be used.
+    """
+    metadata = checkpoints.metadata(step)
+    try:
+        check_metadata(metadata)
+    except ValueError as error:
+        place = checkpoints.directory / str(step)
+        raise ValueError(f"{place} is not a checkpoint of a run: {error}") from error
+    return metadata
+
+
+@contextlib.contextmanager
+def held_checkpoint(
+    checkpoints: Checkpoints, wanted_step: int | None = None
+) -> Generator[int | None]:
+    """The step of a checkpoint, the newest one by default, or None; it is not deleted inside the
+    context."""
+    while True:
+        steps = checkpoints.steps()
+        if wanted_step is not None and wanted_step not in steps:
+            raise ValueError(
+                f"--step {wanted_step}: {checkpoints.directory} holds no checkpoint {wanted_step}; "
+                f"it holds {', '.join(map(str, steps)) or 'none'}"
+            )
+        step = checkpoints.latest() if wanted_step is None else wanted_step
+        step = processes.from_first("checkpoint", step)
+        with checkpoints.held(step or 0) as there:
+            gone = step is not None and not there
+            if not any(processes.all_reports("checkpoint", gone)):
+                yield step
+                processes.all_reports("checkpoint read", None)
+                return
+
+
+def check_tokenizer_of(metadata: Mapping[str, Any], tokenizer: Tokenizer, what: str) -> None:
+    """Refuses another tokenizer than that of a checkpoint, whose ids mean other text.
+
+    Raises:
+      ValueError: they differ.
+    """
+    trained = metadata["data"].get("tokenizer", tokenizer.fingerprint)  # older ones do not say
+    if trained != tokenizer.fingerprint:
+        raise ValueError(
+            f"{what} was trained with another tokenizer than {tokenizer.name!r} is now: put the "
+            "file back as it was"
+        )

@@ -1,0 +1,161 @@
+"""The text of a run: its tokenizer, the two splits, and the validation sets."""
+
+import concurrent.futures
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+
+from jaxscale import config as configs
+from jaxscale import run_folder
+from jaxscale.choices import check_kind
+from jaxscale.config import Config
+from jaxscale.data.dataset import Dataset, Examples, open_validation
+from jaxscale.data.mixture import open_examples
+from jaxscale.data.tokens.corpus import open_corpus
+from jaxscale.data.tokens.fit import without_unread
+from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load_tokenizer, save_tokenizer
+from jaxscale.distributed import processes
+from jaxscale.hugging_face.model_folder import copy_special_ids, is_hugging_face
+from jaxscale.storage.tiers import CHECKPOINTS, local_steps
+
+
+@dataclass(frozen=True)
+class Text:
+    """A run's tokenizer, its two splits, and its validation sets by name; `heldout` is None when
+    nothing is held out."""
+
+    tokenizer: Tokenizer
+    train: Examples
+    heldout: Examples | None
+    validation: Mapping[str, Examples] = field(default_factory=dict)
+    # Of tokens on disk, under way.
+    verification: tuple[concurrent.futures.Future, ...] = field(default=(), repr=False)
+
+    def check_tokens(self) -> None:
+        """Call it from time to time.
+
+        Raises:
+          ValueError: a file of tokens was found to have changed since it was written.
+        """
+        for outcome in self.verification:
+            if outcome.done():
+                outcome.result()
+
+    @property
+    def evaluations(self) -> dict[str, Examples]:
+        """What the model is evaluated on, by name; the held-out text has none."""
+        return ({"": self.heldout} if self.heldout else {}) | dict(self.validation)
+
+
+def open_tokenizer(config: Config, workdir: pathlib.Path) -> Tokenizer:
+    """The tokenizer of a run that has started, without its text.
+
+    Raises:
+      FileNotFoundError: the tokenizer trained for this run is missing from its folder.
+      ValueError: the tokenizer cannot be used with this model; names the setting.
+    """
+    name, path = config.data.tokenizer, workdir / "tokenizer.json"
+    if name.startswith("bpe:") and not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is missing: the byte pairs of data.tokenizer = {name!r} that the run was "
+            "trained with; restore the file"
+        )
+    tokenizer = _kept(config, workdir) or load_tokenizer(name, directory=workdir, keep=True)
+    return _fitting(tokenizer, config)
+
+
+def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
+    """Opens the text that `config.data` names; tokenises it the first time.
+
+    Raises:
+      ValueError: the data cannot be used with this model; names the setting.
+    """
+    check_kind("config", config, Config, configs.CONFIG_ADVICE)
+    data, workdir = config.data, pathlib.Path(workdir)
+    if getattr(config.model, "num_encoder_layers", 0) and not data.target_len:
+        raise ValueError(
+            f"model.family = {config.model.family!r} has an encoder, which reads data.seq_len = "
+            f"{data.seq_len} tokens, and a decoder; set data.target_len, the tokens that it "
+            f"writes, and data.objective to {' or '.join(configs.PAIRED_OBJECTIVES)}"
+        )
+    tokenizer = _kept(config, workdir) or load_tokenizer(
+        data.tokenizer,
+        data.source,
+        workdir,
+        heldout=data.heldout,
+        seed=data.seed,
+        # A run with weights needs the tokenizer that they were trained with, and the other
+        # processes that of the first, which has just saved it.
+        keep=bool(local_steps(workdir / CHECKPOINTS)) or not processes.first_of_all(),
+    )
+    tokenizer = _fitting(tokenizer, config)
+    if data.tokenizer.startswith("bpe:"):
+        save_tokenizer(tokenizer, workdir)
+    corpus = open_corpus(data.source, tokenizer, workdir / "tokens")
+    share = jax.process_index(), jax.process_count()
+    verification = [corpus.verify(*share)]
+    size = config.model.vocab_size
+    train = open_examples(data, tokenizer, corpus, split="train", vocab_size=size)
+    heldout = None
+    if data.heldout or (config.run.eval_every and not data.validation):
+        heldout = open_examples(data, tokenizer, corpus, split="heldout", vocab_size=size)
+    validation = open_validation_sets(config, workdir, tokenizer)
+    verification += [one.stream.corpus.verify(*share) for one in validation.values()]
+    return Text(tokenizer, train, heldout, validation, tuple(verification))
+
+
+def open_validation_sets(
+    config: Config, workdir: pathlib.Path, tokenizer: Tokenizer
+) -> dict[str, Dataset]:
+    """The sets of `data.validation` by name, without the text of training.
+
+    Raises:
+      ValueError: as `open_text`.
+    """
+    return {
+        source.name: open_validation(
+            config.data,
+            source,
+            tokenizer,
+            workdir / "validation" / source.name,
+            vocab_size=config.model.vocab_size,
+        )
+        for source in config.data.validation
+    }
+
+
+def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
+    """Writes the tokenizer of a new run into its folder, with the special tokens of the model that
+    it starts from, so that the folder can be moved, and exported to Hugging Face's format."""
+    if not tokenizer.file:
+        return
+    save_tokenizer(tokenizer, workdir)
+    origin = getattr(config.model, "init_from", "")
+    if origin and is_hugging_face(folder := run_folder.folder_of(origin)):
+        copy_special_ids(folder, workdir)
+
+
+def _kept(config: Config, workdir: pathlib.Path) -> Tokenizer | None:
+    """The tokenizer that a run has in its folder, if its name is that of a file."""
+    kept = run_folder.kept_tokenizer(config.data.tokenizer, workdir)
+    return from_file(str(kept), config.data.tokenizer) if kept else None
+
+
+def _fitting(tokenizer: Tokenizer, config: Config) -> Tokenizer:
+    tokenizer = without_unread(tokenizer, config.model.vocab_size)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size = {config.model.vocab_size} is smaller than the "
+            f"{tokenizer.vocab_size} tokens of data.tokenizer = {config.data.tokenizer!r}; set "
+            f"model.vocab_size = {tokenizer.vocab_size}"
+        )
+    dropped = getattr(config.model, "dropped_token", -1)
+    if config.data.objective == "masked" and dropped not in (-1, tokenizer.mask):
+        raise ValueError(
+            f"model.dropped_token = {dropped} is not the mask of data.tokenizer = "
+            f"{config.data.tokenizer!r}, which is {tokenizer.mask}; set model.dropped_token = "
+            f"{-1 if tokenizer.mask is None else tokenizer.mask}"
+        )
+    return tokenizer
