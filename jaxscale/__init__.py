@@ -21,7 +21,7 @@ _HOMES = {
     "describe_layout": "run.layout_report",
     "device_batches": "run.evaluation",
     "evaluate_loss": "run.evaluation",
-    "fit": "run.trainer",
+    "fit": "run.training_loop",
     "from_pretrained": "run.pretrained",
     "load": "config",
     "make_engine": "training.engine",

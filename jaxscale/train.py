@@ -197,7 +197,7 @@ def _train(
 ) -> int:
     phases.enter_phase("importing JAX")
     # JAX is imported only now, so that a typo is refused at once.
-    from jaxscale.run import trainer  # noqa: PLC0415
+    from jaxscale.run import trainer, training_loop  # noqa: PLC0415
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
     from jaxscale.run.saves import SaveError  # noqa: PLC0415
 
@@ -225,10 +225,10 @@ def _train(
         _write_json(options.json, None, workdir)
         return 0
     try:
-        state, summary = trainer.fit(
+        state, summary = training_loop.fit(
             ready, trackers=options.trackers, profile=options.profile, started=started
         )
-    except trainer.Stopped as stopped:
+    except training_loop.Stopped as stopped:
         log.info(f"{stopped}; the same command resumes from there")
         _write_json(options.json, stopped.summary, workdir)
         if left := not_uploaded():

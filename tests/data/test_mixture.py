@@ -19,7 +19,8 @@ from jaxscale.data.loader import batches
 from jaxscale.data.mixture import Mixture, fractions, mix, open_examples, take_turns
 from jaxscale.data.packing import Stream
 from jaxscale.model_config import ModelConfig
-from jaxscale.run.trainer import fit, open_trainer
+from jaxscale.run.trainer import open_trainer
+from jaxscale.run.training_loop import fit
 from jaxscale.training.checkpoint import Checkpoints
 from tests.data.documents import BYTES, assert_same, make_corpus, numbered, opened
 

@@ -26,7 +26,7 @@ def train(argv: list[str]) -> int:
 
 def fit(argv: list[str]) -> int:
     """Trains only; the status as that of `train`."""
-    from jaxscale.run import signals, trainer  # noqa: PLC0415
+    from jaxscale.run import signals, trainer, training_loop  # noqa: PLC0415
 
     workdir, *overrides = argv
     with compiled_once():
@@ -35,8 +35,8 @@ def fit(argv: list[str]) -> int:
         )
         assert ready
         try:
-            trainer.fit(ready, trackers=())
-        except trainer.Stopped as stopped:
+            training_loop.fit(ready, trackers=())
+        except training_loop.Stopped as stopped:
             print(stopped, flush=True)
             return signals.STOPPED
     return 0

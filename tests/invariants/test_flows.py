@@ -16,7 +16,7 @@ from jaxscale.data.dataset import open_dataset
 from jaxscale.data.tokens.tokenizer import load_tokenizer
 from jaxscale.decoding import sampling
 from jaxscale.layout import Layout
-from jaxscale.run import trainer
+from jaxscale.run import training_loop
 from jaxscale.run.evaluation import evaluate_loss
 from jaxscale.run.setup.newest_checkpoint import restore_params
 from jaxscale.run.setup.text import open_text
@@ -123,9 +123,9 @@ def test_every_kind_of_layout_saves_resumes_evaluates_and_samples(heldout, tmp_p
 def test_the_commands_after_an_uneven_pipeline_are_one_devices(tmp_path, monkeypatch, capsys):
     """Trained, sampled, evaluated and generated from as a user does; `fit` returns what is
     saved."""
-    fit, returned = trainer.fit, []
+    fit, returned = training_loop.fit, []
     monkeypatch.setattr(
-        trainer, "fit", lambda *a, **k: returned.append(fit(*a, **k)) or returned[0]
+        training_loop, "fit", lambda *a, **k: returned.append(fit(*a, **k)) or returned[0]
     )
     settings = (
         "model.num_layers=3",

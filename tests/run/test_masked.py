@@ -13,7 +13,7 @@ import pytest
 
 from jaxscale import evaluate, generate, train
 from jaxscale.config import load
-from jaxscale.run import trainer
+from jaxscale.run import trainer, training_loop
 from jaxscale.run.initial_weights import initial_state, open_initial
 from jaxscale.run.pretrained import from_pretrained
 from jaxscale.run.setup.text import open_tokenizer
@@ -92,7 +92,7 @@ def runs(proteins, tmp_path_factory):
         load("configs/esm2_8m.py", overrides(proteins, "causal")), base / "causal"
     )
     assert ready
-    trainer.fit(ready, trackers=())
+    training_loop.fit(ready, trackers=())
     given = overrides(proteins, "masked", f"model.init_from={base / 'causal'}")
     arguments = ["--config", "configs/esm2_8m.py", "--workdir", str(base / "masked")]
     arguments += ["--trackers", "none", *(f"--config.{one}" for one in given)]

@@ -16,7 +16,7 @@ import pytest
 from jaxscale import command_line, evaluate, run_folder, supervise, train
 from jaxscale import config as configs
 from jaxscale.distributed import processes
-from jaxscale.run import both_tiers, lock, mirror, resume, signals, trainer
+from jaxscale.run import both_tiers, lock, mirror, resume, signals, trainer, training_loop
 from jaxscale.run.setup import preflight
 from jaxscale.run.setup.newest_checkpoint import restore_params
 from jaxscale.storage import durable, tiers
@@ -99,7 +99,7 @@ def run(workdir, steps, *others, fit=True):
             patch.setattr(trainer, "compile_step", lambda *_: learn)
             ready = trainer.open_trainer(config, workdir, uploads=uploads)
         assert ready
-        state = trainer.fit(ready, trackers=())[0] if fit else ready.state
+        state = training_loop.fit(ready, trackers=())[0] if fit else ready.state
         assert not (uploads and uploads.finish(30.0))
     return ready, jax.tree.map(np.asarray, state)
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxscale import evaluate
 from jaxscale.config import from_dict
-from jaxscale.run import trainer
+from jaxscale.run import trainer, training_loop
 from jaxscale.run.initial_weights import open_weights
 
 FAMILY = "tests.models.mixer:make"
@@ -39,7 +39,7 @@ def train(texts, workdir, layout: dict, **changes):
     }
     ready = trainer.open_trainer(from_dict(sections), workdir)
     assert ready
-    state, _ = trainer.fit(ready, trackers=())
+    state, _ = training_loop.fit(ready, trackers=())
     return jax.device_get(state.params)
 
 

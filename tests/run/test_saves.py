@@ -23,7 +23,7 @@ from jaxscale import config as configs
 from jaxscale import convert, evaluate, generate
 from jaxscale.data.passed_over import ranges_of
 from jaxscale.distributed import phases
-from jaxscale.run import resume, saves, trainer
+from jaxscale.run import resume, saves, trainer, training_loop
 from jaxscale.run.evaluation import device_batches
 from jaxscale.run.resume import find_newest
 from jaxscale.run.saves import SaveError
@@ -93,7 +93,7 @@ def full(monkeypatch, times, number=errno.ENOSPC):
 def test_a_failed_save_is_repeated_while_training_goes_on(ready, monkeypatch, lines):
     """At the next step, then after two more, and when one is due anyway."""
     full(monkeypatch, 3)
-    trainer.fit(ready, trackers=())
+    training_loop.fit(ready, trackers=())
     warnings = [line for line in lines() if line.startswith("warning")]
     assert [line.split()[3] for line in warnings] == ["2", "3", "4"]
     assert all("failed (No space left on device); there is none" in line for line in warnings)
@@ -106,7 +106,7 @@ def test_the_last_save_is_tried_again_then_refused(ready, monkeypatch):
     monkeypatch.setattr(saves, "PAUSES_SECONDS", (0.0, 0.0))
     full(monkeypatch, 99, errno.EROFS)
     with pytest.raises(SaveError, match=r"saving checkpoint 6 .*\(Read-only file system\)"):
-        trainer.fit(ready, trackers=())
+        training_loop.fit(ready, trackers=())
     assert ready.checkpoints.steps() == []
 
 
@@ -115,7 +115,7 @@ def test_the_last_save_succeeds_when_there_is_room_again(ready, monkeypatch):
     config = dataclasses.replace(ready.config.run, checkpoint_every=0)
     config = dataclasses.replace(ready.config, run=config)
     full(monkeypatch, 2)
-    trainer.fit(dataclasses.replace(ready, config=config), trackers=())
+    training_loop.fit(dataclasses.replace(ready, config=config), trackers=())
     assert ready.checkpoints.steps() == [6]
 
 
@@ -129,7 +129,7 @@ def test_who_waits_for_a_write_is_not_held_to_the_time_of_a_save(ready, monkeypa
         wait(checkpoints, **named)
 
     monkeypatch.setattr(Checkpoints, "wait", note)
-    trainer.fit(ready, trackers=())
+    training_loop.fit(ready, trackers=())
     assert seen == [f"writing the checkpoint (step {step})" for step in (4, 6, 6)]
 
 
@@ -143,8 +143,8 @@ def test_each_batch_of_an_evaluation_has_a_deadline_of_its_own(monkeypatch):
 
     config = configs.load("configs/tiny.py")
     run = mock.Mock(config=config, text=mock.Mock(evaluations={"": None}))
-    monkeypatch.setattr(trainer, "evaluate_loss", evaluate)
-    trainer._evaluate(run, mock.Mock(), 7, None, lambda: "")
+    monkeypatch.setattr(training_loop, "evaluate_loss", evaluate)
+    training_loop._evaluate(run, mock.Mock(), 7, None, lambda: "")
     assert len(set(begun)) == 3
     assert {str(phase) for phase in begun} == {"evaluating (step 7)"}
 
@@ -162,7 +162,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_the_good_one_stays(ready):
     run = dataclasses.replace(ready.config.run, keep_last=1)
     config = dataclasses.replace(ready.config, run=run)
     with pytest.raises(FloatingPointError, match=r"step 4: . arrays .* the first params/head/"):
-        trainer.fit(dataclasses.replace(ready, config=config, step=poison), trackers=())
+        training_loop.fit(dataclasses.replace(ready, config=config, step=poison), trackers=())
     assert ready.checkpoints.steps() == [2]
 
 
@@ -170,7 +170,7 @@ def test_a_state_that_is_not_finite_is_not_saved_and_the_good_one_stays(ready):
 def finished(tmp_path_factory):
     """A run of six steps, with checkpoints 4 and 6."""
     workdir = tmp_path_factory.mktemp("finished") / "run"
-    trainer.fit(reopen(workdir), trackers=())
+    training_loop.fit(reopen(workdir), trackers=())
     return workdir
 
 
@@ -341,7 +341,7 @@ def test_after_bad_steps_in_a_row_the_run_returns_and_passes_over_their_examples
         wrong = jnp.zeros(len(jax.tree.leaves(state.params)), bool).at[1].set(skipped)
         return state, metrics._replace(others={"skipped": skipped, "nonfinite_gradients": wrong})
 
-    trainer.fit(dataclasses.replace(ready, step=step), trackers=())
+    training_loop.fit(dataclasses.replace(ready, step=step), trackers=())
     warnings = [line for line in lines() if line.startswith("warning")]
     assert [line.partition(" updates nothing")[0] for line in warnings[:2]] == [
         "warning: step 5",
@@ -377,13 +377,13 @@ def test_what_is_passed_over_begins_after_the_checkpoint(newest, passed, fresh, 
 def test_a_folder_that_takes_no_files_ends_a_run_before_its_first_step(ready, tmp_path):
     (tmp_path / "config.json").mkdir()
     with pytest.raises(SaveError, match=r"\(Is a directory\), and no step was trained"):
-        trainer.fit(dataclasses.replace(ready, workdir=tmp_path), trackers=())
+        training_loop.fit(dataclasses.replace(ready, workdir=tmp_path), trackers=())
 
 
 def test_the_file_that_cannot_be_written_is_named(ready, tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(SaveError, match=f"^{tmp_path}/metrics.jsonl cannot be written "):
-        trainer.fit(dataclasses.replace(ready, workdir=tmp_path), trackers=())
+        training_loop.fit(dataclasses.replace(ready, workdir=tmp_path), trackers=())
 
 
 def test_a_path_that_is_not_utf_8_is_refused(tmp_path):

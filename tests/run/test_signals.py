@@ -16,7 +16,7 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale import train
-from jaxscale.run import notices, signals, trainer
+from jaxscale.run import notices, signals, trainer, training_loop
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.step import StepMetrics
 
@@ -58,8 +58,8 @@ def fit(ready):
     before = [signal.getsignal(number) for number in signals.SIGNALS]
     said = ""
     try:
-        trainer.fit(ready, trackers=())
-    except trainer.Stopped as stopped:
+        training_loop.fit(ready, trackers=())
+    except training_loop.Stopped as stopped:
         said = str(stopped)
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
     return said, Checkpoints(ready.checkpoints.directory).steps()
@@ -103,7 +103,7 @@ def test_all_processes_of_a_complete_run_draw_a_sample_or_none(monkeypatch, tmp_
     """One that was asked to stop must not leave the others waiting for it."""
     caplog.set_level("INFO", "jaxscale")
     monkeypatch.setattr(trainer, "open_trainer", lambda *_, **__: object())
-    monkeypatch.setattr(trainer, "fit", lambda *_, **__: (None, {}))
+    monkeypatch.setattr(training_loop, "fit", lambda *_, **__: (None, {}))
     monkeypatch.setattr(train.processes, "all_reports", lambda topic, own: ["", "SIGTERM"])
     monkeypatch.setattr(train, "_show_sample", lambda *_: pytest.fail("the other draws none"))
     options = train._parser().parse_args(["--config", "configs/tiny.py"])
@@ -166,7 +166,7 @@ def test_an_evaluation_that_is_recorded_is_not_repeated(ready):
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_wait_for_input_that_never_ends_is_broken_off(ready, monkeypatch, step):
-    device_batches = trainer.device_batches
+    device_batches = training_loop.device_batches
 
     def stalled(*arguments, **settings):
         batches = device_batches(*arguments, **settings)
@@ -175,7 +175,7 @@ def test_a_wait_for_input_that_never_ends_is_broken_off(ready, monkeypatch, step
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         threading.Event().wait(60)
 
-    monkeypatch.setattr(trainer, "device_batches", stalled)
+    monkeypatch.setattr(training_loop, "device_batches", stalled)
     begin = time.monotonic()
     said, steps = fit(ready)
     done = f"after step {step - 1}, saved" if step > 1 else "before the first step"

@@ -16,7 +16,7 @@ import jaxscale
 from jaxscale import config as configs
 from jaxscale.config import from_dict, load
 from jaxscale.models.decoder import Decoder, plain_kernels
-from jaxscale.run import recorder, trainer
+from jaxscale.run import recorder, trainer, training_loop
 from jaxscale.run.goodput import Account
 from jaxscale.run.initial_weights import open_weights
 from jaxscale.run.pretrained import Pretrained
@@ -40,10 +40,10 @@ def short_run(workdir, *overrides, profile=range(0), again=False):
     """The records of a run of the smallest model, and its last state."""
     ready = trainer.open_trainer(load("configs/tiny.py", [*SMALL, *overrides]), workdir)
     assert ready
-    state, _ = trainer.fit(ready, trackers=(), profile=profile)
+    state, _ = training_loop.fit(ready, trackers=(), profile=profile)
     if again:
         with pytest.raises(ValueError, match="used by an earlier fit; call open_trainer again"):
-            trainer.fit(ready, trackers=())
+            training_loop.fit(ready, trackers=())
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return records, jax.tree.map(np.asarray, state)
 
@@ -282,7 +282,7 @@ def test_a_transfer_in_the_loop_is_refused(opened, tmp_path, transfer, refused):
     checkpoints = Checkpoints(tmp_path / "checkpoints", report=lambda line: None)
     ready = dataclasses.replace(opened, workdir=tmp_path, checkpoints=checkpoints, step=step)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"Disallowed {refused} transfer"):
-        trainer.fit(ready, trackers=())
+        training_loop.fit(ready, trackers=())
 
 
 def test_a_step_without_a_token_that_counts_has_no_loss(opened, tmp_path, caplog):
@@ -303,7 +303,7 @@ def test_a_step_without_a_token_that_counts_has_no_loss(opened, tmp_path, caplog
         step=step,
     )
     caplog.set_level("INFO", "jaxscale")
-    _, summary = trainer.fit(ready, trackers=())
+    _, summary = training_loop.fit(ready, trackers=())
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["loss"], line["loss_tokens"]) for line in lines[:2]] == [(None, 0)] * 2
     assert lines[2]["eval_loss"] is None is summary["loss"]

@@ -58,14 +58,14 @@ def campaign(folder: pathlib.Path, flips: int, draw: random.Random) -> dict[str,
     import numpy as np  # noqa: PLC0415
 
     from jaxscale import config as configs  # noqa: PLC0415
-    from jaxscale.run import trainer  # noqa: PLC0415
+    from jaxscale.run import trainer, training_loop  # noqa: PLC0415
     from jaxscale.run.resume import find_newest, resume  # noqa: PLC0415
     from jaxscale.training.checkpoint import Checkpoints  # noqa: PLC0415
 
     config = configs.load("configs/tiny.py", SETTINGS)
     run = trainer.open_trainer(config, folder / "run")
     assert run
-    trainer.fit(run, trackers=())
+    training_loop.fit(run, trackers=())
 
     def resumed(workdir: pathlib.Path) -> tuple[int, Any]:
         with contextlib.closing(Checkpoints(workdir / "checkpoints")) as checkpoints:

@@ -1,0 +1,291 @@
+"""The training loop: from what `open_trainer` returns to a trained model."""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import jax
+
+from jaxscale import config as configs
+from jaxscale.choices import check_kind
+from jaxscale.distributed import hangs, phases, processes
+from jaxscale.run import signals
+from jaxscale.run.evaluation import device_batches, evaluate_loss
+from jaxscale.run.goodput import Account
+from jaxscale.run.recorder import BadStepsError, Recorder, tracing
+from jaxscale.run.resume import rewind
+from jaxscale.run.saves import SaveError, Saves, wait_for_write
+from jaxscale.run.setup.text import keep_tokenizer
+from jaxscale.run.trainer import Trainer
+from jaxscale.storage import durable
+from jaxscale.training.checkpoint import Checkpoints, NotFiniteError
+from jaxscale.training.step import TrainState
+
+log = logging.getLogger("jaxscale")
+
+MOST_RETURNS = 3
+"""Returns to one checkpoint because of bad steps; a further one ends the run."""
+
+TRAINER_ADVICE = (
+    "pass what jaxscale.open_trainer(config, workdir) returns, which is None where the run is "
+    "complete already"
+)
+
+
+class Stopped(Exception):  # noqa: N818 - a stop that was asked for is not an error
+    """A signal, or the end of `run.max_hours`, ended the run early, after a checkpoint.
+
+    Args:
+      said: what asked for it, and after which step.
+      summary: of the run so far.
+    """
+
+    def __init__(self, said: str, summary: dict[str, Any]) -> None:
+        super().__init__(said)
+        self.summary = summary
+
+
+def fit(
+    trainer: Trainer,
+    *,
+    trackers: tuple[str, ...] = ("tensorboard",),
+    profile: range = range(0),
+    started: float | None = None,
+) -> tuple[TrainState, dict[str, Any]]:
+    """Trains until `run.steps`, and writes metrics, evaluations and checkpoints.
+
+    Args:
+      trackers: where metrics go besides files: "tensorboard", "wandb", "mlflow".
+      profile: steps to trace with XLA's profiler, into `workdir`/profile; the summary says where
+        their time went.
+      started: `time.monotonic()` when the process began, for the time to the first step.
+
+    Returns:
+      The last state in canonical form, whose `params` `sample` and `evaluate_loss` take, and the
+      summary of the run.
+
+    Raises:
+      FloatingPointError: the loss, the gradient norm or the state to be saved is not finite.
+      SaveError: the last state could not be saved, or nothing can be written at the start.
+      Stopped: by one of `signals.SIGNALS`, after a checkpoint.
+      ValueError: `trainer` is not one, or was used before; `trackers` is not a tuple of names.
+    """
+    _check_arguments(trainer, trackers)
+    if profile and profile[0] <= trainer.begin:
+        log.warning(
+            f"warning: of --profile {profile[0]}:{profile[-1]}, the steps up to {trainer.begin} "
+            "were trained before, and are not traced"
+        )
+    account = Account(trainer.workdir, started)
+    started = time.monotonic() if started is None else started
+    if jax.process_index() == 0:
+        with _writing(trainer.workdir):
+            _write_settings(trainer)
+    returned: collections.Counter[int] = collections.Counter()
+    with (
+        signals.listening(),
+        hangs.watching(trainer.config.run.hang_seconds),
+        _closing(trainer.checkpoints),
+    ):
+        signals.hold()  # until the last checkpoint is written
+        signals.limit(trainer.config.run.max_hours, started)
+        while True:
+            with _writing(trainer.workdir):
+                recorder = Recorder(
+                    trainer.workdir,
+                    trainer.config,
+                    trainer.engine,
+                    trainer.text.train,
+                    begin=trainer.begin,
+                    trackers=trackers,
+                    started=started,
+                    account=account,
+                )
+            with contextlib.closing(recorder):
+                try:
+                    state = _loop(trainer, recorder, profile)
+                    canonical = trainer.engine.placement.to_canonical(state, donate=True)
+                    return canonical, recorder.finish()
+                except FloatingPointError as error:
+                    if not trainer.config.run.skip_bad_steps:
+                        raise
+                    bad = error.with_traceback(None)  # which would hold the state
+            trainer = _rewound(trainer, bad)
+            returned[trainer.begin] += 1
+            if returned[trainer.begin] > MOST_RETURNS:
+                raise FloatingPointError(
+                    f"{bad}, after {MOST_RETURNS} returns to step {trainer.begin}; lower "
+                    "optimizer.learning_rate, or look at the examples that metrics.jsonl names"
+                )
+
+
+def _check_arguments(trainer: Trainer, trackers: tuple[str, ...]) -> None:
+    check_kind("trainer", trainer, Trainer, TRAINER_ADVICE)
+    if isinstance(trackers, str):
+        raise ValueError(
+            f"trackers = {trackers!r} is one text; pass a tuple of names, ({trackers!r},)"
+        )
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(trainer.state)):
+        raise ValueError("this trainer's state was used by an earlier fit; call open_trainer again")
+
+
+def _write_settings(trainer: Trainer) -> None:
+    """Writes config.json, and of a new run the tokenizer, into its folder."""
+    trainer.workdir.mkdir(parents=True, exist_ok=True)
+    resolved = json.dumps(configs.to_dict(trainer.config), indent=2)
+    durable.replace_file(trainer.workdir / "config.json", f"{resolved}\n".encode())
+    if trainer.begin == 0:
+        keep_tokenizer(trainer.config, trainer.text.tokenizer, trainer.workdir)
+
+
+@contextlib.contextmanager
+def _closing(checkpoints: Checkpoints) -> Iterator[None]:
+    """Lets the write under way end, also after an error: it is what the run resumes from."""
+    with contextlib.closing(checkpoints):
+        try:
+            yield
+        finally:
+            wait_for_write(checkpoints, phases.current().step)
+
+
+@contextlib.contextmanager
+def _writing(workdir: pathlib.Path) -> Iterator[None]:
+    """What fails here ends a run before it has trained a step."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(
+            f"{error.filename or workdir} cannot be written ({durable.reason(error)}), and no step "
+            "was trained"
+        ) from error
+
+
+def _rewound(trainer: Trainer, bad: FloatingPointError) -> Trainer:
+    """At the newest checkpoint, past the examples of bad steps: those that updated nothing, or the
+    last ones before a state that is not finite."""
+    if isinstance(bad, BadStepsError):
+        steps = range(bad.first, bad.last + 1)
+    elif isinstance(bad, NotFiniteError):
+        first = bad.step + 1 - trainer.config.run.skip_bad_steps
+        steps = range(max(first, trainer.begin + 1), bad.step + 1)
+    else:
+        raise bad
+    begin, state, text = rewind(
+        bad, steps, trainer.config, trainer.engine, trainer.checkpoints, trainer.text
+    )
+    return dataclasses.replace(trainer, begin=begin, state=state, text=text)
+
+
+def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
+    """The training loop. An implicit transfer between host and devices, such as of a NumPy array
+    among a step's arguments, is an error. The intended ones: batches to the devices, metrics to
+    the host (`Recorder`, by `jax.device_get`), evaluations and checkpoints."""
+    config, engine, text = trainer.config, trainer.engine, trainer.text
+    run, data, state = config.run, config.data, trainer.state
+    stream = device_batches(
+        engine, text.train, data.global_batch_size, start_step=trainer.begin, workers=data.workers
+    )
+    stops = _Stops()
+    saves = Saves(config, engine.placement, text, trainer.checkpoints, trainer.begin)
+
+    def stop(step: int, request: str) -> NoReturn:
+        phases.enter_phase("saving", step)
+        recorder.flush()
+        saves.finish(step, state)
+        done = f"after step {step}, saved" if step else "before the first step"
+        raise Stopped(f"{request}: stopped {done}", recorder.summary())
+
+    with (
+        contextlib.closing(stream),
+        tracing(profile, recorder, trainer.step) as trace,
+        jax.transfer_guard("disallow"),
+    ):
+        last = trainer.begin == run.steps
+        if text.evaluations and trainer.begin and (last or _due(trainer.begin, run.eval_every)):
+            done = processes.from_first("evaluated", recorder.begin_evaluated)
+            if not done:  # the run was stopped before, or meanwhile
+                request = _evaluate(trainer, recorder, trainer.begin, state.params, stops)
+                if request and last:
+                    stop(trainer.begin, request)
+        for step in range(trainer.begin + 1, run.steps + 1):
+            trace(step)
+            phases.enter_phase("waiting for input", step)
+            try:
+                with (
+                    signals.interruptible(),
+                    recorder.waiting(),
+                    jax.transfer_guard_host_to_device("allow"),
+                ):
+                    batch = next(stream)
+            except signals.Interrupted:
+                stop(step - 1, signals.requested())
+            phases.enter_phase("training", step)
+            text.check_tokens()
+            state, out = trainer.step(state, batch)
+            recorder.push(step, out)
+            last, due = step == run.steps, text.evaluations and _due(step, run.eval_every)
+            request = stops()
+            if (due or (last and text.evaluations)) and not request:
+                request = _evaluate(trainer, recorder, step, state.params, stops)
+            if saves.due(step) or last:
+                phases.enter_phase("saving", step)
+                # Raises where loss or gradient norm is not finite: such a state is not saved.
+                recorder.flush()
+                saves.save(step, state)
+                recorder.restart_clock()
+            if request and (text.evaluations or not last):
+                stop(step, request)
+    saves.finish(run.steps, state)
+    return state
+
+
+class _Stops:
+    """Asks whether to stop, at the same points of the loop in every process.
+
+    `point` counts them; the answer stays.
+    """
+
+    def __init__(self) -> None:
+        self._points = itertools.count(1)
+        self._answer = ""
+
+    def __call__(self) -> str:
+        self._answer = self._answer or processes.stops(next(self._points), signals.requested())
+        return self._answer
+
+
+def _evaluate(
+    trainer: Trainer, recorder: Recorder, step: int, params: Any, stops: Callable[[], str]
+) -> str:
+    """Evaluates, and records it; returns what asked to stop meanwhile, which leaves no record."""
+    phases.enter_phase("evaluating", step)
+    recorder.flush()
+    config = trainer.config
+    size, most = config.data.global_batch_size, config.run.eval_batches
+
+    def after_batch() -> str:
+        phases.enter_phase("evaluating", step)  # a large set may take hours, a batch may not
+        return stops()
+
+    # A validation set, which has a name, is read as a whole.
+    with jax.transfer_guard("allow"):  # its batches, and the sums
+        evaluations = {
+            name: evaluate_loss(
+                trainer.engine, params, examples, size, None if name else most, stops=after_batch
+            )
+            for name, examples in trainer.text.evaluations.items()
+        }
+    if not (request := stops()):
+        recorder.evaluated(step, evaluations)
+    return request
+
+
+def _due(step: int, period: int) -> bool:
+    return period > 0 and step % period == 0
