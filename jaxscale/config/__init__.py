@@ -1,0 +1,31 @@
+"""The records that define a run, and how a configuration is read into them.
+
+Nothing here imports JAX: a mistyped key must be refused in a fraction of a second.
+"""
+
+from jaxscale.config.read_config import from_dict, load, read_sections, to_dict
+from jaxscale.config.records import (
+    CONFIG_ADVICE,
+    OBJECTIVES,
+    PAIRED_OBJECTIVES,
+    Config,
+    DataConfig,
+    RunConfig,
+    check_seed,
+)
+from jaxscale.config.values import leaves
+
+__all__ = [
+    "CONFIG_ADVICE",
+    "OBJECTIVES",
+    "PAIRED_OBJECTIVES",
+    "Config",
+    "DataConfig",
+    "RunConfig",
+    "check_seed",
+    "from_dict",
+    "leaves",
+    "load",
+    "read_sections",
+    "to_dict",
+]

@@ -1,0 +1,236 @@
+"""Configuration files, overrides and a run's config.json, read into the records and back."""
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import pathlib
+import runpy
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ml_collections
+
+from jaxscale.choices import check_kind, did_you_mean, nearest, nearest_settings
+from jaxscale.config.records import PAIRED_OBJECTIVES, SECTIONS, Config
+from jaxscale.config.values import (
+    convert_value,
+    leaves,
+    parse_value,
+    section_record,
+    setting_type,
+    suggestion,
+)
+from jaxscale.data_source import to_plain
+from jaxscale.layout import AUTO
+from jaxscale.model_config import ModelConfig, is_own_family, settings_record
+from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
+
+SHIPPED = pathlib.Path(__file__).parents[1] / "configs"
+"""The configurations that the package comes with: those of the repository's configs/."""
+
+
+def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a configuration file, applies overrides, and checks everything once.
+
+    Args:
+      path: a Python file with `get_config(arg="")`, or the name of a shipped one ("quickstart");
+        "FILE.py:ARG" passes ARG to it. Keys that the file leaves out keep the defaults of the
+        records. Its section "layout" may be "auto". Or the config.json of a run.
+      overrides: "section.key=value" each, as after `--config.` on the command line.
+
+    Raises:
+      ValueError: an unknown key (the nearest is named), a value of the wrong type, or values
+        that are incompatible.
+      FileNotFoundError: no such file.
+    """
+    advice = "pass a file, or the name of a shipped configuration"
+    check_kind("path", path, (str, pathlib.PurePath), advice)
+    path = str(path)
+    if path.endswith(".json"):
+        return from_dict(read_sections(_existing(path)), overrides)
+    sections: dict[str, dict] = {section.name: {} for section in dataclasses.fields(Config)}
+    for name, values in _read(path).items():
+        section_record(name)
+        if (name, values) == ("layout", "auto"):
+            values = ml_collections.ConfigDict({"schedule": AUTO})
+        if not isinstance(values, ml_collections.ConfigDict):
+            raise ValueError(f"{path}: config.{name} must be a ConfigDict, got {values!r}")
+        sections[name] = dict(values.items())
+    return from_dict(sections, overrides)
+
+
+def from_dict(
+    sections: dict[str, dict], overrides: Sequence[str] = (), *, trust_foreign: bool = True
+) -> Config:
+    """Builds a Config from nested dictionaries, such as a run's config.json; `load` has the
+    overrides.
+
+    Args:
+      trust_foreign: whether to import the code from outside the package that `model.family` or
+        `layout.schedule` names: somebody else may have written a run's config.json.
+    """
+    if isinstance(overrides, str):
+        raise ValueError(f"overrides are a list, such as [{overrides!r}], and not one text")
+    if isinstance(overrides, dict) or not all(isinstance(one, str) for one in overrides):
+        raise ValueError(
+            f"overrides = {overrides!r} are not a list of texts, such as ['layout.fsdp=2']"
+        )
+    changed = [_split_override(override) for override in overrides]
+    texts = {f"{name}.{key}": text for name, key, text in changed}
+    given = sections.get("model", {})
+    family = texts.get("model.family") or str(
+        (isinstance(given, dict) and given.get("family")) or ""
+    )
+    _check_trust("model.family", family, trust_foreign)
+    model = settings_record(family) if is_own_family(family) else ModelConfig
+    values = {name: dict(given) for name, given in sections.items() if isinstance(given, dict)}
+    for name, given in sections.items():
+        section_record(name)
+        if not isinstance(given, dict):
+            raise ValueError(f"config.{name} = {given!r} is not a section of keys and values")
+    if "model" in values:
+        values["model"] = _upgrade(values["model"])
+    for name, key, text in changed:
+        record = model if name == "model" else section_record(name)
+        annotation = setting_type(record, name, key, "--config.")
+        values.setdefault(name, {})[key] = parse_value(text, annotation)
+    built = {}
+    for name, given in values.items():
+        record: Any = model if name == "model" else section_record(name)
+        built[name] = record(
+            **{
+                key: convert_value(f"{name}.{key}", value, setting_type(record, name, key))
+                for key, value in given.items()
+            }
+        )
+    config = Config(**built)
+    _check_trust("layout.schedule", config.layout.schedule_spec.name, trust_foreign)
+    _import_schedule(config)
+    return config
+
+
+def _split_override(override: str) -> tuple[str, str, str]:
+    """The section, the key, and the text of the value."""
+    override = f"layout.schedule={AUTO}" if override == "layout=auto" else override
+    key, separator, text = override.partition("=")
+    if key.startswith("--config."):
+        raise ValueError(f"{override!r}: leave out '--config.', which belongs to the command line")
+    name, dot, key = key.partition(".")
+    if name not in SECTIONS:
+        near = nearest_settings(f"{name}{dot}{key}", leaves()) or nearest(name, SECTIONS)
+        raise ValueError(f"unknown section config.{name}{suggestion(near, '--config.')}")
+    if not separator or not dot:
+        raise ValueError(f"--config.{override}: expected --config.section.key=value")
+    return name, key, text
+
+
+def _check_trust(setting: str, name: str, trust: bool) -> None:
+    if is_foreign(name) and not trust:
+        raise ValueError(
+            f"the run's config.json names code from outside the package, {setting} = {name!r}; "
+            "where you trust it, pass --trust_family to import it"
+        )
+
+
+def read_sections(path: pathlib.Path) -> dict[str, dict]:
+    """The sections of a run's config.json.
+
+    Raises:
+      ValueError: the file is not one.
+    """
+    try:
+        sections = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if isinstance(sections, dict) and "model_type" in sections:
+        raise ValueError(
+            f"{path} is that of a Hugging Face model; make a run of it first: python -m "
+            f"jaxscale.convert --from_hf {path.parent} --output RUN"
+        )
+    if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
+        raise ValueError(f"{path} is not the config of a run: sections of keys and values")
+    return sections
+
+
+def _upgrade(model: dict) -> dict:
+    """The settings of a run that was written when rope_scaling was Llama 3's factor."""
+    factor = model.get("rope_scaling")
+    if isinstance(factor, bool) or not isinstance(factor, int | float):
+        return model
+    scaling = {"rope_scaling": "none"} if factor == 1 else {"rope_scaling": "llama3"}
+    return model | scaling | ({} if factor == 1 else {"rope_factor": factor})
+
+
+def _import_schedule(config: Config) -> None:
+    """Imports a schedule from outside the package, so that one that cannot be found is refused
+    here."""
+    if is_foreign(name := config.layout.schedule_spec.name):
+        try:
+            find_schedule(name)
+        except ValueError as error:
+            raise ValueError(f"layout.{error}") from None
+
+
+def to_dict(config: Config) -> dict[str, dict]:
+    """The nested dictionaries of `from_dict`: every leaf, but those of other model families,
+    optimizers and objectives, and defaults that nothing reads, as of mesh axes of size 1."""
+    sections = dataclasses.asdict(config)
+    sections["model"], sections["optimizer"] = config.model.settings, config.optimizer.settings
+    sections["layout"] = config.layout.leaves
+    for key in ("source", "validation"):
+        sections["data"][key] = tuple(map(to_plain, getattr(config.data, key)))
+    if config.data.objective not in PAIRED_OBJECTIVES:
+        del sections["data"]["target_len"]  # always 0
+    if not getattr(config.model, "init_from", ""):
+        del sections["optimizer"]["keep_state"]  # always False
+    if not config.run.skip_bad_steps:
+        del sections["run"]["spike_score"]  # always 0
+    return sections
+
+
+def _read(path: str) -> ml_collections.ConfigDict:
+    name, _, argument = path.partition(":")
+    name = str(_existing(name))
+    with _blame(name):
+        get_config = runpy.run_path(name).get("get_config")
+    if not callable(get_config):
+        raise ValueError(f"{name} has no get_config(); a configuration file defines one")
+    if argument and not inspect.signature(get_config).parameters:
+        raise ValueError(f"--config {path}: get_config() of {name} takes no argument")
+    with _blame(name):
+        values = get_config(argument) if argument else get_config()
+    if not isinstance(values, ml_collections.ConfigDict):
+        raise ValueError(f"{name}: get_config() must return a ConfigDict, got {values!r}")
+    return values
+
+
+def _existing(name: str) -> pathlib.Path:
+    """The file of this name, or the shipped configuration."""
+    if pathlib.Path(name).is_file():
+        return pathlib.Path(name)
+    shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.py"))}
+    if name not in shipped and (file := pathlib.Path(name, "config.json")).is_file():
+        raise FileNotFoundError(f"--config {name} is a folder; name the file in it, {file}")
+    if name not in shipped:
+        found = {str(file) for file in pathlib.Path(name).parent.glob("*.py")}
+        found |= {f"configs/{stem}.py" for stem in shipped} | shipped.keys()
+        hint = did_you_mean(name, sorted(found), cutoff=0.5)
+        raise FileNotFoundError(
+            f"--config {name}: there is no such file{hint or '.'} The shipped configurations are "
+            f"{', '.join(shipped)}"
+        )
+    return shipped[name]
+
+
+@contextlib.contextmanager
+def _blame(name: str) -> Iterator[None]:
+    """Names the configuration file and line in any error that its code raises."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == name]
+        where = f"{name}, line {lines[-1]}" if lines else name
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,274 @@
+"""The records that define a run.
+
+Nothing here imports JAX: a mistyped key must be refused in a fraction of a second.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxscale.choices import check_at_least, check_choice
+from jaxscale.data_source import Source, to_sources, to_validation
+from jaxscale.layout import Layout
+from jaxscale.model_config import ModelConfig
+from jaxscale.model_config.rope_scaling import BY_LENGTH
+from jaxscale.model_families.shipped import find_family
+from jaxscale.optimizer_config import OptimizerConfig
+
+OBJECTIVES = (
+    "causal",
+    "causal_across_documents",
+    "prefix",
+    "span_corruption",
+    "ul2",
+    "masked",
+)
+PAIRED_OBJECTIVES = ("prefix", "span_corruption", "ul2")
+"""Those that also train an encoder with a decoder."""
+
+MOST_STEPS = 2**31 - 1
+"""The counts of steps in the state are int32."""
+
+CONFIG_ADVICE = "pass what jaxscale.load(FILE) returns"
+
+
+def check_seed(name: str, seed: int) -> None:
+    """Raises ValueError for a seed that the generators of JAX and Grain cannot take."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"{name} = {seed} must be at least 0 and below 2**32")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, and how it becomes batches.
+
+    `source` lists entries, each a path (file, folder, glob, prepared folder) or a mapping with a
+    `path` and the other keys of `Source`; `{stdlib}` stands for the source of Python's standard
+    library. `tokenizer` is "bytes", a path to a Hugging Face tokenizer.json, or "bpe:4096", which
+    trains a byte-pair tokenizer of that many tokens on the source before the first step.
+    `objective` selects what is predicted, and from which tokens: see `data/objectives.py`.
+    """
+
+    source: tuple[Source, ...] = (Source(("{stdlib}/**/*.py",)),)
+    tokenizer: str = "bytes"
+    global_batch_size: int = 8  # sequences a step
+    seq_len: int = 128  # of an encoder, where there is one
+    target_len: int = 0  # tokens of its decoder; 0 where there is no encoder
+    heldout: float = 0.05  # share of the documents, for evaluation only
+    seed: int = 0
+    objective: str = "causal"
+    workers: int = 0  # processes that prefetch batches; 0 prefetches in a thread
+    validation: tuple[Source, ...] = ()  # sets with a name, evaluated as a whole
+
+    def __post_init__(self) -> None:
+        check_choice("data.objective", self.objective, OBJECTIVES)
+        check_at_least("data", self, global_batch_size=1, seq_len=2, target_len=0, workers=0)
+        if self.target_len and self.objective not in PAIRED_OBJECTIVES:
+            raise ValueError(
+                f"data.target_len = {self.target_len} is for an encoder's decoder, which "
+                f"data.objective = {self.objective!r} does not train; choose "
+                f"{' or '.join(PAIRED_OBJECTIVES)}, or set data.target_len = 0"
+            )
+        check_seed("data.seed", self.seed)
+        for name, read in (("source", to_sources), ("validation", to_validation)):
+            entries = read(getattr(self, name))
+            if self.target_len:
+                entries = tuple(
+                    self._for_encoder(f"data.{name}[{i}]", entry) for i, entry in enumerate(entries)
+                )
+            object.__setattr__(self, name, entries)
+        for i, source in enumerate(self.source):
+            if source.name:
+                raise ValueError(
+                    f"data.source[{i}]['name'] = {source.name!r} is for entries of "
+                    "data.validation; leave it out"
+                )
+        if not 0 <= self.heldout < 1:
+            raise ValueError(f"data.heldout = {self.heldout} must be at least 0 and below 1")
+
+    def _for_encoder(self, name: str, source: Source) -> Source:
+        """The entry of this name with what an encoder and its decoder need of pairs.
+
+        Raises:
+          ValueError: they do not train on it.
+        """
+        if source.messages:
+            raise ValueError(
+                f"{name}: messages = {source.messages!r} are conversations, and "
+                f"data.target_len = {self.target_len} is for an encoder's decoder, which learns "
+                "from texts, or from prompts with responses; give the fields prompt and response"
+            )
+        if source.response and self.objective != "prefix":
+            raise ValueError(
+                f"data.objective = {self.objective!r} chooses what a decoder writes, and so does "
+                f"{name}: response = {source.response!r}; set data.objective = 'prefix'"
+            )
+        return dataclasses.replace(source, apart=bool(source.response))
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions of a global batch, padding included."""
+        return self.global_batch_size * (self.seq_len + self.target_len)
+
+    @property
+    def output_len(self) -> int:
+        """Tokens of the sequence that has targets: the decoder's."""
+        return self.target_len or self.seq_len
+
+    @property
+    def one_document(self) -> bool:
+        """Whether every row of a batch is one document, and padding after it."""
+        return self.objective == "causal_across_documents"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long a run is, and what it writes when. A period of zero is never, but the last step is
+    evaluated and saved in any case."""
+
+    steps: int = 100
+    seed: int = 0
+    eval_every: int = 0
+    eval_batches: int = 8  # of the held-out text; validation sets are read as a whole
+    checkpoint_every: int = 0  # 0 saves the last step only
+    keep_last: int = 3
+    keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this
+    metrics_by_layer: bool = False  # also those that are means over layers, such as experts' loads
+    deterministic: bool = False  # bitwise reproducible, also on GPUs, at some cost of speed
+    # A step whose loss or gradient norm is not finite updates nothing; after so many in a row the
+    # run returns to its newest checkpoint, and passes over their examples. 0 stops at the first.
+    skip_bad_steps: int = 0
+    # Also those whose loss or gradient norm is this many robust standard deviations above the
+    # median of the steps before; 0 is never.
+    spike_score: float = 0.0
+    max_hours: float = 0.0  # stop with a checkpoint after this long; 0 is never
+    hang_seconds: float = 0.0  # end when nothing goes on for this long; 0: learnt from the run
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            "run",
+            self,
+            steps=1,
+            eval_every=0,
+            eval_batches=1,
+            checkpoint_every=0,
+            keep_last=1,
+            keep_every=0,
+            skip_bad_steps=0,
+            max_hours=0,
+            hang_seconds=0,
+        )
+        check_seed("run.seed", self.seed)
+        if self.steps > MOST_STEPS:
+            raise ValueError(f"run.steps = {self.steps} is too large; at most {MOST_STEPS}")
+        if not 0 <= self.spike_score < math.inf:
+            raise ValueError(f"run.spike_score = {self.spike_score} must be at least 0, such as 8")
+        if self.spike_score and not self.skip_bad_steps:
+            raise ValueError(
+                f"run.spike_score = {self.spike_score} is for run.skip_bad_steps above 0, which "
+                "is 0; set it, such as 5, or run.spike_score = 0"
+            )
+        if self.keep_every and (
+            not self.checkpoint_every or self.keep_every % self.checkpoint_every
+        ):
+            period = self.checkpoint_every
+            change = (
+                f"run.keep_every = {-(-self.keep_every // period) * period}"
+                if period
+                else f"run.checkpoint_every = {self.keep_every}"
+            )
+            raise ValueError(
+                f"run.keep_every = {self.keep_every} is not a multiple of run.checkpoint_every = "
+                f"{period}, so no such checkpoint is written; set {change}"
+            )
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that defines a run."""
+
+    # Of a shipped family; or the record of a model of one's own, which extends `ModelSettings`.
+    model: Any = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    layout: Layout = field(default_factory=Layout)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        if self.optimizer.warmup_steps > self.schedule_steps:
+            given = self.optimizer.schedule_steps is not None
+            name = "optimizer.schedule_steps" if given else "run.steps"
+            raise ValueError(
+                f"optimizer.warmup_steps = {self.optimizer.warmup_steps} is more than "
+                f"{name} = {self.schedule_steps}; lower optimizer.warmup_steps, or raise {name}"
+            )
+        if isinstance(self.model, ModelConfig):
+            self._take_length(self.model)
+            self._check_family(self.model)
+        if self.optimizer.keep_state and not getattr(self.model, "init_from", ""):
+            raise ValueError(
+                "optimizer.keep_state = True keeps the optimizer's state of the run in "
+                "model.init_from, which is empty; name a run there, or set "
+                "optimizer.keep_state = False"
+            )
+
+    def _take_length(self, model: ModelConfig) -> None:
+        if model.rope_scaling not in BY_LENGTH:
+            return
+        if not model.rope_length:
+            model = dataclasses.replace(model, rope_length=self.data.seq_len)
+            object.__setattr__(self, "model", model)
+        if model.rope_length < self.data.seq_len:
+            raise ValueError(
+                f"model.rope_length = {model.rope_length} is less than data.seq_len = "
+                f"{self.data.seq_len}; set model.rope_length = 0, which follows it"
+            )
+
+    def _check_family(self, model: ModelConfig) -> None:
+        expert = self.layout.expert
+        if expert != 1 and not model.num_experts:
+            raise ValueError(
+                f"layout.expert = {expert}, but model.family = {model.family!r} has no experts "
+                "here; set layout.expert = 1"
+            )
+        if model.positions == "learned" and self.data.seq_len > model.max_seq_len:
+            raise ValueError(
+                f"data.seq_len = {self.data.seq_len} is more than model.max_seq_len = "
+                f"{model.max_seq_len}, the learned positions there are; lower data.seq_len or "
+                "raise model.max_seq_len"
+            )
+        if not model.gated and "mlp_gate" in self.layout.remat:
+            raise ValueError(
+                f"layout.remat = {self.layout.remat!r} names mlp_gate, and the MLP of "
+                f"model.family = {model.family!r} has no gate; leave it out"
+            )
+        if (self.data.objective == "masked") == model.causal:
+            needs, is_now, others = (
+                (
+                    "bidirectional",
+                    "causal",
+                    "causal, causal_across_documents, prefix, span_corruption or ul2",
+                )
+                if model.causal
+                else ("causal", "not causal", "masked")
+            )
+            setting = "causal" in find_family(model.family).settings
+            raise ValueError(
+                f"data.objective = {self.data.objective!r} needs {needs} attention, and "
+                f"model.family = {model.family!r} is {is_now} here; choose {others}"
+                + (f", or set model.causal = {not model.causal}" if setting else "")
+            )
+        if self.data.target_len and not model.num_encoder_layers:
+            raise ValueError(
+                f"data.target_len = {self.data.target_len} is for an encoder's decoder, which "
+                f"model.family = {model.family!r} does not have; set data.target_len = 0"
+            )
+
+    @property
+    def schedule_steps(self) -> int:
+        """Length of the learning rate's schedule, in steps."""
+        return self.optimizer.schedule_steps or self.run.steps
+
+
+SECTIONS = tuple(section.name for section in dataclasses.fields(Config))

@@ -1,0 +1,146 @@
+"""Settings by their names, and their values: read from text, and in the types of the records."""
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import operator
+import types
+import typing
+from collections.abc import Sequence
+
+from jaxscale.choices import nearest, nearest_settings, settings_called
+from jaxscale.config.records import Config
+from jaxscale.data_source import Source, to_sources, to_validation
+from jaxscale.model_config import ModelConfig
+from jaxscale.optimizer_config import ParamGroup, to_param_groups
+
+
+def leaves(model: type = ModelConfig) -> list[str]:
+    """Every setting, as "section.key".
+
+    Args:
+      model: the record of the section "model".
+    """
+    return [
+        f"{section.name}.{leaf.name}"
+        for section in dataclasses.fields(Config)
+        for leaf in dataclasses.fields(
+            model if section.name == "model" else typing.cast(type, section.type)
+        )
+    ]
+
+
+def section_record(name: str) -> type:
+    records: dict[str, typing.Any] = {
+        section.name: section.type for section in dataclasses.fields(Config)
+    }
+    records["model"] = ModelConfig
+    if name not in records:
+        near = settings_called(name, leaves()) or nearest(name, records)
+        raise ValueError(f"unknown section config.{name}{suggestion(near, 'config.')}")
+    return typing.cast(type, records[name])
+
+
+def setting_type(record: type, section: str, key: str, prefix: str = "config.") -> typing.Any:
+    """The type of a setting; `prefix` goes before the one that an unknown key may mean."""
+    found = {leaf.name: leaf.type for leaf in dataclasses.fields(record)}
+    if key in found:
+        # The module of a model of one's own may postpone its annotations: they are text.
+        return typing.get_type_hints(record)[key] if isinstance(found[key], str) else found[key]
+    known = leaves(record) if section == "model" else leaves()
+    hint = suggestion(nearest_settings(f"{section}.{key}", known), prefix)
+    raise ValueError(f"unknown key config.{section}.{key}{hint}")
+
+
+def suggestion(near: Sequence[str], prefix: str) -> str:
+    return f"; did you mean {' or '.join(prefix + one for one in near)}?" if near else ""
+
+
+def parse_value(text: str, annotation: typing.Any) -> object:
+    """Reads a command-line value; a tuple of strings may be written as a,b."""
+    if annotation is str:
+        return text
+    if (
+        typing.get_args(annotation)[:1] in ((int,), (float,))
+        and typing.get_origin(annotation) is tuple
+    ):
+        text = text if text.startswith(("(", "[")) else f"({text},)"
+    elif typing.get_origin(annotation) is tuple and not text.startswith(("(", "[", "{'", '{"')):
+        return tuple(text.split(","))
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        pass
+    if text.startswith(("{", "[")):  # JSON, with true, false or null
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(text)
+    return text
+
+
+def convert_value(name: str, value: object, annotation: typing.Any) -> object:
+    """The value in the annotated type; only lossless conversions."""
+    inner = typing.get_args(annotation)
+    if types.NoneType in inner:
+        if value is None:
+            return None
+        annotation = functools.reduce(
+            operator.or_, (one for one in inner if one is not types.NoneType)
+        )
+    origin = typing.get_origin(annotation) or annotation
+    if annotation == tuple[Source, ...]:
+        if isinstance(value, dict):
+            value = (value,)
+        if isinstance(value, list | tuple):
+            key = name.partition(".")[2]
+            return to_validation(value) if key == "validation" else to_sources(value)
+    elif annotation == tuple[ParamGroup, ...]:
+        if isinstance(value, dict):
+            value = (value,)
+        if isinstance(value, list | tuple):
+            return to_param_groups(value)
+    elif origin is tuple:
+        if isinstance(value, list | tuple):
+            return _convert_each(name, tuple(value), inner)
+    elif origin is typing.Literal:
+        if value in inner:
+            return value
+    elif annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif annotation is float and isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"config.{name} = {value} is not a finite number")
+    elif annotation is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    elif isinstance(value, annotation) and (annotation is bool or not isinstance(value, bool)):
+        return value
+    expected: dict[typing.Any, str] = {
+        int: "a whole number",
+        float: "a number",
+        bool: "True or False",
+        str: "text",
+        tuple: "a tuple",
+        tuple[float, ...]: "a list of numbers",
+        tuple[ParamGroup, ...]: "a list of mappings with a 'params'",
+        tuple[Source, ...]: "a list of paths, or of mappings with a 'path'",
+    }
+    raise ValueError(
+        f"config.{name} = {value!r} is of type {type(value).__name__}; expected "
+        f"{expected.get(annotation, annotation)}"
+    )
+
+
+def _convert_each(name: str, values: tuple, inner: tuple) -> tuple:
+    """The members of a tuple: of one type each, of any number of one, or, where the record does not
+    say, as they are, with tuples for JSON's lists."""
+    if not inner:
+        return tuple(
+            convert_value(name, one, tuple) if isinstance(one, list) else one for one in values
+        )
+    kinds = inner[:1] * len(values) if inner[1:] == (...,) else inner
+    if len(kinds) != len(values):
+        raise ValueError(
+            f"config.{name} = {values} has {len(values)} members, and not {len(kinds)}"
+        )
+    return tuple(convert_value(name, one, kind) for one, kind in zip(values, kinds))
