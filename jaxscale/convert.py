@@ -121,7 +121,7 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
 
     from jaxscale.hugging_face.model_folder import write_model  # noqa: PLC0415
     from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
-    from jaxscale.run.setup.newest_checkpoint import restore_params  # noqa: PLC0415
+    from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
     from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
 
     workdir, output = options.workdir, options.output

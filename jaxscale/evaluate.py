@@ -84,7 +84,7 @@ def _answer(
 ) -> dict[str, Any]:
     from jaxscale.decoding.likelihood import score_choices  # noqa: PLC0415
     from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
-    from jaxscale.run.setup.newest_checkpoint import restore_params  # noqa: PLC0415
+    from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
     from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
 
     with command_line.refusals():
@@ -106,7 +106,7 @@ def _answer(
 def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, Any]:
     from jaxscale.run.evaluation import evaluate_loss  # noqa: PLC0415
     from jaxscale.run.setup.layout import for_evaluation, open_engine  # noqa: PLC0415
-    from jaxscale.run.setup.newest_checkpoint import restore_params  # noqa: PLC0415
+    from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
     from jaxscale.run.setup.text import (  # noqa: PLC0415
         open_text,
         open_tokenizer,

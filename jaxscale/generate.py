@@ -49,7 +49,7 @@ def _generate(
     from jaxscale.decoding.sampling import sample  # noqa: PLC0415
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
     from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
-    from jaxscale.run.setup.newest_checkpoint import restore_params  # noqa: PLC0415
+    from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
     from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
 
     settings = {

@@ -14,7 +14,7 @@ from jaxscale.config import Config, DataConfig
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.model_config import ModelConfig
 from jaxscale.run.setup.layout import for_sampling, open_engine
-from jaxscale.run.setup.newest_checkpoint import restore_params
+from jaxscale.run.setup.restore import restore_params
 from jaxscale.run.setup.text import open_tokenizer
 
 

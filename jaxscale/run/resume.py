@@ -20,7 +20,7 @@ from jaxscale.run.both_tiers import (
     steps_at_address,
 )
 from jaxscale.run.saves import wait_for_write
-from jaxscale.run.setup.newest_checkpoint import metadata_of
+from jaxscale.run.setup.restore import metadata_of
 from jaxscale.run.setup.text import Text
 from jaxscale.storage.checkpoint_folder import DamagedError
 from jaxscale.storage.differences import describe_difference

@@ -18,7 +18,7 @@ from jaxscale.decoding import sampling
 from jaxscale.layout import Layout
 from jaxscale.run import training_loop
 from jaxscale.run.evaluation import evaluate_loss
-from jaxscale.run.setup.newest_checkpoint import restore_params
+from jaxscale.run.setup.restore import restore_params
 from jaxscale.run.setup.text import open_text
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.checkpoint import Checkpoints

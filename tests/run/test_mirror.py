@@ -18,7 +18,7 @@ from jaxscale import config as configs
 from jaxscale.distributed import processes
 from jaxscale.run import both_tiers, lock, mirror, resume, signals, trainer, training_loop
 from jaxscale.run.setup import preflight
-from jaxscale.run.setup.newest_checkpoint import restore_params
+from jaxscale.run.setup.restore import restore_params
 from jaxscale.storage import durable, tiers
 from jaxscale.storage.checkpoint_folder import DamagedError
 from jaxscale.storage.object_store import ObjectStore, StoreError

@@ -27,7 +27,7 @@ from jaxscale.run import resume, saves, trainer, training_loop
 from jaxscale.run.evaluation import device_batches
 from jaxscale.run.resume import find_newest
 from jaxscale.run.saves import SaveError
-from jaxscale.run.setup.newest_checkpoint import check_tokenizer_of, held_checkpoint
+from jaxscale.run.setup.restore import check_tokenizer_of, held_checkpoint
 from jaxscale.storage import checkpoint_folder
 from jaxscale.storage.checkpoint_folder import DamagedError, UnreadableError
 from jaxscale.supervise import newest_step
