@@ -37,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--topology", required=True, metavar="NAME", help="the machine: v5p:8x8x8, h200:8x8, ...")
     add(
-        "--unroll_layers",
+        "--unroll_loops",
         action="store_true",
-        help="unroll the loops over layers: slow, but XLA's own cost analysis counts every layer",
+        help="unroll the loops over layers and of the loss, for XLA's own cost analysis: slow",
     )
     add(
         "--skip_memory_check",
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(line)
             if not options.skip_memory_check:
                 check_room(config, machine.platform, machine.limit_bytes, kind)
-            report = compile_ahead.compile_for(config, machine, unroll_layers=options.unroll_layers)
+            report = compile_ahead.compile_for(config, machine, unroll_loops=options.unroll_loops)
     except ModuleNotFoundError as error:
         command_line.refuse(str(error))
     print(program_text(report))

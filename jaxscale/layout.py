@@ -58,6 +58,7 @@ EXCLUDES = (
     ("expert", "tensor_rows"),
     ("context", "tensor_rows"),
     ("pipeline", "overlap_tensor"),
+    ("pipeline", "unroll_layers"),
     ("tensor_rows", "overlap_tensor"),
 )
 """Pairs of settings of which the second is refused where the first is above 1."""
@@ -104,6 +105,7 @@ class Layout:
     context_method: str = "ring"  # read only when context > 1
     overlap_experts: bool = False  # exchanges the tokens of half the sequences at a time
     overlap_tensor: bool = False  # gathers and scatters over tensor in steps beside their matmuls
+    unroll_layers: bool = False  # writes each layer out, where a loop over layers compiles faster
     remat: str = "none"  # what a layer saves for its backward pass
     offload: str = "none"  # what lives in host memory
 
@@ -200,6 +202,11 @@ class Layout:
             raise ValueError(
                 f"layout.overlap_tensor = True with layout.pipeline = {self.pipeline} is not "
                 "available in this version; set layout.overlap_tensor = False"
+            )
+        if self.unroll_layers:
+            raise ValueError(
+                f"layout.unroll_layers = True with layout.pipeline = {self.pipeline} is not "
+                "available in this version; set layout.unroll_layers = False"
             )
         if self.offloads_residuals:
             raise ValueError(

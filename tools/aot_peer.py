@@ -167,7 +167,7 @@ def written_out(num_layers: int) -> float:
             "configs/llama2_7b.py",
             "--topology",
             "v5p:4x4x4",
-            "--unroll_layers",
+            "--unroll_loops",
             "--json",
             str(written),
             f"--config.model.num_layers={num_layers}",

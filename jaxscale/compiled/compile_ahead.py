@@ -96,7 +96,7 @@ def _total(seconds: Iterable[float | None]) -> float | None:
 
 
 def compile_for(
-    config: Config, topology: str | Topology, *, unroll_layers: bool = False
+    config: Config, topology: str | Topology, *, unroll_loops: bool = False
 ) -> CompileReport:
     """Compiles a config's train step for absent hardware.
 
@@ -105,8 +105,9 @@ def compile_for(
     Args:
       config: one axis of its layout may be -1.
       topology: a topology, or the name of one (see `topology.open_topology`).
-      unroll_layers: unrolls the loops over layers. Slow to compile; XLA's own cost analysis counts
-        the body of a loop once, so it is complete only then, and gives `optimal_seconds`.
+      unroll_loops: unrolls the loops over layers and of the loss. Slow to compile; XLA's own cost
+        analysis counts the body of a loop once, so it is complete only then, and gives
+        `optimal_seconds`.
 
     Raises:
       ValueError: the layout does not match the model or the topology.
@@ -115,7 +116,7 @@ def compile_for(
     machine = open_topology(topology) if isinstance(topology, str) else topology
     layout = resolve_sizes(config.layout, len(machine.devices))
     config = dataclasses.replace(config, layout=layout)
-    engine = make_engine(config, make_mesh(layout, machine.devices), unroll_layers=unroll_layers)
+    engine = make_engine(config, make_mesh(layout, machine.devices), unroll_loops=unroll_loops)
     start = time.perf_counter()
     try:
         # Tracing already queries cuDNN's version.
@@ -130,7 +131,7 @@ def compile_for(
             raise
         return _refused(machine, engine, str(error), time.perf_counter() - start)
     seconds = time.perf_counter() - start
-    return _report(machine, engine, compiled, seconds, unroll_layers)
+    return _report(machine, engine, compiled, seconds, unroll_loops)
 
 
 def _report(

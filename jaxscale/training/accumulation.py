@@ -84,20 +84,20 @@ class GroupPass(NamedTuple):
 
 
 def make_accumulation(
-    model: Model, layout: Layout, zero: Zero, platform: str, *, unroll_layers: bool = False
+    model: Model, layout: Layout, zero: Zero, platform: str, *, unroll_loops: bool = False
 ) -> Callable[[Tree, Batch], tuple[Sums, Tree]]:
     """`(params, groups) -> (sums, gradient sums)` of a rank's part of a batch, [groups, G, ...],
     its gradients reduced, for use in a `shard_map` in which pipeline, data and fsdp are manual.
 
     Args:
-      unroll_layers: unrolls the loops over layers, for XLA's cost analysis, which counts the body
-        of a loop once.
+      unroll_loops: as `make_engine`.
     """
-    count = layout.num_groups
+    count, unroll = layout.num_groups, layout.unroll_layers or unroll_loops
     # One set of arrays for the residuals of all groups: in each, XLA would fill new ones with zeros
     # and copy them. Not on TPUs, where a step needed more memory and moved as many bytes.
     unfilled = _can_leave_unfilled(layout, platform)
     reuses = (count > 1 or unfilled) and platform != "tpu" and not layout.offloads_residuals
+    reuses = reuses and not unroll  # of which each layer has its own
 
     visits = _visits(zero, count)
     in_place = saves_in_place(layout, zero, platform)
@@ -110,9 +110,7 @@ def make_accumulation(
             grads |= {stack.name: _unfilled(grads[stack.name]) for stack in model.stacks}
         done = Accumulated(zero_sums(model, zero.loss_dtype), grads)
         for visit, span in visits:
-            group_pass = _make_group_pass(
-                model, layout, zero, visit, early, in_place, unroll_layers
-            )
+            group_pass = _make_group_pass(model, layout, zero, visit, early, in_place, unroll)
             some = jax.tree.map(lambda x, span=span: x[span], groups)
             nothing = jnp.zeros(())
             if not visit.first:
@@ -142,7 +140,7 @@ def saves_in_place(layout: Layout, zero: Zero, platform: str) -> bool:
     With collectives, XLA's scheduler hides less of them behind matmuls that it sees as fusions: 8B,
     fsdp 8: 14 ms more exposed, for 3 ms of copies less. With experts, steps move 5 % more bytes."""
     one_device, one_microbatch = layout.num_devices == 1, layout.group_size == 1
-    plain = not layout.offloads_residuals and not has_experts(zero.axes)
+    plain = not (layout.offloads_residuals or layout.unroll_layers or has_experts(zero.axes))
     return platform == "gpu" and one_device and one_microbatch and plain
 
 
@@ -204,7 +202,7 @@ def _make_group_pass(
     visit: Visit,
     early: Early,
     in_place: bool,
-    unroll_layers: bool,
+    unroll: bool,
 ) -> GroupPass:
     offload = layout.offloads("activations")
     zero = zero if visit.first else zero.kept
@@ -213,9 +211,7 @@ def _make_group_pass(
         layers = [layer_function(stack, kind) for kind in range(stack.period)]
         passes = [split_vjp(rematerialised(layer, layout.remat_policy)) for layer in layers]
         first = stack.name == model.stacks[0].name
-        return Loop(
-            stack, zero, visit, tuple(passes), offload, early, in_place, unroll_layers, first
-        )
+        return Loop(stack, zero, visit, tuple(passes), offload, early, in_place, unroll, first)
 
     loops = [make_loop(stack) for stack in model.stacks]
 

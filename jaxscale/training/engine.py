@@ -134,7 +134,7 @@ def make_engine(
     model: MakeModel | None = None,
     optimizer: optax.GradientTransformation | None = None,
     rules: Rules | None = None,
-    unroll_layers: bool = False,
+    unroll_loops: bool = False,
 ) -> Engine:
     """Builds what a run needs, compiling nothing yet.
 
@@ -147,7 +147,8 @@ def make_engine(
         rate; the gradients come in as means over tokens, clipped to `optimizer.clip_norm`.
       rules: the mesh axes of logical axes of one's own, such as {"rank": ("tensor",)}, beside the
         model's `rules`.
-      unroll_layers: unrolls the loops over layers, for XLA's cost analysis.
+      unroll_loops: unrolls the loops over layers, as `layout.unroll_layers` does, and those of the
+        loss, for XLA's cost analysis, which counts the body of a loop once.
 
     Raises:
       ValueError: a dimension that does not divide over its mesh axes, or a kernel that cannot
@@ -157,7 +158,7 @@ def make_engine(
     check_engine_settings(config, mesh)
     layout, platform = config.layout, mesh.devices.flat[0].platform
     attention = attention_name(config, platform)
-    models = _make_models(config, model, attention, platform, rules, unroll_layers)
+    models = _make_models(config, model, attention, platform, rules, unroll_loops)
     built = models.built
     check_expert_ranks(layout, built)
     stages = _open_stages(config, models.plain) if layout.pipeline > 1 else None
@@ -172,7 +173,7 @@ def make_engine(
     begin = _make_begin(config, optimizer)
     axes, state = place_state(config, mesh, zero, built.axes, optimizer, begin, shapes)
     gradients = make_gradients(
-        models.trained, layout, zero, mesh, stages, unroll_layers=unroll_layers
+        models.trained, layout, zero, mesh, stages, unroll_loops=unroll_loops
     )
     step = make_step(config, built, rows, gradients, optimizer, frozen, _shardings(state))
     evaluate = _make_evaluate(make_loss(models.evaluated, layout, zero, mesh, stages))
@@ -222,7 +223,7 @@ def _make_models(
     attention: str,
     platform: str,
     rules: Rules | None,
-    unroll_layers: bool,
+    unroll_loops: bool,
 ) -> _Models:
     """The models of `make_engine`, which has the arguments."""
     make = model or find_model(config.model)
@@ -235,7 +236,7 @@ def _make_models(
         config.model.matmul_dtype,
         one_document=config.data.one_document,
         rules=own,
-        unroll=unroll_layers,
+        unroll=unroll_loops,
     )
     recomputing = functools.partial(rematerialised_attention, remat=config.layout.remat_policy)
     evaluated = make(config.model, evaluation_kernels(kernels))

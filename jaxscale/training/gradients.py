@@ -39,7 +39,7 @@ def make_gradients(
     mesh: Mesh,
     stages: PipelineStages | None = None,
     *,
-    unroll_layers: bool = False,
+    unroll_loops: bool = False,
 ) -> Callable[[Tree, Batch], tuple[Sums, Tree]]:
     """`(params, batch) -> (sums, gradient sums)` for a resolved layout.
 
@@ -49,7 +49,7 @@ def make_gradients(
     if stages is not None:
         return _pipelined(model, layout, zero, mesh, stages)
     platform = mesh.devices.flat[0].platform
-    accumulate = make_accumulation(model, layout, zero, platform, unroll_layers=unroll_layers)
+    accumulate = make_accumulation(model, layout, zero, platform, unroll_loops=unroll_loops)
 
     def local(params: Tree, batch: Batch) -> tuple[Sums, Tree]:
         return accumulate(params, split_batch(batch, layout.num_groups, layout.group_size))

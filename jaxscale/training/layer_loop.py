@@ -91,7 +91,7 @@ class Loop:
     offload: bool  # whether residuals are in host memory between the passes
     early: Early
     in_place: bool  # whether residuals are written where they are made (`save_in_place`)
-    unroll: bool
+    unroll: bool  # whether the layers are written out, each with residuals of its own
     is_first: bool  # of the model's stacks
 
     @property
@@ -312,7 +312,7 @@ def _layer_backward(
     weights = _gather(loop, inputs.layers, now) if weights is None else weights
     if residuals is None:
         assert inputs.residuals is not None, "residuals are saved or prefetched"
-        counted = loop.stack.period > 1 or loop.in_place
+        counted = loop.stack.period > 1 or loop.in_place or loop.unroll
         here = Place(index if counted else now, place.kind)
         residuals = inputs.residuals.at(here)
     prefetched = _prefetch(loop, inputs, place) if prefetch else Prefetched()

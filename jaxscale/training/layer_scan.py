@@ -1,9 +1,10 @@
 """Loops over the layers of a stack, up and down: one period of layers in the body of a `lax.scan`.
 
 Layers whose static settings repeat with a period have a body of that many layers; those after the
-last whole period, and those that a caller leaves out at either end, are outside the loop. On the
-way down each of these layers is a loop of one trip: a compiler that saw several in one region could
-compute the gradients of all their weights at the end, and keep what these need until then.
+last whole period, and those that a caller leaves out at either end, are outside the loop; unrolled,
+all are. Of a period of several layers each is a loop of one trip on the way down: a compiler that
+saw them in one region could compute the gradients of all their weights at the end, and keep what
+these need until then.
 """
 
 from collections.abc import Callable
@@ -46,10 +47,10 @@ class SavedLayers(NamedTuple):
         return at(self.periods[place.kind], index)
 
 
-def each(function: Callable, carry: Tree, xs: Tree, unroll: bool = False) -> tuple[Tree, Tree]:
+def each(function: Callable, carry: Tree, xs: Tree) -> tuple[Tree, Tree]:
     """`lax.scan`, but without a loop when there is one item: XLA schedules that better."""
     if jax.tree.leaves(xs)[0].shape[0] > 1:
-        return jax.lax.scan(function, carry, xs, unroll=unroll)
+        return jax.lax.scan(function, carry, xs)
     carry, y = function(carry, jax.tree.map(lambda x: x[0], xs))
     return carry, jax.tree.map(lambda x: x[None], y)
 
@@ -67,6 +68,7 @@ def ascend(
     """`function(carry, place) -> (carry, y)` for the first layers of a stack, in order.
 
     Args:
+      unroll: makes no loop; y of each layer are arrays of their own.
       into: arrays that the whole periods' y are written into; None makes new ones, which XLA fills
         with zeros first.
       in_place: whether the function writes into them: it is called with `(written, number)`, the
@@ -74,7 +76,7 @@ def ascend(
     """
     if num_layers == 0:
         return carry, None
-    whole, in_place = num_layers // period, in_place and into is not None
+    whole, in_place = 0 if unroll else num_layers // period, in_place and into is not None
 
     def one_period(carry, number, *written):
         ys = []
@@ -94,9 +96,9 @@ def ascend(
 
     ys = ()
     if whole and into:
-        (carry, ys), _ = _count(write_period, (carry, into.periods), range(whole), unroll)
+        (carry, ys), _ = _count(write_period, (carry, into.periods), range(whole))
     elif whole:
-        carry, ys = _count(one_period, carry, range(whole), unroll)
+        carry, ys = _count(one_period, carry, range(whole))
     rest = []
     for index in range(whole * period, num_layers):
         carry, y = function(carry, Place(index, index % period))
@@ -109,7 +111,7 @@ def descend(
 ) -> Tree:
     """`function(carry, place) -> carry` for the layers from `top` down to `bottom`."""
     first, end = -(-bottom // period), (top + 1) // period  # whole periods in between
-    if first >= end:
+    if unroll or first >= end:
         first = end = 0
 
     def layer(carry, place):
@@ -129,13 +131,11 @@ def descend(
     if first == end:
         return singly(carry, range(top, bottom - 1, -1))
     carry = singly(carry, range(top, end * period - 1, -1))
-    carry, _ = _count(one_period, carry, range(end - 1, first - 1, -1), unroll)
+    carry, _ = _count(one_period, carry, range(end - 1, first - 1, -1))
     return singly(carry, range(first * period - 1, bottom - 1, -1))
 
 
-def _count(
-    function: Callable, carry: Tree, numbers: range, unroll: bool = False
-) -> tuple[Tree, Tree]:
+def _count(function: Callable, carry: Tree, numbers: range) -> tuple[Tree, Tree]:
     """`each` for numbers, counted instead of read from an array: a compiler knows what a loop's
     counter is in each trip, and so where an entry of a stack lies."""
     first = jnp.asarray(numbers[0], jnp.int32)
@@ -148,7 +148,7 @@ def _count(
         carry, y = function(carry, number)
         return (number + numbers.step, carry), y
 
-    (_, carry), ys = jax.lax.scan(counted, (first, carry), None, length=len(numbers), unroll=unroll)
+    (_, carry), ys = jax.lax.scan(counted, (first, carry), None, length=len(numbers))
     return carry, ys
 
 

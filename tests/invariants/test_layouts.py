@@ -62,6 +62,23 @@ def test_every_layout_is_one_device_in_float64(layout, capfd):
     assert INVOLUNTARY not in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"fsdp": 4, "tensor": 2, "microbatches": 2, "remat": "full"},
+        {
+            **{"fsdp": 2, "context": 2, "data": 2, "zero_stage": 1},
+            **{"microbatches": 2, "accumulation": "layered", "offload": "activations"},
+        },
+        {},
+    ],
+    ids=matrix.name,
+)
+def test_unrolled_layers_are_one_device_in_float64(layout):
+    """And make the same collectives."""
+    check_layout({**layout, "unroll_layers": True})
+
+
 def test_everything_travels_in_its_own_type():
     """The compute type is narrower here than that of parameters and of sums of gradients, as in no
     layout above: stage 2 gathers the one, once a step, and reduces the other."""

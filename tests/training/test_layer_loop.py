@@ -42,7 +42,7 @@ def lowered_step(num_layers: int = 3, **layout) -> str:
     """The step with its loops over layers unrolled."""
     config = tiny(num_layers, **layout)
     mesh = make_mesh(config.layout, jax.devices()[:2])
-    engine = make_engine(config, mesh, unroll_layers=True)
+    engine = make_engine(config, mesh, unroll_loops=True)
     return engine.step.lower(engine.abstract_state, engine.abstract_batch).as_text()
 
 

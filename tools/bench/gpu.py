@@ -24,7 +24,7 @@ from train import OUT_OF_MEMORY
 from jaxscale import config as configs
 
 BUDGET_SECONDS = 460
-"""The limits of the parts up to `layouts` fit in it."""
+"""The limits of the first cases fit in it."""
 
 ENDING_SECONDS = 20
 """What a case has left when its steps end: to be traced, and to write its record."""
@@ -54,6 +54,7 @@ class Case(NamedTuple):
 ONE_DOCUMENT = "data.objective=causal_across_documents"
 CUDNN = "model.attention=cudnn"
 FLOAT8 = "model.matmul_dtype=float8"
+UNROLLED = "layout.unroll_layers=True"
 NARROW = (
     "optimizer.moment_dtype=bfloat16",
     "optimizer.second_moment_dtype=bfloat16",
@@ -65,18 +66,22 @@ ATTENTION_SAVED = "save:query,key,value,attention"
 
 FIRST_CASES = (
     Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT,)),
-    Case("llama3_8b", 2, 2, ATTENTION_SAVED, (ONE_DOCUMENT, *NARROW), 120),
-    Case("llama3_8b", 2, 2, ATTENTION_SAVED, (ONE_DOCUMENT, *NARROW, FLOAT8), 120),
+    Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT, UNROLLED)),
     Case("llama3_8b", 1, 4, "save_matmuls", (ONE_DOCUMENT, *NARROW), 120),
+    Case("llama3_8b", 1, 4, "save_matmuls", (ONE_DOCUMENT, *NARROW, UNROLLED), 120),
+    Case("llama3_8b", 1, 4, "save_matmuls", (ONE_DOCUMENT, *NARROW, UNROLLED, FLOAT8), 120),
 )
-"""What is aimed at."""
+"""What is aimed at, with layers in a loop and unrolled."""
 
 CASES = (
     # With what those are compared with first; then what may be better.
     Case("llama32_1b", 8, 1, "none"),
     Case("llama32_1b", 8, 1, "none", (CUDNN,)),
     Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT, FLOAT8)),
-    Case("llama32_1b", 16, 1, "none", (ONE_DOCUMENT,), 120),
+    Case("llama32_1b", 16, 1, "none", (ONE_DOCUMENT, UNROLLED), 120),
+    Case("llama3_8b", 1, 16, "save_matmuls", (ONE_DOCUMENT, *NARROW, UNROLLED), 120),
+    Case("llama3_8b", 2, 2, ATTENTION_SAVED, (ONE_DOCUMENT, *NARROW), 120),
+    Case("llama3_8b", 2, 2, ATTENTION_SAVED, (ONE_DOCUMENT, *NARROW, FLOAT8), 120),
     Case("llama32_1b", 16, 1, "full", (ONE_DOCUMENT,)),
     Case("llama32_1b", 8, 4, "none", (ONE_DOCUMENT,)),
     Case("llama32_1b", 4, 1, "none", (ONE_DOCUMENT,)),
@@ -113,7 +118,7 @@ def parts(rehearse: bool, memory_gib: float = math.inf) -> Iterator[Part]:
         [case for case in cases if case.memory_gib <= memory_gib] for cases in (FIRST_CASES, CASES)
     )
     if rehearse:
-        first, others = [first[0], first[2]], others[:1]
+        first, others = [first[1], first[4]], others[:1]
     yield from (_timed(case, rehearse) for case in first)
     yield Part("attention", ["tools/bench/attention.py", *small], 60)
     yield Part("layouts", ["tools/bench/gpu_layouts.py"], 75)

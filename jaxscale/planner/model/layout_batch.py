@@ -40,6 +40,7 @@ class LayoutBatch:
     context_method: str = "ring"
     overlap_experts: bool = False
     overlap_tensor: bool = False
+    unroll_layers: bool = False
     remat: str = "none"
     offload: str = "none"
 

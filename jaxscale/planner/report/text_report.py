@@ -84,6 +84,7 @@ def layout_text(layout: Layout) -> str:
         parts.append(layout.context_method)
     parts += ["experts overlapped"] * layout.overlap_experts
     parts += ["tensor overlapped"] * layout.overlap_tensor
+    parts += ["layers unrolled"] * layout.unroll_layers
     parts += [f"remat {layout.remat}"] * (layout.remat != "none")
     parts += [f"offload {layout.offload}"] * (layout.offload != "none")
     return ", ".join(parts)

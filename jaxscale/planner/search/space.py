@@ -144,7 +144,7 @@ def enumerate_sizes(
     there are none. Refusals are counted in `rejected`, with one message for each reason in
     `messages`."""
     rows, model = [], query.planned_model
-    overlaps = {name: query.pins.get(name, False) for name in OVERLAPS}
+    given = {name: query.pins.get(name, False) for name in (*OVERLAPS, "unroll_layers")}
     method = query.pins.get("context_method", "gather")  # which spreads what "ring" does
     for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.shape.experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
@@ -153,7 +153,7 @@ def enumerate_sizes(
             _pinned(query.pins, "tensor_rows", grid_rows(model, mesh)),
         ):
             # No other setting that could be refused.
-            settings = {**mesh, "tensor_rows": across, "zero_stage": stage, **overlaps}
+            settings = {**mesh, "tensor_rows": across, "zero_stage": stage, **given}
             try:
                 layout = Layout(**settings, context_method=method)
             except ValueError as error:
@@ -178,7 +178,7 @@ def enumerate_sizes(
         return None
     columns = np.array(rows).T
     names = *MESH_AXES, "tensor_rows", "zero_stage", "microbatches"
-    return LayoutBatch(**dict(zip(names, columns)), **overlaps)
+    return LayoutBatch(**dict(zip(names, columns)), **given)
 
 
 def grid_rows(model: TrainableModel | SizedModel, sizes: Mapping[str, int]) -> list[int]:
