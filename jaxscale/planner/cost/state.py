@@ -185,7 +185,7 @@ def accumulate_seconds(shape: ModelShape, cluster: Cluster, parallelism: Paralle
     return m * memory_seconds(cluster, ACCUMULATE_BYTES * (layers + outer) / ranks)
 
 
-def cast_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
+def weight_cast_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
     """Casts of weights to the compute type: once a step where gathered weights are kept, else in
     every pass over the layers."""
     if not parallelism.traits.casts_weights:

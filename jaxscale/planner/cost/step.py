@@ -28,11 +28,11 @@ from jaxscale.planner.cost.pipeline import (
 )
 from jaxscale.planner.cost.state import (
     accumulate_seconds,
-    cast_seconds,
     offload_seconds,
     optimizer_seconds,
     state_seconds,
     tick_collectives,
+    weight_cast_seconds,
 )
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
@@ -159,7 +159,7 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
         "matmul": m * (layers * work.matmul + head.matmul),
         "attention": m * (layers * work.attention + head.attention),
         "elementwise": m * (layers * work.elementwise + head.elementwise),
-        "weights": sums + cast_seconds(shape, cluster, parallelism),
+        "weights": sums + weight_cast_seconds(shape, cluster, parallelism),
         "waiting": m * (layers * work.waiting + head.waiting),
         "recompute": m * layers * recompute.work.seconds,
         "tensor": communication("tensor"),
