@@ -97,7 +97,8 @@ def folder_of(text: str) -> pathlib.Path:
     """
     if re.match(r"\w{2,}:/(?!/)", text):
         raise ValueError(f"{text} lacks a slash; did you mean {text.replace(':/', '://', 1)}?")
-    return local_tier(text) if is_remote(text) else pathlib.Path(text)
+    # A shell does not expand ~ in --workdir=~/run.
+    return local_tier(text) if is_remote(text) else pathlib.Path(text).expanduser()
 
 
 def default_folder(config: str) -> pathlib.Path:

@@ -32,6 +32,11 @@ def load(path: pathlib.Path, *overrides: str, num_devices: int) -> Layout:
     return resolve_sizes(loaded.layout, num_devices)
 
 
+def test_a_home_folder_that_the_shell_left_unexpanded_is_found(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_folder.folder("~/run") == tmp_path / "run"
+
+
 def test_what_was_saved_comes_back(tmp_path):
     assert run_folder.load_config(save(tmp_path, fsdp=4)) == Config(layout=Layout(data=1, fsdp=4))
 

@@ -303,14 +303,15 @@ def test_describe_prints_the_layout_and_trains_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_changed_batch_size_or_text_is_not_continued(whole, capsys):
+def test_a_changed_batch_size_text_or_model_is_not_continued(whole, capsys):
     from jaxscale import train as command  # noqa: PLC0415
 
     workdir, _ = whole
     for override, said in (
         ("data.global_batch_size=16", "data.global_batch_size = 8, and this run has data.global"),
         ("data.seed=1", "data.seed = 0, and this run has data.seed = 1; restore it"),
-        ("model.d_ff=64", "layers/mlp/up"),
+        ("model.d_ff=64", "model.d_ff = 64 here, 128 there"),
+        ("model.rope_theta=2e4", "model with other settings; restore them:\n  model.rope_theta = "),
     ):
         with pytest.raises(SystemExit):
             command.main(

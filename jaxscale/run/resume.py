@@ -12,6 +12,7 @@ from jaxscale.config import Config
 from jaxscale.data.dataset import Examples
 from jaxscale.data.passed_over import pass_over, with_ranges
 from jaxscale.distributed import phases, processes
+from jaxscale.model_config import ModelConfig
 from jaxscale.run.both_tiers import (
     all_steps,
     fetch_everywhere,
@@ -19,6 +20,7 @@ from jaxscale.run.both_tiers import (
     set_aside_everywhere,
     steps_at_address,
 )
+from jaxscale.run.initial_weights import MAY_DIFFER
 from jaxscale.run.saves import wait_for_write
 from jaxscale.run.setup.restore import metadata_of
 from jaxscale.run.setup.text import Text
@@ -135,6 +137,27 @@ def check_same_examples(found: Found, config: Config) -> None:
                 f"run has data.{key} = {now!r}; restore it, or start a new --workdir, whose "
                 "model.init_from can name this run's"
             )
+
+
+def check_same_model(found: Found, config: Config) -> None:
+    """Refuses settings with which the checkpoint's weights would mean another model; those of a
+    family of one's own are its own business.
+
+    Raises:
+      ValueError: with a line for each setting that differs.
+    """
+    before, now = found.metadata["config"].get("model", {}), configs.to_dict(config)["model"]
+    shipped = {field.name for field in dataclasses.fields(ModelConfig)} - {*MAY_DIFFER}
+    if getattr(config.model, "positions", "learned") != "learned":
+        shipped.discard("max_seq_len")
+    lines = [
+        f"model.{name} = {now[name]!r} here, {before[name]!r} there"
+        for name in sorted(shipped & now.keys() & before.keys())
+        if now[name] != before[name]
+    ]
+    if lines:
+        title = f"checkpoint {found.step} is of a model with other settings; restore them:"
+        raise ValueError("\n  ".join([title, *lines]))
 
 
 def _steps_to(last: int, checkpoints: Checkpoints) -> list[int]:

@@ -26,7 +26,14 @@ from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_in
 from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.mirror import Mirror
 from jaxscale.run.recorder import is_summarised
-from jaxscale.run.resume import Found, check_same_examples, find_newest, resume, set_aside
+from jaxscale.run.resume import (
+    Found,
+    check_same_examples,
+    check_same_model,
+    find_newest,
+    resume,
+    set_aside,
+)
 from jaxscale.run.setup.layout import resolve_layout
 from jaxscale.run.setup.memory_check import check_host_room, check_memory
 from jaxscale.run.setup.text import Text, open_text
@@ -186,6 +193,7 @@ def _prepare(
     begin = found.step
     if begin:
         check_same_examples(found, config)
+        check_same_model(found, config)
     weights = None if begin else open_initial(config, engine, workdir)
     random = begin == 0 and weights is None
     text, step, state = _read_and_compile(config, engine, workdir, random=random)
