@@ -48,7 +48,7 @@ from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.remat import rematerialised_attention
 from jaxscale.training.state_placement import apply_by_layer, make_zero, place_state
 from jaxscale.training.step import StepMetrics, TrainState, init_guard, make_step
-from jaxscale.training.xla_options import step_options
+from jaxscale.training.xla_options import init_options, step_options
 
 ENGINE_ADVICE = "pass the second of what jaxscale.open_engine(config) returns"
 
@@ -325,8 +325,7 @@ def _jit_init(draw: Callable, begin: Callable, state: TrainState, platform: str)
     return jax.jit(
         init,
         out_shardings=_shardings(state),
-        # LLVM spends seconds on optimising the random-bit generators, and gains nothing.
-        compiler_options={"xla_backend_optimization_level": 1} if platform == "cpu" else None,
+        compiler_options=init_options(platform),
     )
 
 

@@ -194,6 +194,15 @@ IN_PLACE = (
 """What a step whose layers write residuals where they make them (`save_in_place`) has besides, on
 GPUs."""
 
+INIT = (
+    XlaFlag(
+        "xla_backend_optimization_level",
+        1,
+        "LLVM spends seconds on optimising the random-bit generators, and gains nothing",
+    ),
+)
+"""What the program that draws the parameters has, on CPUs."""
+
 
 COMBINED_BYTES = 30 * 2**20
 """Bytes of results up to which XLA for GPUs combines collectives by itself."""
@@ -362,6 +371,12 @@ def _gpu_step_flags(
         _memory_limit(device),
     )
     return tuple(flag for flag in flags if not _is_set(flag))
+
+
+def init_options(platform: str) -> dict[str, bool | int | str]:
+    """The options of `INIT` that the environment's XLA_FLAGS leave open."""
+    flags = INIT if platform == "cpu" else ()
+    return {flag.name: flag.value for flag in flags if not _is_set(flag)}
 
 
 def _is_set(flag: XlaFlag) -> bool:

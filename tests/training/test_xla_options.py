@@ -174,6 +174,15 @@ def test_xla_plans_with_the_memory_that_jax_takes_of_a_gpu(monkeypatch):
     assert name not in step_options(mesh)
 
 
+def test_what_the_environment_says_of_the_initial_parameters_program_wins(monkeypatch):
+    name = "xla_backend_optimization_level"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    assert xla_options.init_options("cpu") == {name: 1}
+    assert xla_options.init_options("gpu") == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=false --{name}=0")
+    assert xla_options.init_options("cpu") == {}
+
+
 def test_an_option_with_a_wrong_value_is_an_error(monkeypatch):
     wrong = xla_options.XlaFlag("xla_backend_optimization_level", True, "a number, not a truth")
     monkeypatch.setitem(xla_options.XLA_FLAGS, "cpu", (wrong,))
@@ -188,6 +197,6 @@ def test_this_xla_takes_the_flags_for_gpus():
 
 def test_every_flag_has_a_reason():
     tables = (*xla_options.XLA_FLAGS.values(), *xla_options.DETERMINISTIC.values())
-    on_gpus = (xla_options.PIPELINED, xla_options.FLOAT8, xla_options.IN_PLACE)
-    for flags in (*tables, *on_gpus):
+    others = (xla_options.PIPELINED, xla_options.FLOAT8, xla_options.IN_PLACE, xla_options.INIT)
+    for flags in (*tables, *others):
         assert all(flag.name.startswith("xla_") and len(flag.reason) > 20 for flag in flags)
