@@ -61,6 +61,12 @@ AGAIN_SECONDS = 5.0
 """After which what could not be read for a disk's error is read again."""
 
 
+SHARED_WRITE_BYTES = 2**20
+"""The least that each of several devices with the same array writes of it. Orbax cuts the parts out
+with a program for each, compiled at the first save: for small arrays that takes longer than to
+write them whole."""
+
+
 type ArrayWriter = ocp.AsyncCheckpointer
 """Writes arrays in the background."""
 
@@ -90,10 +96,16 @@ def array_writer(host_gb: int) -> ArrayWriter:
         "save_device_host_concurrent_gb": host_gb,
         "is_prioritized_key_fn": lambda path: False,
     }
-    handlers: Any = {"arrays": ocp.PyTreeCheckpointHandler(**limits)} if host_gb else {}
+    types = ocp.type_handlers
+    of_jax = types.ArrayHandler(min_slice_bytes_for_replica_parallel=SHARED_WRITE_BYTES)
+    of_numpy = (np.ndarray, types.NumpyHandler()), (np.number, types.ScalarHandler())
+    handler: Any = ocp.PyTreeCheckpointHandler(
+        type_handler_registry=types.create_type_handler_registry(*of_numpy, (jax.Array, of_jax)),
+        **(limits if host_gb else {}),
+    )
     # Folders are made before `save` returns: in the background, a failure would hang threads.
     return ocp.AsyncCheckpointer(
-        ocp.CompositeCheckpointHandler(**handlers),
+        ocp.CompositeCheckpointHandler(arrays=handler),
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
     )
 

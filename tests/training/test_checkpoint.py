@@ -138,6 +138,26 @@ def test_any_layout_reads_any_layout(
             assert leaf.sharding == want.sharding
 
 
+def test_small_arrays_are_written_whole_and_large_ones_by_all_who_have_them(
+    tmp_path: pathlib.Path, opened: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part that a device writes is cut out by a program of its own."""
+    cut, slice_in_dim = [], jax.lax.slice_in_dim
+
+    def counted(x: jax.Array, **part: int) -> jax.Array:
+        cut.append((x.shape, part["start_index"], part["limit_index"]))
+        return slice_in_dim(x, **part)
+
+    monkeypatch.setattr(jax.lax, "slice_in_dim", counted)
+    monkeypatch.setattr(checkpoint_folder, "SHARED_WRITE_BYTES", 64)
+    state = {"small": np.arange(14.0), "large": np.arange(16.0)}
+    checkpoints = opened(tmp_path)
+    checkpoints.save(1, jax.device_put(state, shardings(state, (2, 1))), {})
+    checkpoints.wait()
+    assert sorted(cut) == [((16,), 0, 8), ((16,), 8, 16)]
+    assert_same_bits(checkpoints.restore(1, abstract(state)), state)
+
+
 def test_state_may_be_donated_at_once(tmp_path: pathlib.Path, opened: Callable) -> None:
     values = np.random.default_rng(0).normal(size=(64, 1024, 8))
     layout = shardings({"embed": values}, (4, 2))
