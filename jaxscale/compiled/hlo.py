@@ -1,6 +1,7 @@
 """Parses the text of a compiled program: its computations, and how often each one runs."""
 
 import collections
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -59,6 +60,13 @@ class Instruction:
         """Names of the operands."""
         return tuple(re.findall(r"%([\w.\-]+)", self.rest.split(")", 1)[0]))
 
+    @functools.cached_property  # several walks through a program ask each instruction
+    def callees(self) -> tuple[str, ...]:
+        """Names of the computations that it calls."""
+        listed = ",".join(_CALLED.findall(self.rest))
+        more = (name.strip().lstrip("%") for name in listed.split(",") if name)
+        return (*_CALLS.findall(self.rest), *more)
+
     @property
     def op_name(self) -> str:
         """The scope and primitive of the traced program that it comes from."""
@@ -88,11 +96,9 @@ class Program:
         """The computations that an instruction calls, and how often each."""
         if instruction.opcode.endswith(("-update", "-done")):
             return []  # counted at the start
-        callees = _CALLS.findall(instruction.rest)
-        for listed in _CALLED.findall(instruction.rest):
-            callees += [name.strip().lstrip("%") for name in listed.split(",")]
+        callees = [name for name in instruction.callees if name in self.computations]
         times = self.trips(instruction) if instruction.opcode == "while" else 1
-        return [(callee, times) for callee in callees if callee in self.computations]
+        return [(callee, times) for callee in callees]
 
     def trips(self, loop: Instruction) -> float:
         """The trip count of a `while`; nan where it depends on data."""
@@ -127,7 +133,7 @@ class Program:
     def _reachable(self, instructions: Iterable[Instruction]) -> Iterable[Instruction]:
         for instruction in instructions:
             yield instruction
-            for callee in _CALLS.findall(instruction.rest):
+            for callee in instruction.callees:
                 yield from self.computations.get(callee, ())
 
     def callers_first(self) -> list[str]:
