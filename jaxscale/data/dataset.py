@@ -6,7 +6,6 @@ workers enters.
 
 import hashlib
 import json
-import logging
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,24 +18,20 @@ from jaxscale.batch import Batch
 from jaxscale.config import DataConfig
 from jaxscale.data.denoising import Lengths
 from jaxscale.data.objectives import Objective, find_objective, nothing, pairs_for_encoder
-from jaxscale.data.packing import Stream, Vocabulary, pack_whole, pad, uniform
+from jaxscale.data.packing import Stream, Vocabulary, pad, uniform
 from jaxscale.data.text.text_files import draw
 from jaxscale.data.tokens.corpus import Corpus, open_corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer
+from jaxscale.data.whole_documents import whole_pairs, whole_rows
 from jaxscale.data_source import Source
 
 with epy.lazy_imports():
     import grain
 
-BLOCK = 2**14
-"""Documents whose marks are read at a time."""
-
 PACKING = 2
 """A version number: it changes whenever the same corpus and settings would give other examples."""
 
 Split = Literal["train", "heldout"]
-
-log = logging.getLogger("jaxscale")
 
 
 @runtime_checkable
@@ -102,13 +97,14 @@ class Dataset:
     token_bytes: np.ndarray = field(repr=False)
     fingerprint: str
     target_len: int = 0  # of the decoder's of an encoder
-    # Of windows of whole pairs, and the end; None: equal windows.
-    begins: np.ndarray | None = field(default=None, repr=False)
+    # Where each window begins and ends, int64 [windows, 2], if documents stay whole; None: equal
+    # windows.
+    rows: np.ndarray | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         """Windows: examples of one epoch."""
-        if self.begins is not None:
-            return len(self.begins) - 1
+        if self.rows is not None:
+            return len(self.rows)
         beyond = self._objective.shortest - 1  # drops a last window without targets
         return -(-(self.num_tokens - beyond) // self.window_tokens)
 
@@ -138,9 +134,11 @@ class Dataset:
         number = self.window(index)
         start, count = number * self.window_tokens, self.window_tokens
         make = self._objective.example
-        if self.begins is not None:
-            start, stop = self.begins[np.minimum([number, number + 1], len(self))].tolist()
-            count, make = stop - start, pairs_for_encoder
+        if self.rows is not None:
+            start, stop = self.rows[number].tolist() if number < len(self) else (0, 0)
+            count = stop - start
+        if self.rows is not None and self.target_len:
+            make = pairs_for_encoder
         window = self.stream.window(start, count)
         if len(window.lengths):
             example = make(window, uniform(self.seed, index), self.vocabulary)
@@ -210,7 +208,7 @@ def open_dataset(
         raise ValueError(_nothing_chosen(name, split, config.heldout, drawn))
     settings = [config.heldout, *_settings(config, vocabulary), entry]
     dataset = _packed(config, tokenizer, corpus, name, split, first + chosen, vocabulary, settings)
-    if dataset.begins is None and dataset.num_tokens < config.seq_len:
+    if dataset.rows is None and dataset.num_tokens < config.seq_len:
         change = "raise data.heldout" if split == "heldout" else "lower data.heldout"
         raise ValueError(
             f"the {split} documents of {name} hold {dataset.num_tokens} tokens, fewer than one "
@@ -228,7 +226,8 @@ def open_validation(
     *,
     vocab_size: int | None = None,
 ) -> Dataset:
-    """All documents of one of `config.validation`, in their order, as packed held-out examples.
+    """All documents of one of `config.validation`, as packed held-out examples; in their order,
+    unless they stay whole.
 
     Args:
       directory: where tokens are cached; without it they stay in memory.
@@ -260,22 +259,24 @@ def _packed(
       settings: everything else that determines its examples.
     """
     objective = find_objective(config.objective, config.seq_len, config.target_len)
-    marks, begins = corpus.marks(*corpus.offsets[[chosen.min(), chosen.max() + 1]].tolist()), None
-    pairs = bool(config.target_len) and config.objective == "prefix" and True in marks
-    if pairs and False in marks:
+    marked, rows = corpus.marked(chosen), None
+    pairs = bool(config.target_len) and config.objective == "prefix" and bool(marked.any())
+    if pairs and not marked.all():
         raise ValueError(
             f"{name} has prompts with responses beside other texts, of which an encoder reads a "
             "random part; give each entry a weight"
         )
-    if True in marks and not objective.keeps_marks and not pairs:
+    if marked.any() and not objective.keeps_marks and not pairs:
         raise ValueError(
             f"data.objective = {config.objective!r} chooses what is predicted, and so do the "
             f"prompts and responses, or messages, of {name}; set data.objective = "
             f"{'prefix' if config.target_len else 'causal'!r}"
         )
     if pairs:
-        chosen, sizes = _fitting_pairs(config, tokenizer, corpus, f"{split}: {name}", chosen)
-        begins = pack_whole(sizes, (config.seq_len, config.target_len))
+        chosen, rows = whole_pairs(config, tokenizer, corpus, f"{split}: {name}", chosen)
+    elif marked.any():
+        chosen, rows = whole_rows(config, corpus, f"{split}: {name}", chosen, marked)
+        settings = [*settings, "whole"]  # they were cut as text is, before
     lengths = np.diff(corpus.offsets)[chosen]
     offsets = np.append(0, np.cumsum(lengths))
     return Dataset(
@@ -299,44 +300,8 @@ def _packed(
         ),
         fingerprint=digest([PACKING, corpus.fingerprint, split, *settings]).hex(),
         target_len=config.target_len,
-        begins=None if begins is None else offsets[begins],
+        rows=rows,
     )
-
-
-def _fitting_pairs(
-    config: DataConfig, tokenizer: Tokenizer, corpus: Corpus, name: str, chosen: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The documents whose prompt an encoder can read, and whose response its decoder can write,
-    whole; and the tokens of both with their ends, [documents, 2].
-
-    Raises:
-      ValueError: there is none, or a document is not a prompt with its response.
-    """
-    first, last, closed = int(chosen.min()), int(chosen.max()) + 1, tokenizer.bos is not None
-    prompts = np.zeros(last - first, np.int64)
-    for begin in range(first, last, BLOCK):  # of marks in memory
-        offsets = corpus.offsets[begin : min(begin + BLOCK, last) + 1]
-        counted = corpus.read_counted(int(offsets[0]), int(offsets[-1]))
-        found = np.add.reduceat(~counted, offsets[:-1] - offsets[0], dtype=np.int64) - closed
-        prompts[begin - first :][: len(found)] = found
-        ends = np.cumsum(np.diff(offsets)) - 1 - closed
-        falls = np.flatnonzero(counted[:-1] & ~counted[1:])  # where a part with loss ends
-        begin_token = int(corpus.read(int(offsets[0]), int(offsets[0]) + 1)[0])
-        if begin_token != tokenizer.start or np.setdiff1d(falls, ends).size:
-            raise ValueError(
-                f"{name} has conversations, and an encoder with its decoder learns from prompts "
-                "with one response each; prepare the text with --prompt and --response"
-            )
-    prompts = prompts[chosen - first]
-    responses = np.diff(corpus.offsets)[chosen] - 1 - closed - prompts
-    sizes = np.stack([prompts + 1, responses + 1], axis=1)
-    fits = (sizes <= (config.seq_len, config.target_len)).all(axis=1) & (responses > 0)
-    why = f"do not fit in data.seq_len = {config.seq_len} and data.target_len = {config.target_len}"
-    if not fits.any():
-        raise ValueError(f"{name}: all {len(fits)} prompts and responses {why}; raise them")
-    if not fits.all():
-        log.info(f"data: {name}: {np.sum(~fits):,} of {len(fits):,} pairs {why}, and are left out")
-    return chosen[fits], sizes[fits]
 
 
 def _settings(config: DataConfig, vocabulary: Vocabulary) -> list[object]:

@@ -130,9 +130,12 @@ def survey_config(config: Config) -> tuple[list[Survey], Examples | None]:
 
 def examples_of(one: Survey) -> Examples:
     """Packed examples of one entry, all of its documents for training."""
-    data = DataConfig(heldout=0, seq_len=min(256, max(one.corpus.num_tokens, 2)))
+    corpus, seq_len = one.corpus, min(256, max(one.corpus.num_tokens, 2))
+    if corpus.counted:  # what has marks stays whole
+        seq_len = max(seq_len, int(np.diff(corpus.offsets).max()))
+    data = DataConfig(heldout=0, seq_len=seq_len)
     return open_examples(
-        data, one.tokenizer, one.corpus, split="train", vocab_size=one.tokenizer.vocab_size
+        data, one.tokenizer, corpus, split="train", vocab_size=one.tokenizer.vocab_size
     )
 
 

@@ -1,5 +1,6 @@
 """Windows of documents that follow one another, and rows of equal length made of them."""
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,6 +9,8 @@ import numpy as np
 
 from jaxscale.batch import Batch
 from jaxscale.data.tokens.corpus import Corpus
+
+OPEN_ROWS = 64
 
 
 class Vocabulary(NamedTuple):
@@ -136,6 +139,29 @@ def pack_whole(sizes: np.ndarray, most: Sequence[int]) -> np.ndarray:
             begins.append(item)
             used = size
     return np.array([*begins, len(sizes)])
+
+
+def best_fit(sizes: np.ndarray, most: int) -> np.ndarray:
+    """The row of each item, int64 [items], when each goes into the fullest that has room for it.
+
+    Rows are numbered by their first items. Of those begun, the `OPEN_ROWS` with the most room may
+    still be filled: with more, rows would be hardly fuller.
+
+    Args:
+      sizes: of the items; each is at most `most`, the length of a row.
+    """
+    rows, begun = np.empty(len(sizes), np.int64), 0
+    open_rows: list[tuple[int, int]] = []  # the room in each, and its number, in order
+    for item, size in enumerate(sizes.tolist()):
+        place = bisect.bisect_left(open_rows, (size,))
+        if place < len(open_rows):
+            room, row = open_rows.pop(place)
+        else:
+            room, row, begun = most, begun, begun + 1
+        rows[item] = row
+        bisect.insort(open_rows, (room - size, row))
+        del open_rows[:-OPEN_ROWS]
+    return rows
 
 
 def number(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

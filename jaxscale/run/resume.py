@@ -269,6 +269,7 @@ def _check_examples(step: int, metadata: dict[str, Any], train: Examples) -> Non
     if metadata["data"]["fingerprint"] != train.fingerprint:
         raise ValueError(
             f"the examples are not those that checkpoint {step} was trained on: the text, the "
-            "names of its files, its weights, data.tokenizer or model.vocab_size changed; restore "
-            "what did, or start a new --workdir"
+            "names of its files, its weights, data.tokenizer or model.vocab_size changed, or an "
+            "earlier jaxscale made them, which cut conversations and prompts with responses at "
+            "the ends of rows; restore what changed, or start a new --workdir"
         )

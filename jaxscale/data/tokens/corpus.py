@@ -135,10 +135,12 @@ class Corpus:
             target[:] = read
         return found
 
-    def marks(self, start: int, stop: int) -> set[bool]:
-        """Whether the shards of these tokens mark which of them carry loss."""
-        counted = self.counted or (None,) * len(self.shards)
-        return {counted[i] is not None for i, _ in self._parts(start, stop)}
+    def marked(self, documents: np.ndarray) -> np.ndarray:
+        """Whether each of these documents is of a shard that marks what carries loss, bool."""
+        if not self.counted:
+            return np.zeros(len(documents), bool)
+        shards = np.searchsorted(self._starts, self.offsets[documents], "right") - 1
+        return np.array([one is not None for one in self.counted])[shards]
 
     def _parts(self, start: int, stop: int) -> list[tuple[int, slice]]:
         """The shards that hold tokens from `start` to `stop`, and which of theirs those are."""
