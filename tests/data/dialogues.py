@@ -25,6 +25,45 @@ MARKED = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 """Blocks on lines of their own, which the environment has to trim as transformers does."""
 
+THINKING = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}
+{{- tool | tojson ~ '\\n' }}
+    {%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- set last = namespace(query=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- set last.query = loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set said = message.content or '' %}
+    {%- if message.role == 'assistant' %}
+        {%- set thought = message.reasoning_content or '' %}
+        {%- if '</think>' in said %}
+            {%- set thought = said.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set said = said.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+{{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > last.query and (loop.last or thought) %}
+{{- '<think>\\n' ~ thought ~ '\\n</think>\\n\\n' }}
+        {%- endif %}
+{{- said }}
+        {%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' ~ call | tojson ~ '</tool_call>' }}
+        {%- endfor %}
+    {%- else %}
+{{- '<|im_start|>' ~ message.role ~ '\\n' ~ said }}
+    {%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""Of the structure of Qwen3's: thoughts are kept after the last question alone, and a last turn of
+none has an empty block."""
+
 CONVERSATIONS = [
     [
         {"role": "system", "content": "be brief"},

@@ -19,6 +19,8 @@ from jinja2 import ext, nodes, parser, sandbox
 Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
 """Characters of a text, from the first to behind the last."""
+Rendered = tuple[str, list[Span]]
+"""A text, and the parts of it that the assistant says."""
 
 TODAY = datetime.datetime(2024, 7, 26)
 """What `strftime_now` formats: the date that Llama 3's templates name where they are given none."""
@@ -51,47 +53,68 @@ class ChatTemplate:
         """
         return _without_marks(self._render(messages, add_generation_prompt))[0]
 
-    def render_with_loss(self, messages: Messages) -> tuple[str, list[Span]]:
-        """The text, and the parts of it that the assistant says.
+    def render_with_loss(self, messages: Messages) -> list[Rendered]:
+        """The text, and the parts of it that the assistant says; or several texts.
 
         By the template's `{% generation %}` blocks where it has them. Otherwise a turn is what it
-        adds to the conversation before it, rendered with the prompt for a generation.
+        adds to the conversation before it, rendered with the prompt for a generation: what the
+        model will have to write there. A turn that the template renders in another way when more
+        follows, as Qwen3's, without its thoughts, carries loss in a text that ends with it.
 
         Raises:
-          ValueError: as `render`; or the assistant says nothing, or the conversation up to a turn
-            is not how the whole one begins.
+          ValueError: as `render`; or the assistant says nothing, or a turn is not added to the
+            conversation before it, with the prompt for a generation.
         """
         marked = self._render(messages, False)
         if marked.count(_BEGIN) + marked.count(_END):
-            text, spans = _without_marks(marked)
+            texts = [_without_marks(marked)]
         elif _compile(self.source)[1]:
-            text, spans = marked, []
+            texts = []
         else:
-            text, spans = marked, list(self._turns(messages, marked))
-        spans = [span for span in spans if span[0] < span[1]]
-        if not spans:
+            texts = self._turns(messages, marked)
+        texts = [(text, [span for span in spans if span[0] < span[1]]) for text, spans in texts]
+        texts = [(text, spans) for text, spans in texts if spans]
+        if not texts:
             raise ValueError("has no turn of the assistant, so that nothing in it carries loss")
-        return text, spans
+        return texts
 
-    def _turns(self, messages: Messages, whole: str) -> Iterator[Span]:
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.render(messages[:i], add_generation_prompt=True)
-            until = self.render(messages[: i + 1])
-            if not whole.startswith(until):  # some close a conversation with it, as Phi-3's
-                until = until.removesuffix(self.tokens.get("eos_token", ""))
-            if not (whole.startswith(before) and whole.startswith(until)):
-                place = next(
-                    (n for n, (a, b) in enumerate(zip(until, whole)) if a != b), len(before)
-                )
-                raise ValueError(
-                    f"has a turn of the assistant (message {i}, from 0) that the chat template "
-                    f"renders in another way without what follows it (from character {place} on), "
-                    "so that what it says cannot be found; mark it in the template with "
-                    "{% generation %} ... {% endgeneration %}"
-                )
-            yield len(before), len(until)
+    def _turns(self, messages: Messages, whole: str) -> list[Rendered]:
+        """The whole text with the turns that it has as they were generated, and texts that end with
+        the others: each turn has loss in one of them."""
+        turns = {
+            i: (
+                self.render(messages[:i], add_generation_prompt=True),
+                self.render(messages[: i + 1]),
+            )
+            for i, message in enumerate(messages)
+            if message["role"] == "assistant"
+        }
+        texts, text = [], whole
+        while turns:
+            found = {i: span for i, turn in turns.items() if (span := self._find(text, *turn))}
+            texts.append((text, list(found.values())))
+            turns = {i: turn for i, turn in turns.items() if i not in found}
+            if turns:
+                last = max(turns)
+                before, text = turns[last]
+                if not text.startswith(before):
+                    place = next(n for n in range(len(before)) if text[n : n + 1] != before[n])
+                    raise ValueError(
+                        f"has a turn of the assistant (message {last}, from 0) that the chat "
+                        "template does not add to what is before it and its prompt for a "
+                        f"generation (which differ from character {place} on), so that what it "
+                        "says cannot be found; mark it in the template with {% generation %} ... "
+                        "{% endgeneration %}"
+                    )
+        return texts
+
+    def _find(self, text: str, before: str, until: str) -> Span | None:
+        """Where a turn is in a text that begins as the conversation up to it."""
+        if not text.startswith(until):  # some close a conversation with it, as Phi-3's
+            until = until.removesuffix(self.tokens.get("eos_token", ""))
+        if text.startswith(before) and text.startswith(until):
+            return len(before), len(until)
+        return None
 
     def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
         if any(mark in json.dumps(list(messages), ensure_ascii=False) for mark in (_BEGIN, _END)):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.text.chat_template import Messages, Span
+from jaxscale.data.text.chat_template import Messages, Rendered, Span
 from jaxscale.data.text.dialogue import Conversation, Exchange
 from jaxscale.data.text.formats import boundary, is_splittable, read_records, where
 from jaxscale.data.text.text_files import File, draw, hash_identity
@@ -52,14 +52,14 @@ class Document(NamedTuple):
 
     text: str
     num_bytes: int  # of UTF-8
-    hash: int  # of the identity, the same for all parts
+    hash: int  # of the identity, the same for all parts, and for all texts of a conversation
     loss: tuple[Span, ...] | None = None  # what is predicted; None is all of it
     chat: bool = False  # rendered by a chat template, special tokens written out
     apart: bool = False  # what carries loss is tokenised on its own
 
 
-Render = Callable[[Messages], tuple[str, list[Span]]]
-"""A conversation as text, and the parts of it that carry loss."""
+Render = Callable[[Messages], list[Rendered]]
+"""A conversation as one text or several, and the parts of each that carry loss."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def read_documents(piece: Piece, render: Render | None = None) -> Iterator[Docum
         for position, content in read_records(*piece):
             found = True
             try:
-                text, loss = _text_of(content, render)
-                num_bytes = len(text.encode())
+                texts = _texts_of(content, render)
+                sizes = [len(text.encode()) for text, _ in texts]
             except UnicodeEncodeError:
                 yield Bad(file, position, "holds half of a surrogate pair, which is not text")
                 continue
@@ -109,19 +109,20 @@ def read_documents(piece: Piece, render: Render | None = None) -> Iterator[Docum
                 yield Bad(file, position, str(error))
                 continue
             identity = file.identity if whole else f"{file.identity}#{position}"
-            if not limit or num_bytes <= limit:
-                chat, apart = bool(file.source.messages), file.source.apart
-                yield Document(text, num_bytes, hash_identity(identity), loss, chat, apart)
-            elif file.source.long_documents == "split":
-                yield from _split(text, limit, hash_identity(identity))
-            else:
-                yield Bad(
-                    file,
-                    position,
-                    f"has {num_bytes} bytes, more than max_document_bytes = {limit}; raise "
-                    f"{setting('max_document_bytes')}, or set {setting('long_documents')} to "
-                    "'split'",
-                )
+            for (text, loss), num_bytes in zip(texts, sizes):
+                if not limit or num_bytes <= limit:
+                    chat, apart = bool(file.source.messages), file.source.apart
+                    yield Document(text, num_bytes, hash_identity(identity), loss, chat, apart)
+                elif file.source.long_documents == "split":
+                    yield from _split(text, limit, hash_identity(identity))
+                else:
+                    yield Bad(
+                        file,
+                        position,
+                        f"has {num_bytes} bytes, more than max_document_bytes = {limit}; raise "
+                        f"{setting('max_document_bytes')}, or set {setting('long_documents')} to "
+                        "'split'",
+                    )
     except ValueError as error:
         after = "" if position is None or whole else f" (after {where(file, position)})"
         raise ValueError(f"{error}{after}") from error
@@ -176,10 +177,11 @@ def _first(piece: Piece, num_bytes: float, render: Render | None) -> Iterator[Do
             return
 
 
-def _text_of(
+def _texts_of(
     content: str | Exchange | Conversation | ValueError, render: Render | None
-) -> tuple[str, tuple[Span, ...] | None]:
-    """The text of a record, and the parts of it that carry loss, if they are not all.
+) -> list[tuple[str, tuple[Span, ...] | None]]:
+    """The texts of a record, one of all but conversations, and the parts of each that carry loss,
+    if they are not all.
 
     Raises:
       ValueError: it cannot be used.
@@ -188,14 +190,13 @@ def _text_of(
         case ValueError():
             raise content
         case str():
-            return content, None
+            return [(content, None)]
         case Exchange(prompt, response):
-            return prompt + response, ((len(prompt), len(prompt + response)),)
+            return [(prompt + response, ((len(prompt), len(prompt + response)),))]
         case _ if render is None:
             texts = [message.get("content") for message in content]
-            return "\n".join(text for text in texts if isinstance(text, str)), None
-    text, spans = render(content)
-    return text, tuple(spans)
+            return [("\n".join(text for text in texts if isinstance(text, str)), None)]
+    return [(text, tuple(spans)) for text, spans in render(content)]
 
 
 def _split(text: str, limit: int, hash: int) -> Iterator[Document]:

@@ -207,7 +207,7 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
         raise ValueError(
             f"data.tokenizer = {tokenizer.name!r} makes only special tokens of the text"
         )
-    start = 0
+    start = further = 0
     unfinished = folder / UNFINISHED
     with (
         ArrayWriter(unfinished / "offsets.part", np.int64) as offsets,
@@ -220,6 +220,15 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
                 offsets.append(ends)
                 hashes.append(arrays["hashes"])
                 start = int(ends[-1]) if len(ends) else start
+                if any(piece.file.source.messages for piece in work.pieces):
+                    further += int(np.sum(arrays["hashes"][1:] == arrays["hashes"][:-1]))
+    if further:
+        _log.info(
+            "data: %d documents more than conversations: the chat template renders turns of the "
+            "assistant in another way where the conversation goes on, and each of those carries "
+            "loss in a document that ends with it",
+            further,
+        )
     for array in (offsets, hashes):
         array.path.rename(folder / f"{array.path.stem}.npy")
     files = {file for one in made for file in one.shard.files}

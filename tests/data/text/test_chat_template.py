@@ -3,7 +3,7 @@
 import pytest
 
 from jaxscale.data.text.chat_template import ChatTemplate, find_template
-from tests.data.dialogues import CONVERSATIONS, MARKED, PLAIN
+from tests.data.dialogues import CONVERSATIONS, MARKED, PLAIN, THINKING
 
 # Those of transformers 5 for the same templates and messages.
 RENDERED = (
@@ -14,14 +14,15 @@ RENDERED = (
 
 
 def said(source: str, messages, **tokens: str) -> list[str]:
-    text, spans = ChatTemplate(source, tokens).render_with_loss(messages)
+    ((text, spans),) = ChatTemplate(source, tokens).render_with_loss(messages)
     return [text[begin:end] for begin, end in spans]
 
 
 @pytest.mark.parametrize("source", [PLAIN, MARKED])
 def test_a_conversation_is_the_text_that_transformers_renders(source):
     template = ChatTemplate(source)
-    assert template.render_with_loss(CONVERSATIONS[0])[0] == RENDERED
+    ((text, _),) = template.render_with_loss(CONVERSATIONS[0])
+    assert text == RENDERED
     assert template.render(CONVERSATIONS[0]) == RENDERED
     begun = template.render(CONVERSATIONS[0][:2], add_generation_prompt=True)
     assert RENDERED.startswith(begun)
@@ -52,16 +53,61 @@ def test_a_conversation_may_be_closed_by_the_end_of_a_text():
     assert (first, last) == ("4 é<|end|>\n", "5 of course<|end|>\n<|endoftext|>")
 
 
+def test_a_turn_that_changes_when_more_follows_ends_a_text_of_its_own():
+    """As Qwen3's: each turn is learned as it has to be written, after what is read before it."""
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "", "reasoning_content": "look", "tool_calls": ["f"]},
+        {"role": "tool", "content": "1"},
+        {"role": "assistant", "content": "", "tool_calls": ["g"]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "d"},
+    ]
+    template = ChatTemplate(THINKING)
+    texts = template.render_with_loss(messages)
+    found = {}
+    for text, spans in texts:
+        for begin, end in spans:
+            found[text[begin:end]] = text[:begin], text[end:]
+    expected = {
+        "<think>\nhm\n</think>\n\nb<|im_end|>\n": 1,
+        '<think>\nlook\n</think>\n\n<tool_call>"f"</tool_call><|im_end|>\n': 3,
+        '<think>\n\n</think>\n\n<tool_call>"g"</tool_call><|im_end|>\n': 5,
+        "<think>\n\n</think>\n\nd<|im_end|>\n": 7,
+    }
+    assert found.keys() == expected.keys()
+    for turn, i in expected.items():
+        assert found[turn][0] == template.render(messages[:i], add_generation_prompt=True)
+    # Those that stay as they are share the text of the whole conversation.
+    assert [len(spans) for _, spans in texts] == [2, 1, 1]
+    assert texts[0][0] == template.render(messages)
+    assert "hm" not in texts[0][0]
+    assert [after for _, after in found.values()].count("") == 3
+
+
+def test_an_end_that_only_a_last_turn_has_is_learned_with_each():
+    source = (
+        "{% for m in messages %}{{ m.role[0] ~ ':' ~ m.content }}"
+        "{% if loop.last and m.role == 'assistant' %}</s>{% endif %};{% endfor %}"
+    )
+    texts = ChatTemplate(source).render_with_loss(CONVERSATIONS[0])
+    said = [[text[begin:end] for begin, end in spans] for text, spans in texts]
+    assert said == [["a:5 of course</s>;"], ["a:4 é</s>;"]]
+
+
 REFUSED = [
-    # Earlier turns of the assistant are shortened, as templates of reasoning models do.
+    # What is before a turn changes with it.
     (
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content if loop.last else '' }};{% endfor %}",
-        r"message 2, from 0\) that the chat template renders in another way",
+        r"message 4, from 0\) that the chat template does not add to .*from character 11 on",
     ),
+    # The prompt for a generation begins thoughts that a turn has not.
     (
-        "{% for m in messages %}{{ m.role[0] ~ ':' ~ m.content }}"
-        "{% if loop.last and m.role == 'assistant' %}</s>{% endif %};{% endfor %}",
-        r"message 2, from 0\) that the chat template renders in another way.*from character 34 on",
+        "{% for m in messages %}{{ m.role[0] ~ ':' ~ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'a:<think>' }}{% endif %}",
+        r"message 4, from 0\) that the chat template does not add to .*from character 47 on",
     ),
     ("{{ raise_exception('no system turn') }}", "refused by the chat template: no system turn"),
     ("{{ messages[0].content + 1 }}", "refused by the chat template: "),

@@ -1,7 +1,9 @@
 """Prompts with responses, and conversations: loss on what is to be learned, and nothing else."""
 
 import dataclasses
+import itertools
 import json
+import logging
 import pathlib
 
 import numpy as np
@@ -18,7 +20,7 @@ from jaxscale.data.tokens.encode import encode_pairs
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import plan
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
-from tests.data.dialogues import CONVERSATIONS, MARKED, write_lines, write_tokenizer
+from tests.data.dialogues import CONVERSATIONS, MARKED, THINKING, write_lines, write_tokenizer
 from tests.data.documents import assert_same
 
 PAIRS = [{"question": "what is " * (1 + i), "answer": "of course " * (1 + i % 3)} for i in range(9)]
@@ -132,6 +134,24 @@ def test_conversations_are_what_the_template_renders(tmp_path):
     said = sum(len(m["content"].encode()) for messages in CONVERSATIONS for m in messages)
     roles = sum(len(m["role"]) + 2 for messages in CONVERSATIONS for m in messages)
     assert corpus.num_bytes == said + roles
+
+
+def test_turns_that_change_when_more_follows_are_documents(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, THINKING))
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": one} for one in CONVERSATIONS])
+    corpus = open_corpus([{"path": str(path), "messages": "messages"}], tokenizer)
+    (line,) = [line for line in caplog.messages if "more than conversations" in line]
+    assert line.startswith("data: 1 documents more than conversations: the chat template renders")
+    found = []
+    for begin, end in itertools.pairwise(corpus.offsets):
+        counted = corpus.read_counted(begin, end)
+        ids = np.append(corpus.read(begin, end), tokenizer.boundary)
+        found.append(tokenizer.decode(ids[1:][counted]))
+    thought = "<think>\n\n</think>\n\n"
+    assert found == [f"{thought}{said}\n" for said in ("5 of course", "4 é", "hello you")]
+    # One conversation, on one side of the split.
+    assert corpus.hashes[0] == corpus.hashes[1] != corpus.hashes[2]
 
 
 def test_prepared_marks_are_those_of_the_text(tmp_path):
