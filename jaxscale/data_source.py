@@ -101,6 +101,14 @@ class Source:
             return (self.messages,)
         return (self.prompt, self.response) if self.marks_loss else (self.field,)
 
+    @property
+    def may_have(self) -> tuple[str, ...]:
+        """The fields of a record that are read where it has them: the tools of a conversation."""
+        if not self.messages:
+            return ()
+        inside, dot, _ = self.messages.rpartition(".")
+        return (f"{inside}{dot}tools",)
+
     def _check_dialogue(self) -> None:
         """Refuses settings of plain text beside `prompt` and `response`, or `messages`."""
         named = f"prompt = {self.prompt!r}, response = {self.response!r}"

@@ -9,6 +9,7 @@ import logging
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from jaxscale import command_line, run_folder
 from jaxscale import config as configs
@@ -73,7 +74,7 @@ def _generate(
         _, engine = open_engine(for_sampling(config))
         step, params, _ = restore_params(engine, options.workdir, tokenizer, options.step)
         given = [
-            prompt if isinstance(prompt, str) else encode_messages(tokenizer, prompt)
+            prompt if isinstance(prompt, str) else encode_messages(tokenizer, *prompt)
             for prompt in prompts
         ]
         texts = sample(engine, params, tokenizer, given, **settings)
@@ -84,10 +85,7 @@ def _generate(
         shown += "\n-> " if encoder else ""
         log.info(f"\n--- {number} of {len(prompts)}\n{printable(shown + text)}")
     if options.json and jax.process_index() == 0:
-        samples = [
-            {"prompt" if isinstance(p, str) else "messages": p, "continuation": text}
-            for p, text in zip(prompts, texts)
-        ]
+        samples = [_record(p) | {"continuation": text} for p, text in zip(prompts, texts)]
         with command_line.refusals():
             result = {"step": step, **settings, "samples": samples}
             options.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -115,8 +113,9 @@ def _parser() -> argparse.ArgumentParser:
         "--messages",
         metavar="FILE.json",
         type=pathlib.Path,
-        help='a conversation, [{"role": "user", "content": TEXT}, ...], or a list of several, '
-        "for the tokenizer's chat template",
+        help='a conversation, [{"role": "user", "content": TEXT}, ...] or {"messages": [...], '
+        '"tools": [...]}, a list of several, or JSONL with one on each line, for the tokenizer\'s '
+        "chat template",
     )
     parser.add_argument(
         "--stop",
@@ -190,7 +189,14 @@ def _read(file: pathlib.Path) -> str:
         ) from error
 
 
-def _shown(messages: Conversation) -> str:
+def _record(prompt: str | Conversation) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    return {name: value for name, value in prompt._asdict().items() if value}
+
+
+def _shown(conversation: Conversation) -> str:
+    messages = conversation.messages
     return "".join(f"{message['role']}: {message.get('content')}\n" for message in messages)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxscale.data.text.chat_template import Messages
+from jaxscale.data.text.chat_template import Messages, Tools
 from jaxscale.data.tokens.tokenizer import SENTINEL, Tokenizer
 from jaxscale.decoding.cache import Source, round_up
 from jaxscale.models.encoder_decoder import EncoderDecoder
@@ -50,7 +50,7 @@ def encode_prompts(
     return None, ids
 
 
-def encode_messages(tokenizer: Tokenizer, messages: Messages) -> np.ndarray:
+def encode_messages(tokenizer: Tokenizer, messages: Messages, tools: Tools = None) -> np.ndarray:
     """The ids of a conversation by the tokenizer's chat template, up to where the assistant speaks.
 
     Raises:
@@ -62,7 +62,7 @@ def encode_messages(tokenizer: Tokenizer, messages: Messages) -> np.ndarray:
             "from the chat_template.jinja or tokenizer_config.json beside a tokenizer.json"
         )
     try:
-        text = tokenizer.template.render(messages, add_generation_prompt=True)
+        text = tokenizer.template.render(messages, tools, add_generation_prompt=True)
     except ValueError as error:
         raise ValueError(f"--messages: the conversation {error}") from error
     return tokenizer.encode_chat(text).ids

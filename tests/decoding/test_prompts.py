@@ -7,7 +7,7 @@ import pytest
 from jaxscale.data.text.dialogue import read_conversations
 from jaxscale.data.tokens.tokenizer import load_tokenizer
 from jaxscale.decoding.prompts import encode_messages
-from tests.data.dialogues import CONVERSATIONS, PLAIN, write_tokenizer
+from tests.data.dialogues import CONVERSATIONS, PLAIN, THINKING, write_lines, write_tokenizer
 from tests.decoding.test_sampling import TOKENIZER
 
 
@@ -23,15 +23,39 @@ def test_messages_are_rendered_up_to_where_the_assistant_speaks(tmp_path):
         encode_messages(tokenizer, [{"role": "user", "content": 3}])
 
 
+def test_tools_reach_the_template(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, THINKING))
+    ids = encode_messages(tokenizer, CONVERSATIONS[1][:1], [{"name": "f"}])
+    assert tokenizer.decode(ids) == 'system\n{"name": "f"}\n\nuser\nhello\nassistant\n'
+
+
 def test_conversations_of_a_file(tmp_path):
     file = tmp_path / "m.json"
     file.write_text(json.dumps(CONVERSATIONS[0]))
-    assert read_conversations(file) == CONVERSATIONS[:1]
+    assert read_conversations(file) == [(CONVERSATIONS[0], None)]
     file.write_text(json.dumps(CONVERSATIONS))
-    assert read_conversations(file) == CONVERSATIONS
+    several = read_conversations(file)
+    assert [messages for messages, _ in several] == CONVERSATIONS
+    # The same in objects, as in a file of training, and on a line each.
+    records = [{"messages": messages, "tools": []} for messages in CONVERSATIONS]
+    file.write_text(json.dumps(records))
+    assert read_conversations(file) == several
+    for lines in (records, CONVERSATIONS):
+        assert read_conversations(write_lines(file, lines)) == several
+    assert read_conversations(write_lines(file, records[:1])) == several[:1]
+    tools = [{"name": "f"}]
+    for given in (tools, json.dumps(tools)):
+        file.write_text(json.dumps({"messages": CONVERSATIONS[1], "tools": given}))
+        assert read_conversations(file) == [(CONVERSATIONS[1], tools)]
     for text, match in [
         ("{", "m.json is not JSON"),
         ("[]", "m.json has a list instead of a list of messages"),
+        ('{"role": "user"}', "m.json has an object without 'messages'; it has role: give a list"),
+        ('[{"messages": []}, []]', "m.json has a list instead of a list of messages"),
+        (f"{json.dumps(records[0])}\n{{", "m.json, line 2 is not JSON"),
+        (f"{json.dumps(records[0])}\n\n[]", "m.json, line 3, has a list instead of a list of me"),
+        (json.dumps(records[0] | {"tools": 3}), "m.json has a int instead of a list of tools"),
+        (json.dumps(records[0] | {"tools": ["f"]}), r"has a tool \(0, from 0\) that is a str, not"),
         ('[{"content": "a"}]', r"message \(0, from 0\) .*; a message is {'role': 'user'"),
     ]:
         file.write_text(text)

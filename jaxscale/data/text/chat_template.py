@@ -17,6 +17,7 @@ import jinja2
 from jinja2 import ext, nodes, parser, sandbox
 
 Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
 Span = tuple[int, int]
 """Characters of a text, from the first to behind the last."""
 Rendered = tuple[str, list[Span]]
@@ -42,18 +43,21 @@ class ChatTemplate:
         date = [TODAY.isoformat()] if "strftime_now" in self.source else []
         return [self.source, sorted(self.tokens.items()), *date]
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool = False) -> str:
+    def render(
+        self, messages: Messages, tools: Tools = None, *, add_generation_prompt: bool = False
+    ) -> str:
         """The text of a conversation, special tokens written out.
 
         Args:
+          tools: that the assistant may use, each as its JSON schema.
           add_generation_prompt: ends with what begins a turn of the assistant.
 
         Raises:
           ValueError: the template refuses the conversation, or is at fault.
         """
-        return _without_marks(self._render(messages, add_generation_prompt))[0]
+        return _without_marks(self._render(messages, tools, add_generation_prompt))[0]
 
-    def render_with_loss(self, messages: Messages) -> list[Rendered]:
+    def render_with_loss(self, messages: Messages, tools: Tools = None) -> list[Rendered]:
         """The text, and the parts of it that the assistant says; or several texts.
 
         By the template's `{% generation %}` blocks where it has them. Otherwise a turn is what it
@@ -65,26 +69,26 @@ class ChatTemplate:
           ValueError: as `render`; or the assistant says nothing, or a turn is not added to the
             conversation before it, with the prompt for a generation.
         """
-        marked = self._render(messages, False)
+        marked = self._render(messages, tools, False)
         if marked.count(_BEGIN) + marked.count(_END):
             texts = [_without_marks(marked)]
         elif _compile(self.source)[1]:
             texts = []
         else:
-            texts = self._turns(messages, marked)
+            texts = self._turns(messages, tools, marked)
         texts = [(text, [span for span in spans if span[0] < span[1]]) for text, spans in texts]
         texts = [(text, spans) for text, spans in texts if spans]
         if not texts:
             raise ValueError("has no turn of the assistant, so that nothing in it carries loss")
         return texts
 
-    def _turns(self, messages: Messages, whole: str) -> list[Rendered]:
+    def _turns(self, messages: Messages, tools: Tools, whole: str) -> list[Rendered]:
         """The whole text with the turns that it has as they were generated, and texts that end with
         the others: each turn has loss in one of them."""
         turns = {
             i: (
-                self.render(messages[:i], add_generation_prompt=True),
-                self.render(messages[: i + 1]),
+                self.render(messages[:i], tools, add_generation_prompt=True),
+                self.render(messages[: i + 1], tools),
             )
             for i, message in enumerate(messages)
             if message["role"] == "assistant"
@@ -116,13 +120,14 @@ class ChatTemplate:
             return len(before), len(until)
         return None
 
-    def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
-        if any(mark in json.dumps(list(messages), ensure_ascii=False) for mark in (_BEGIN, _END)):
+    def _render(self, messages: Messages, tools: Tools, add_generation_prompt: bool) -> str:
+        given = json.dumps([list(messages), tools], ensure_ascii=False)
+        if any(mark in given for mark in (_BEGIN, _END)):
             raise ValueError("holds U+FDD0 or U+FDD1, which are not characters of any text")
         try:
             return _compile(self.source)[0].render(
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.tokens,

@@ -16,8 +16,11 @@ class Exchange(NamedTuple):
     response: str
 
 
-Conversation = list[dict[str, Any]]
-"""Messages, each with a role and what a chat template needs."""
+class Conversation(NamedTuple):
+    """Messages, each with a role and what a chat template needs, and the tools that it names."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 class Question(NamedTuple):
@@ -38,24 +41,86 @@ def problem_of_messages(messages: Any) -> str:
     return ""
 
 
+def tools_of(tools: Any) -> Sequence[Mapping[str, Any]] | None:
+    """The tools of a record, which may hold them as JSON in a text, as tables do; none of no tools.
+
+    Raises:
+      ValueError: they are something else; as in "has ...".
+    """
+    if isinstance(tools, str | bytes) and tools:
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise ValueError("has text instead of a list of tools") from None
+    if not tools:
+        return None
+    if not isinstance(tools, Sequence):
+        raise ValueError(f"has {name_of_type(tools)} instead of a list of tools")
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise ValueError(
+                f"has a tool ({i}, from 0) that is {name_of_type(tool)}, not an object"
+            )
+    return tools
+
+
 def read_conversations(file: pathlib.Path) -> list[Conversation]:
-    """The conversations of a JSON file: a list of messages, or a list of such lists.
+    """The conversations of a JSON file, one or a list, or of a JSONL file, one on each line.
+
+    Each is a list of messages, or an object with "messages" and perhaps "tools".
 
     Raises:
       ValueError: it holds something else.
     """
+    text = file.read_text()
     try:
-        value = json.loads(file.read_text())
+        value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"--messages {file} is not JSON: {error}") from error
-    several = isinstance(value, list) and value and all(isinstance(one, list) for one in value)
-    conversations = value if several else [value]
-    for messages in conversations:
-        if problem := problem_of_messages(messages):
+        found = _each_line(f"--messages {file}", text)
+        if not found:
+            raise ValueError(f"--messages {file} is not JSON: {error}") from error
+        return [_conversation(where, value) for where, value in found]
+    several = isinstance(value, list) and all(
+        isinstance(one, list) or (isinstance(one, dict) and "messages" in one) for one in value
+    )
+    values = value if several and value else [value]
+    return [_conversation(f"--messages {file}", one) for one in values]
+
+
+def _each_line(where: str, text: str) -> list[tuple[str, Any]]:
+    """The values of JSON lines, and where they are; none where the first line is not JSON alone.
+
+    Raises:
+      ValueError: a later line is not.
+    """
+    values = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                values.append((f"{where}, line {number},", json.loads(line)))
+            except ValueError as error:
+                if not values:
+                    return []
+                raise ValueError(f"{where}, line {number} is not JSON: {error}") from error
+    return values
+
+
+def _conversation(where: str, value: Any) -> Conversation:
+    messages, tools = value, None
+    if isinstance(value, Mapping):
+        if "messages" not in value:
+            names = ", ".join(value) or "nothing"
             raise ValueError(
-                f"--messages {file} {problem}; a message is {{'role': 'user', 'content': TEXT}}"
+                f"{where} has an object without 'messages'; it has {names}: give a list of "
+                "messages, or {'messages': [...], 'tools': [...]}"
             )
-    return conversations
+        messages, tools = value["messages"], value.get("tools")
+    if problem := problem_of_messages(messages):
+        raise ValueError(f"{where} {problem}; a message is {{'role': 'user', 'content': TEXT}}")
+    try:
+        return Conversation(messages, tools_of(tools))
+    except ValueError as error:
+        raise ValueError(f"{where} {error}") from error
 
 
 def read_questions(file: pathlib.Path) -> list[Question]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.text.chat_template import Messages, Rendered, Span
+from jaxscale.data.text.chat_template import Messages, Rendered, Span, Tools
 from jaxscale.data.text.dialogue import Conversation, Exchange
 from jaxscale.data.text.formats import boundary, is_splittable, read_records, where
 from jaxscale.data.text.text_files import File, draw, hash_identity
@@ -39,7 +39,9 @@ class Piece(NamedTuple):
             file.format,
             self.start,
             self.stop,
-            [*source.fields, bool(source.messages)] if source.marks_loss else source.field,
+            [*source.fields, *source.may_have, bool(source.messages)]
+            if source.marks_loss
+            else source.field,
             source.boundary,
             source.max_document_bytes,
             source.long_documents,
@@ -58,7 +60,7 @@ class Document(NamedTuple):
     apart: bool = False  # what carries loss is tokenised on its own
 
 
-Render = Callable[[Messages], list[Rendered]]
+Render = Callable[[Messages, Tools], list[Rendered]]
 """A conversation as one text or several, and the parts of each that carry loss."""
 
 
@@ -193,10 +195,10 @@ def _texts_of(
             return [(content, None)]
         case Exchange(prompt, response):
             return [(prompt + response, ((len(prompt), len(prompt + response)),))]
-        case _ if render is None:
-            texts = [message.get("content") for message in content]
-            return [("\n".join(text for text in texts if isinstance(text, str)), None)]
-    return [(text, tuple(spans)) for text, spans in render(content)]
+        case Conversation(messages, tools) if render is not None:
+            return [(text, tuple(spans)) for text, spans in render(messages, tools)]
+    texts = [message.get("content") for message in content.messages]
+    return [("\n".join(text for text in texts if isinstance(text, str)), None)]
 
 
 def _split(text: str, limit: int, hash: int) -> Iterator[Document]:

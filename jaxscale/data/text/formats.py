@@ -18,6 +18,7 @@ from jaxscale.data.text.dialogue import (
     Exchange,
     name_of_type,
     problem_of_messages,
+    tools_of,
 )
 from jaxscale.data.text.file_io import compression, opened
 from jaxscale.data.text.tables import TABLES
@@ -71,8 +72,10 @@ def read_records(file: File, start: int, stop: int) -> Records:
     if file.format in TABLES:
         if compression(file.path):
             raise ValueError(f"{file.path}: {file.format} is compressed internally; unpack it")
-        for position, record in TABLES[file.format](file.path, file.source.fields, start, stop):
-            yield position, _content(record, file.source)
+        source = file.source
+        rows = TABLES[file.format](file.path, source.fields, source.may_have, start, stop)
+        for position, record in rows:
+            yield position, _content(record, source)
         return
     with opened(file.path) as stream:
         if compression(file.path):
@@ -185,7 +188,14 @@ def _json_lines(lines: Iterator[tuple[int, bytes]], source: Source) -> Records:
 def _content(record: Any, source: Source) -> str | Exchange | Conversation | ValueError:
     """What an entry of `data.source` reads of a record."""
     if source.messages:
-        return _messages_of(record, source.messages)
+        messages = _messages_of(record, source.messages)
+        if isinstance(messages, ValueError):
+            return messages
+        (field,) = source.may_have
+        try:
+            return Conversation(messages, tools_of(_found(record, field)))
+        except ValueError as error:
+            return ValueError(f"{error} in its field {field!r}")
     if not source.marks_loss:
         return _text_of(record, source.field, "field")
     prompt = _text_of(record, source.prompt, "prompt", empty=True)
@@ -207,7 +217,14 @@ def _text_of(record: Any, field: str, key: str, *, empty: bool = False) -> str |
     return ValueError(f"has {name_of_type(value)} in its field {field!r} instead of text")
 
 
-def _messages_of(record: Any, field: str) -> Conversation | ValueError:
+def _found(record: Any, field: str) -> Any:
+    """The value of a field; None where a record has none."""
+    for name in field.split("."):
+        record = record.get(name) if isinstance(record, Mapping) else None
+    return record
+
+
+def _messages_of(record: Any, field: str) -> list[dict[str, Any]] | ValueError:
     messages = _value_of(record, field, "messages")
     if isinstance(messages, str | bytes):  # ArrayRecord and some tables hold the list as JSON
         try:

@@ -1,7 +1,8 @@
 """Records of Parquet, Arrow and ArrayRecord files, read in part.
 
-Each reader takes a path, the names of fields, and a range of the stored bytes, and yields the
-number of each record with a mapping that holds the fields, or with an error.
+Each reader takes a path, the names of fields, those of fields that a file may have, and a range of
+the stored bytes, and yields the number of each record with a mapping that holds the fields, or with
+an error.
 """
 
 import contextlib
@@ -51,12 +52,14 @@ message_type {
 Rows = Iterator[tuple[int, dict[str, Any] | ValueError]]
 
 
-def read_parquet(path: str, fields: Sequence[str], start: int, stop: int) -> Rows:
+def read_parquet(
+    path: str, fields: Sequence[str], may_have: Sequence[str], start: int, stop: int
+) -> Rows:
     """Rows of the row groups that begin in the range; only the wanted columns are read."""
     arrow = _arrow(path)
     with _arrow_file(path) as source:
         file = arrow.parquet.ParquetFile(source, page_checksum_verification=True)
-        columns = [_column(path, field, file.schema_arrow) for field in fields]
+        columns = _columns(path, fields, may_have, file.schema_arrow)
         row = 0
         for i in range(file.num_row_groups):
             group = file.metadata.row_group(i)
@@ -65,7 +68,9 @@ def read_parquet(path: str, fields: Sequence[str], start: int, stop: int) -> Row
             row += group.num_rows
 
 
-def read_arrow(path: str, fields: Sequence[str], start: int, stop: int) -> Rows:
+def read_arrow(
+    path: str, fields: Sequence[str], may_have: Sequence[str], start: int, stop: int
+) -> Rows:
     """Rows of an Arrow stream or file, which is one part."""
     del start, stop
     arrow = _arrow(path)
@@ -78,16 +83,19 @@ def read_arrow(path: str, fields: Sequence[str], start: int, stop: int) -> Rows:
             source.seek(0)
             batches = arrow.ipc.open_stream(source)
             schema = batches.schema
-        wanted = [_column(path, field, schema) for field in fields]
+        wanted = _columns(path, fields, may_have, schema)
         columns = {name if name in schema.names else name.partition(".")[0] for name in wanted}
         yield from _rows((batch.select(sorted(columns)) for batch in batches), 0, validate=True)
 
 
-def read_arrayrecord(path: str, fields: Sequence[str], start: int, stop: int) -> Rows:
+def read_arrayrecord(
+    path: str, fields: Sequence[str], may_have: Sequence[str], start: int, stop: int
+) -> Rows:
     """The range's share of the records of an ArrayRecord file: text, JSON, or tf.train.Example.
 
     The first record determines which of the three; all others must be the same.
     """
+    del may_have  # a record is read whole
     if is_remote(path):
         raise ValueError(f"{path}: ArrayRecord files are read from this machine only; copy it here")
     with reading(path):
@@ -138,6 +146,14 @@ def _arrow_file(path: str) -> Iterator[Any]:
                 yield stack.enter_context(arrow.memory_map(path))
     except (arrow.ArrowException, UnicodeError, LookupError, OverflowError) as error:
         raise ValueError(f"{path} is damaged, or not of its format: {error}") from error
+
+
+def _columns(path: str, fields: Sequence[str], may_have: Sequence[str], schema: Any) -> list[str]:
+    columns = [_column(path, field, schema) for field in fields]
+    for field in may_have:
+        with contextlib.suppress(ValueError):
+            columns.append(_column(path, field, schema))
+    return columns
 
 
 def _column(path: str, field: str, schema: Any) -> str:

@@ -8,6 +8,7 @@ import pathlib
 
 import numpy as np
 import pyarrow
+import pyarrow.ipc
 import pytest
 from pyarrow import parquet
 
@@ -259,6 +260,32 @@ def test_messages_may_be_json_in_a_text_column(tmp_path):
         for path in (tmp_path / "a.parquet", lines)
     ]
     np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("field", ["messages", "chat.messages"])
+def test_tools_of_a_record_reach_the_template(field, tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", THINKING))
+    tools = [{"name": "f", "arguments": {"x": "int"}}]
+    records = [{"messages": CONVERSATIONS[1], "tools": value} for value in (tools, None, [])]
+    records.append({"messages": CONVERSATIONS[1]})
+    wrap = (lambda one: {"chat": one}) if "." in field else (lambda one: one)
+    lines = write_lines(tmp_path / "a.jsonl", list(map(wrap, records)))
+    rows = [record | {"tools": json.dumps(record.get("tools"))} for record in records]
+    table = pyarrow.Table.from_pylist([{"id": 1} | wrap(row) for row in rows])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write(table)
+    assert tokenizer.template
+    assert tokenizer.encode_chat
+    shown = tokenizer.encode_chat(tokenizer.template.render(CONVERSATIONS[1], tools)).ids
+    plain = tokenizer.encode_chat(tokenizer.template.render(CONVERSATIONS[1])).ids
+    assert len(shown) > len(plain)
+    for path in (lines, tmp_path / "a.parquet", tmp_path / "a.arrow"):
+        corpus = open_corpus([{"path": str(path), "messages": field}], tokenizer)
+        assert corpus.tokens.tolist() == [*shown, *plain, *plain, *plain]
+    bad = write_lines(tmp_path / "b.jsonl", [wrap(records[1] | {"tools": 3})])
+    with pytest.raises(ValueError, match=r"line 1 has a int instead of a list of tools in its"):
+        open_corpus([{"path": str(bad), "messages": field}], tokenizer)
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["boundary", "bos"])
