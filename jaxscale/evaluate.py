@@ -9,7 +9,7 @@ import json
 import logging
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale import command_line, run_folder
@@ -118,6 +118,7 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
         config, engine = open_engine(for_evaluation(config))
         step, params, metadata = restore_params(engine, options.workdir, tokenizer, options.step)
         if config.data.heldout:
+            _check_text_is_chosen(config, metadata, options.workdir)
             text = processes.first("text", lambda: open_text(config, options.workdir))
             evaluations = text.evaluations
             if metadata["data"]["fingerprint"] != text.train.fingerprint:
@@ -140,6 +141,23 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
         title = f"validation set {name!r}" if name else "the held-out text"
         log.info(f"step {step} of {options.workdir} on {part}{title}:\n{_table(evaluation)}")
     return result
+
+
+def _check_text_is_chosen(
+    config: configs.Config, metadata: Mapping[str, Any], workdir: pathlib.Path
+) -> None:
+    """Refuses to score a converted model, which was trained on no text here, on the default one.
+
+    Raises:
+      ValueError: names the settings.
+    """
+    converted = not metadata["data"]["fingerprint"]
+    if converted and config.data.source == configs.DataConfig().source:
+        raise ValueError(
+            f"{workdir} was converted, not trained, and data.source is the default, Python's "
+            "standard library; set --config.data.source=TEXT_FILES, or, for the sets of "
+            "--config.data.validation alone, --config.data.heldout=0"
+        )
 
 
 def _table(evaluation: Any) -> str:

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 import jaxscale
-from jaxscale import convert, generate, train
+from jaxscale import convert, evaluate, generate, train
 from jaxscale.config import from_dict
 from jaxscale.data.loader import batches
 from jaxscale.run.initial_weights import open_initial
@@ -115,6 +115,27 @@ def test_training_starts_from_the_weights_in_a_pipeline(converted, tmp_path):
     (line,) = (tuned / "metrics.jsonl").read_text().splitlines()
     loss = np.average(nll, weights=batch.weights)
     assert json.loads(line)["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_nobody_means_the_default_text_of_a_converted_model(converted, tmp_path, capsys):
+    """The standard library's source: its loss would tell nothing of the model."""
+    run = converted / "run"
+    default = ["--config.data.source={stdlib}/**/*.py", "--config.data.heldout=0.05"]
+    start = ["--config", f"{run}/config.json", "--workdir", str(tmp_path / "tuned"), *STEP]
+    for command, arguments, said in (
+        (evaluate, ["--workdir", str(run)], "was converted, not trained, and data.source is the d"),
+        (train, [*start, f"--config.model.init_from={run}"], "tokenizer.json', and data.source is"),
+    ):
+        with pytest.raises(SystemExit):
+            command.main([*arguments, *default])
+        error = capsys.readouterr().err
+        assert said in error
+        assert "set --config.data.source=TEXT_FILES" in error
+    chosen = ["--workdir", str(run), "--max_batches=1", "--json", str(tmp_path / "out.json")]
+    page = {"name": "page", "path": str(converted / "text.txt")}
+    sets = f"--config.data.validation={[page]}"
+    assert evaluate.main([*chosen, default[0], sets]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["eval_loss/page"] > 0
 
 
 def test_a_run_starts_from_another_runs_weights(converted):

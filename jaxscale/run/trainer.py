@@ -156,7 +156,8 @@ def _check_model_is_named(config: Config, model: Any) -> None:
 
 def _check_text_is_chosen(config: Config) -> None:
     """Refuses to train a model with a large vocabulary on the defaults, the standard library as
-    bytes: nobody means that, and the loss would not tell.
+    bytes, or weights that came with a tokenizer on that library: nobody means that, and the loss
+    would not tell.
 
     Raises:
       ValueError: names the settings.
@@ -168,6 +169,13 @@ def _check_text_is_chosen(config: Config) -> None:
             f"model.vocab_size = {size}, and data.source and data.tokenizer are the defaults: "
             "Python's standard library as bytes, 257 tokens; set --config.data.source=TEXT_FILES "
             "and --config.data.tokenizer=tokenizer.json"
+        )
+    own = data.tokenizer.endswith((".json", ".model"))
+    if data.source == default.source and own and config.model.init_from:
+        raise ValueError(
+            f"model.init_from = {config.model.init_from!r} with data.tokenizer = "
+            f"{data.tokenizer!r}, and data.source is the default, Python's standard library; set "
+            "--config.data.source=TEXT_FILES"
         )
 
 
