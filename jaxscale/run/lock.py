@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from jaxscale.distributed import processes
+from jaxscale.distributed import launcher, processes
 from jaxscale.storage.object_store import ObjectStore, StoreError
 from jaxscale.storage.tiers import LEASE, LOCK
 
@@ -157,7 +157,7 @@ def _renew(store: ObjectStore, own: dict[str, Any], count: int) -> None:
 def _died_here(lease: dict[str, Any]) -> bool:
     """Whether a lease is of a process of this host that has ended."""
     pid = lease.get("pid")
-    if lease.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
+    if lease.get("place") != _place() or not isinstance(pid, int) or pid <= 0:
         return False
     try:
         os.kill(pid, 0)
@@ -170,7 +170,17 @@ def _died_here(lease: dict[str, Any]) -> bool:
 
 def _this_run() -> dict[str, Any]:
     started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    return {"host": socket.gethostname(), "pid": os.getpid(), "start": started}
+    own = {"host": socket.gethostname(), "pid": os.getpid(), "start": started}
+    return own | {"place": _place()}
+
+
+def _place() -> list[str]:
+    """Where process ids are those of this process: a pod that takes the place of another has its
+    name, on another host, and each container counts its processes from 1."""
+    space = ""
+    with contextlib.suppress(OSError):  # not Linux
+        space = os.readlink("/proc/self/ns/pid")
+    return [*launcher.host_identity(), space]
 
 
 def _holder(path: pathlib.Path) -> str:

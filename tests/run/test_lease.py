@@ -71,10 +71,27 @@ def test_one_that_is_renewed_no_more_is_taken_over(store, content):
 
 def test_one_of_a_process_that_was_killed_here_is_taken_over_at_once(store, monkeypatch):
     process = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=-1)
-    lease(store, host=socket.gethostname(), pid=int(process.stdout))
+    lease(store, **lock._this_run() | {"pid": int(process.stdout)})
     monkeypatch.setattr(lock, "MOST_BEATS", 10**6)
     with lock.leased(store):
         assert json.loads(store.read(tiers.LEASE))["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("part", [1, 2], ids=["boot", "process ids"])
+def test_one_of_another_host_or_container_with_this_name_is_watched(store, monkeypatch, part):
+    """Its process ids say nothing here: a pod has the name of the one that it replaces."""
+    process = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=-1)
+    place = lock._place()
+    place[part] = "another"
+    theirs = {"host": socket.gethostname(), "pid": int(process.stdout), "place": place}
+    lease(store, **theirs)
+
+    def beat(seconds):
+        lease(store, **theirs, renewed=2)
+
+    monkeypatch.setattr(lock.time, "sleep", beat)
+    with pytest.raises(ValueError, match="is in use by process"), lock.leased(store):
+        pass
 
 
 def test_a_run_whose_lease_was_taken_ends(store, monkeypatch):
