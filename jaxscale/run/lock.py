@@ -11,13 +11,16 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxscale.distributed import launcher, processes
 from jaxscale.storage.object_store import ObjectStore, StoreError
 from jaxscale.storage.tiers import LEASE, LOCK
 
 log = logging.getLogger("jaxscale")
+
+LOST_SECONDS = 120.0
+"""A network's file system keeps the locks of a host that was lost for a while: NFS 4 for 90 s."""
 
 BEAT_SECONDS = 20.0
 """A run at an address renews its lease this often."""
@@ -38,7 +41,8 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
     """Holds a run's folder, made if missing, inside. Of several processes, process 0 holds it.
 
     The kernel holds the lock, not the file: it ends with the process, however that dies, and the
-    file, which says whose it is, stays.
+    file, which says whose it is, stays. One of another host is waited for: where that was lost, the
+    file system has still to notice.
 
     Raises:
       ValueError: another run holds it.
@@ -46,22 +50,38 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
     """
     workdir.mkdir(parents=True, exist_ok=True)
     with (workdir / LOCK).open("ab", buffering=0) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"--workdir {workdir} is in use by {_holder(workdir / LOCK)}; two runs would "
-                "overwrite each other's files: wait for that one, end it, or give another --workdir"
-            ) from None
-        except OSError as error:
-            log.warning(
-                f"warning: {workdir} cannot be locked ({error.strerror}), so a second run in it "
-                "would not be noticed"
-            )
+        _take(file, workdir)
         with contextlib.suppress(OSError):  # on a full disk others are not told whose it is
             file.truncate(0)
             file.write(json.dumps(_this_run()).encode())
         yield
+
+
+def _take(file: BinaryIO, workdir: pathlib.Path) -> None:
+    """Locks the file of a run's folder."""
+    until, said = time.monotonic() + LOST_SECONDS, False
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(workdir / LOCK)
+            if holder.get("place", _place()) == _place() or time.monotonic() >= until:
+                raise ValueError(
+                    f"--workdir {workdir} is in use by {_named(holder)}; two runs would overwrite "
+                    "each other's files: wait for that one, end it, or give another --workdir"
+                ) from None
+        except OSError as error:
+            return log.warning(
+                f"warning: {workdir} cannot be locked ({error.strerror}), so a second run in it "
+                "would not be noticed"
+            )
+        if not said:
+            log.info(
+                f"{workdir} is in use by {_named(holder)}; waiting up to {LOST_SECONDS:.0f} s, in "
+                "case that host was lost"
+            )
+            said = True
+        time.sleep(1)
 
 
 @contextlib.contextmanager
@@ -183,11 +203,12 @@ def _place() -> list[str]:
     return [*launcher.host_identity(), space]
 
 
-def _holder(path: pathlib.Path) -> str:
+def _holder(path: pathlib.Path) -> dict[str, Any]:
     try:
-        return _named(json.loads(path.read_text()))
+        holder = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):  # it has only just begun
-        return "another run"
+        return {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _named(holder: Any) -> str:

@@ -1,5 +1,7 @@
 """One run at a time in a folder, however the one before it ended."""
 
+import fcntl
+import json
 import os
 import socket
 import subprocess
@@ -8,6 +10,7 @@ import sys
 import pytest
 
 from jaxscale import train
+from jaxscale.run import lock
 from jaxscale.run.lock import locked
 
 HOLDS = """
@@ -44,6 +47,22 @@ def test_a_killed_run_holds_nothing(tmp_path):
         assert str(os.getpid()) in (tmp_path / ".lock").read_text()
     with locked(tmp_path):
         pass
+
+
+def test_the_lock_of_a_host_that_was_lost_is_waited_for(tmp_path, monkeypatch):
+    """Its file system has still to notice; a supervisor repeats nothing that was refused."""
+    theirs = {"host": "node7", "pid": 7, "start": "2026-01-01", "place": ["node7", "", ""]}
+    with (tmp_path / ".lock").open("w") as file:
+        file.write(json.dumps(theirs))
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        monkeypatch.setattr(lock, "LOST_SECONDS", 0)
+        with pytest.raises(ValueError, match="in use by process 7 on node7"), locked(tmp_path):
+            pass
+        monkeypatch.setattr(lock, "LOST_SECONDS", 60)
+        monkeypatch.setattr(lock.time, "sleep", lambda seconds: file.close())
+        with locked(tmp_path):
+            assert str(os.getpid()) in (tmp_path / ".lock").read_text()
 
 
 def test_a_full_disk_does_not_keep_a_run_from_locking(tmp_path):
