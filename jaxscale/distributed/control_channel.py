@@ -239,7 +239,9 @@ class ControlChannel:
             ):
                 return
         text = f"{self.names[0]} does not respond; {self._here()}"
-        self._handle(0, {"failed": text, "hung": True})
+        hang = {"failed": text, "hung": True, "who": 0}
+        self._send_up(hang)  # one that goes on later would take the end of this one for a death
+        self._handle(0, hang)
 
     def close(self) -> None:
         """Leaves the run: this process no longer reacts to the end of others."""

@@ -298,8 +298,11 @@ def test_a_frozen_process_0_is_noticed_by_the_others(monkeypatch):
         members[1].inquire()
         until(lambda: deaths[members[1]])
         names = members[0].names
-        ((_, text, _),) = deaths[members[1]]
-        assert text == f"{names[0]} does not respond; {names[1]}: training (step 3)"
+        until(lambda: deaths[members[0]])  # it goes on after all, and blames no other
+        for channel in members:
+            ((who, text, _),) = deaths[channel]
+            assert who == 0
+            assert text == f"{names[0]} does not respond; {names[1]}: training (step 3)"
 
 
 def steps(channel: ControlChannel, barrier: threading.Barrier, signals: dict[int, str], last: int):
