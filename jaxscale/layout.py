@@ -59,6 +59,7 @@ EXCLUDES = (
     ("context", "tensor_rows"),
     ("pipeline", "overlap_tensor"),
     ("pipeline", "unroll_layers"),
+    ("expert", "unroll_layers"),
     ("tensor_rows", "overlap_tensor"),
 )
 """Pairs of settings of which the second is refused where the first is above 1."""
@@ -139,6 +140,12 @@ class Layout:
                 f"layout.virtual_stages = {self.virtual_stages}; at least 1, or 0 for as few as "
                 "the schedule can have"
             )
+        for axis in ("pipeline", "expert"):
+            if self.unroll_layers and (size := getattr(self, axis)) > 1:
+                raise ValueError(
+                    f"layout.unroll_layers = True with layout.{axis} = {size} is not available in "
+                    "this version; set layout.unroll_layers = False"
+                )
         if self.pipeline > 1:
             self._check_pipeline()
         elif self.pipeline == 1 and self.remat_policy.kept_passes:
@@ -202,11 +209,6 @@ class Layout:
             raise ValueError(
                 f"layout.overlap_tensor = True with layout.pipeline = {self.pipeline} is not "
                 "available in this version; set layout.overlap_tensor = False"
-            )
-        if self.unroll_layers:
-            raise ValueError(
-                f"layout.unroll_layers = True with layout.pipeline = {self.pipeline} is not "
-                "available in this version; set layout.unroll_layers = False"
             )
         if self.offloads_residuals:
             raise ValueError(

@@ -162,6 +162,14 @@ REFUSED = [
         "layout.overlap_tensor=True layout.tensor=2 layout.pipeline=2 layout.microbatches=2",
         "layout.overlap_tensor = True with layout.pipeline = 2 is not available in this version",
     ),
+    (
+        "layout.unroll_layers=True layout.pipeline=2 layout.microbatches=4",
+        "layout.unroll_layers = True with layout.pipeline = 2 is not available in this version",
+    ),
+    (
+        "model.family=mixtral layout.unroll_layers=True layout.expert=2",
+        "layout.unroll_layers = True with layout.expert = 2 is not available in this version",
+    ),
     ("layout.pipeline_gather=layers", "layout.pipeline_gather = 'layers' is not known"),
     (
         "layout.pipeline_gather=layer layout.pipeline=2 layout.microbatches=2 layout.fsdp=2 "
