@@ -62,7 +62,8 @@ def _take(file: BinaryIO, workdir: pathlib.Path) -> None:
     until, said = time.monotonic() + LOST_SECONDS, False
     while True:
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError:
             holder = _holder(workdir / LOCK)
             if holder.get("place", _place()) == _place() or time.monotonic() >= until:
@@ -71,10 +72,11 @@ def _take(file: BinaryIO, workdir: pathlib.Path) -> None:
                     "each other's files: wait for that one, end it, or give another --workdir"
                 ) from None
         except OSError as error:
-            return log.warning(
+            log.warning(
                 f"warning: {workdir} cannot be locked ({error.strerror}), so a second run in it "
                 "would not be noticed"
             )
+            return
         if not said:
             log.info(
                 f"{workdir} is in use by {_named(holder)}; waiting up to {LOST_SECONDS:.0f} s, in "

@@ -94,10 +94,11 @@ def make_accumulation(
     """
     count, unroll = layout.num_groups, layout.unroll_layers or unroll_loops
     # One set of arrays for the residuals of all groups: in each, XLA would fill new ones with zeros
-    # and copy them. Not on TPUs, where a step needed more memory and moved as many bytes.
+    # and copy them. Not on TPUs, where a step needed more memory and moved as many bytes; nor for
+    # unrolled layers, whose residuals are not stacked.
     unfilled = _can_leave_unfilled(layout, platform)
-    reuses = (count > 1 or unfilled) and platform != "tpu" and not layout.offloads_residuals
-    reuses = reuses and not unroll  # of which each layer has its own
+    stacked = not (unroll or layout.offloads_residuals)
+    reuses = (count > 1 or unfilled) and platform != "tpu" and stacked
 
     visits = _visits(zero, count)
     in_place = saves_in_place(layout, zero, platform)
