@@ -2,7 +2,7 @@
 
 Each array that a kernel takes or returns counts once, loops multiplied out: what a matmul reads
 again for its tiles is not counted, nor what a cache saves. Of an array that a kernel slices, or
-updates in place, the slice counts.
+updates in place, the slice counts, also where it computes with each element first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +26,27 @@ CALLS = ("while", "conditional", "call", "async-start")
 """Instructions whose bytes are those of the computations that they call."""
 SLICES = ("slice", "dynamic-slice")
 FUSIONS = ("fusion", "fusion-start")
+ELEMENTWISE = (
+    "abs",
+    "add",
+    "and",
+    "bitcast",
+    "bitcast-convert",
+    "clamp",
+    "compare",
+    "convert",
+    "divide",
+    "exponential",
+    "maximum",
+    "minimum",
+    "multiply",
+    "negate",
+    "or",
+    "reduce-precision",
+    "select",
+    "subtract",
+)
+"""Instructions of which a kernel computes the elements that it needs."""
 
 
 def bytes_moved(program: Program) -> float:
@@ -52,34 +73,34 @@ def bytes_moved(program: Program) -> float:
 def _fusion_bytes(inside: Sequence[Instruction]) -> float:
     """Of one kernel, from the computation that it runs."""
     named = {instruction.name: instruction for instruction in inside}
-    total = 0.0
-    for parameter in inside:
-        if parameter.opcode == "parameter":
-            parts = [_read_bytes(user, parameter, named) for user in _users(parameter, inside)]
-            total += min(sum(parts), hlo.shape_bytes(parameter.shape))
+    shares = _read_shares(inside, named)
+    read = sum(
+        shares[instruction.name] * hlo.shape_bytes(instruction.shape)
+        for instruction in inside
+        if instruction.opcode == "parameter"
+    )
     root = inside[-1]
     results = [named[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return total + sum(_result_bytes(result, named) for result in results)
+    return read + sum(_result_bytes(result, named) for result in results)
 
 
-def _users(source: Instruction, inside: Sequence[Instruction]) -> list[tuple[Instruction, str]]:
-    """Instructions that take an array, and the name under which they do: bitcasts are free."""
-    found = []
-    for user in inside:
-        if source.name in user.operands:
-            found += _users(user, inside) if user.opcode == "bitcast" else [(user, source.name)]
-    return found
-
-
-def _read_bytes(
-    use: tuple[Instruction, str], parameter: Instruction, named: Mapping[str, Instruction]
-) -> float:
-    user, name = use
-    if user.opcode in SLICES and name == user.operands[0]:
-        return _part_bytes(user, named)
-    if user.opcode == "dynamic-update-slice" and name == user.operands[0]:
-        return 0.0
-    return hlo.shape_bytes(parameter.shape)
+def _read_shares(
+    inside: Sequence[Instruction], named: Mapping[str, Instruction]
+) -> dict[str, float]:
+    """The share of each array that a kernel reads, or computes."""
+    shares = dict.fromkeys(named, 0.0)
+    for user in reversed(inside):  # each comes after its operands
+        is_root = user is inside[-1]
+        for place, name in enumerate(user.operands):
+            share = 1.0
+            if user.opcode in SLICES and place == 0:
+                share = _part_bytes(user, named) / hlo.shape_bytes(named[name].shape)
+            elif user.opcode == "dynamic-update-slice" and place == 0:
+                share = 0.0
+            elif user.opcode in ELEMENTWISE and not is_root:
+                share = shares[user.name]
+            shares[name] = min(shares[name] + share, 1.0)
+    return shares
 
 
 def _result_bytes(result: Instruction, named: Mapping[str, Instruction]) -> float:

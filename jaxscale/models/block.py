@@ -22,6 +22,7 @@ from jaxscale.models.positions import rope_settings
 from jaxscale.models.protocol import STREAM, Sums
 from jaxscale.models.weights import Weights
 from jaxscale.ops.attention.attention import decode_attention
+from jaxscale.ops.matmul import WEIGHT_SCALE
 from jaxscale.ops.norm import layer_norm, rms_norm
 from jaxscale.ops.rope import rotary
 from jaxscale.ops.tensor_parallel import add_bias, columns, rows
@@ -220,7 +221,9 @@ class MLP(nnx.Module):
         # The activation is recomputed for the backward pass: cheaper than saving its result,
         # whatever the remat policy.
         down = jax.checkpoint(
-            lambda weight, *inputs: rows(self.activate(*inputs), weight), prevent_cse=False
+            lambda weight, *inputs: rows(self.activate(*inputs), weight),
+            policy=jax.checkpoint_policies.save_only_these_names(WEIGHT_SCALE),
+            prevent_cse=False,
         )
         y_BTD = down(self.down[...], *inputs)
         return add_bias(y_BTD, self.down_bias[...]) if self.biased else y_BTD

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name as named
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
@@ -52,6 +53,10 @@ FLOAT8_PRECISION = {
 """The precision in which sums of float8 products are accumulated; it leaves the operands as they
 are."""
 
+WEIGHT_SCALE = "weight_scale"
+"""The name, for remat policies, of a weight's scale: one number, which the backward pass would find
+again by reading the weight once more."""
+
 _LARGEST_SCALE = 2.0**100
 """The scale of arrays that are all but zero: float32 holds it and its inverse."""
 
@@ -66,6 +71,7 @@ def matmul(
     over: str | None = None,
     result: DTypeLike | None = None,
     as_laid_out: bool = False,
+    of_y: Array | None = None,
 ) -> Array:
     """[*a, *c] x [*c, *o] -> [*a, *o] for any places of c, as `jax.lax.dot_general` has them.
 
@@ -79,6 +85,7 @@ def matmul(
       as_laid_out: whether a float8 y keeps the order of its dimensions in memory. Hopper multiplies
         along the last dimension, and XLA would transpose what y is made of: in a loop over layers
         the parameters of all of them at once, in float32.
+      of_y: the scale of a float8 y, where it is known.
     """
     dims: Any = (contracted, ((), ()))
     types = OPERANDS.get((dtype, role))
@@ -86,27 +93,44 @@ def matmul(
         return jax.lax.dot_general(x, y, dims, preferred_element_type=result)
     result = jnp.dtype(result or jnp.result_type(x, y))
     if dtype == "float8":
-        (x, of_x), (y, of_y) = (scaled_float8(a, to) for a, to in zip((x, y), types))
+        (x, unit_x), (y, unit_y) = map(scaled_float8, (x, y), types, (None, of_y))
         if as_laid_out:
             y = with_layout_constraint(y, Layout(tuple(range(y.ndim))))
         product = jax.lax.dot_general(
             x, y, dims, precision=FLOAT8_PRECISION[role], preferred_element_type=result
         )
-        return product * (of_x * of_y).astype(result)
-    (x, of_x), (y, of_y) = (scaled_int8(a, c, over) for a, c in zip((x, y), contracted))
+        return product * (unit_x * unit_y).astype(result)
+    (x, unit_x), (y, unit_y) = (scaled_int8(a, c, over) for a, c in zip((x, y), contracted))
     product = jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.int32)
     wide = jnp.promote_types(result, jnp.float32)
-    of_x = of_x.reshape(*of_x.shape, *(1,) * of_y.ndim)
-    return (product.astype(wide) * (of_x * of_y).astype(wide)).astype(result)
+    unit_x = unit_x.reshape(*unit_x.shape, *(1,) * unit_y.ndim)
+    return (product.astype(wide) * (unit_x * unit_y).astype(wide)).astype(result)
 
 
-def scaled_float8(x: Array, dtype: Any) -> tuple[Array, Array]:
-    """The array over a power of two, in `dtype`, and that power of two, in float32.
+def weight_scale(weight: Array, dtype: str) -> Array | None:
+    """The scale of a weight in its forward and its input gradient's matmul, by the name
+    WEIGHT_SCALE; None where `dtype` has none for a whole array."""
+    if dtype != "float8":
+        return None
+    return named(float8_scale(weight, OPERANDS[dtype, FORWARD][1]), WEIGHT_SCALE)
 
-    An infinity or NaN anywhere makes the power infinite or NaN.
+
+def scaled_float8(x: Array, dtype: Any, scale: Array | None = None) -> tuple[Array, Array]:
+    """The array times its scale, in `dtype`, and one over the scale, in float32.
+
+    An infinity or NaN anywhere makes that infinite or NaN.
+
+    Args:
+      scale: `float8_scale(x, dtype)`, where it is known.
     """
-    scale = _power_of_two(float(jnp.finfo(dtype).max) / _largest(x))
+    scale = float8_scale(x, dtype) if scale is None else scale
     return (x.astype(_wide(x)) * scale).astype(dtype), 1 / scale
+
+
+def float8_scale(x: Array, dtype: Any) -> Array:
+    """The power of two, in float32, that brings the largest magnitude of an array into the upper
+    half of the range of `dtype`."""
+    return _power_of_two(float(jnp.finfo(dtype).max) / _largest(x))
 
 
 def scaled_int8(x: Array, contracted: Sequence[int], over: str | None) -> tuple[Array, Array]:

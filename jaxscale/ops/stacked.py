@@ -58,5 +58,22 @@ def add_rows(total: Tree, begin: Index, rows: Tree) -> Tree:
     return jax.tree.map(one, total, rows)
 
 
+def after(index: Index, tree: Tree) -> jax.Array:
+    """An index that is known once the arrays are, from an element of each.
+
+    XLA removes barriers before it decides in which order kernels run: what needs constants alone
+    could run at any time. The barrier here keeps the elements out of what the index is used in.
+    """
+
+    def sign(x: jax.Array) -> jax.Array:
+        width = 8 * x.dtype.itemsize
+        bits = jax.lax.bitcast_convert_type(x[(0,) * x.ndim], jnp.dtype(f"uint{width}"))
+        return (bits >> (width - 1)).astype(jnp.int32)
+
+    # The second bit of a sum of signs shifted by two is 0, which no compiler looks for.
+    known = sum(map(sign, jax.tree.leaves(tree)), jnp.zeros((), jnp.int32)) << 2 & 2
+    return jax.lax.optimization_barrier(jnp.asarray(index, jnp.int32) + known)
+
+
 def _start(x: jax.Array, index: Sequence[Index]) -> list[jax.Array]:
     return [jnp.asarray(i, jnp.int32) for i in (*index, *(0,) * (x.ndim - len(index)))]

@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxscale.ops.collective_matmul import gather_matmuls, matmuls_scatter
-from jaxscale.ops.matmul import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, matmul
+from jaxscale.ops.matmul import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, matmul, weight_scale
 
 
 def linear(
@@ -172,19 +172,21 @@ def _for_cpu(x: Array, dy: Array, leading: int) -> tuple[Array, Array, int]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(how: _Matmul, x: Array, weight: Array) -> Array:
-    dims = range(x.ndim - how.contracted, x.ndim), range(how.contracted)
-    return matmul(x, weight, dims, dtype=how.dtype, as_laid_out=how.platform == "gpu")
+    return _forward(how, x, weight)[0]
 
 
 def _forward(how: _Matmul, x: Array, weight: Array):
-    return _linear(how, x, weight), (x, weight)
+    dims = range(x.ndim - how.contracted, x.ndim), range(how.contracted)
+    scale, as_laid_out = weight_scale(weight, how.dtype), how.platform == "gpu"
+    y = matmul(x, weight, dims, dtype=how.dtype, as_laid_out=as_laid_out, of_y=scale)
+    return y, (x, weight, scale)
 
 
 def _backward(how: _Matmul, residuals, dy: Array):
-    x, weight = residuals
+    x, weight, scale = residuals
     leading = x.ndim - how.contracted
     dims = range(leading, dy.ndim), range(how.contracted, weight.ndim)
-    dx = matmul(dy, weight, dims, dtype=how.dtype, role=INPUT_GRADIENT)
+    dx = matmul(dy, weight, dims, dtype=how.dtype, role=INPUT_GRADIENT, of_y=scale)
     if how.platform == "cpu":
         x, dy, leading = _for_cpu(x, dy, leading)
     return dx, _weight_gradient(x, dy, leading, how.dtype)

@@ -28,6 +28,7 @@ from jaxscale.sharding.rules import Axes, Rules
 from jaxscale.training.engine import ENGINE_ADVICE, Engine, find_model
 from jaxscale.training.flops import example, forward_cost, step_flops
 from jaxscale.training.remat import rematerialised_attention
+from jaxscale.training.state_placement import state_bytes
 
 LARGE_BYTES = 1 << 20
 """A replicated parameter of at least this size gets a warning."""
@@ -206,22 +207,18 @@ def _peak(engine: Engine) -> str:
     )
 
 
-def state_bytes(engine: Engine) -> int:
-    """Parameters and optimizer state in a device's memory between steps; not what is offloaded."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(engine.abstract_state)
-        if x.sharding.memory_kind != "pinned_host"
-    )
-
-
 def traced_memory(engine: Engine) -> tuple[int, int]:
     """Bytes on a device: of the state, and of what a step adds to it, roughly.
 
     Those are gradients, and what a pass saves for its backward pass: the buffers of a pipeline's
     executor, else the residuals of the layers, all of which tensor is taken to divide.
     """
-    between, zero, layout, config = state_bytes(engine), engine.zero, engine.layout, engine.config
+    between, zero, layout, config = (
+        state_bytes(engine.abstract_state),
+        engine.zero,
+        engine.layout,
+        engine.config,
+    )
     rules = zero.accumulator_rules(single_visit=layout.single_visit)
     width = zero.accumulation_dtype.itemsize
     grads = tree_bytes(

@@ -46,7 +46,7 @@ from jaxscale.training.kernels import (
 )
 from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.remat import rematerialised_attention
-from jaxscale.training.state_placement import apply_by_layer, make_zero, place_state
+from jaxscale.training.state_placement import apply_by_layer, make_zero, place_state, state_bytes
 from jaxscale.training.step import StepMetrics, TrainState, init_guard, make_step
 from jaxscale.training.xla_options import init_options, step_options
 
@@ -184,6 +184,7 @@ def make_engine(
         in_place=saves_in_place(layout, zero, platform),
         matmul_dtype=config.model.matmul_dtype,
         layer=_combined_layer(layout, zero, shapes),
+        arguments=state_bytes(state),
     )
     return Engine(
         config=config,

@@ -35,7 +35,8 @@ import jax.numpy as jnp
 from jaxscale.batch import Batch
 from jaxscale.models.protocol import Stack, Stream, Sums, add_layer_sums
 from jaxscale.ops.save_in_place import save_in_place
-from jaxscale.ops.stacked import add, add_at, at, put
+from jaxscale.ops.stacked import add, add_at, after, at, put
+from jaxscale.sharding.resolve import automatic_axes
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layer_scan import (
     Place,
@@ -110,6 +111,13 @@ class Loop:
         return self.prefetches and not self.early.gathers_late
 
     @property
+    def ordered(self) -> bool:
+        """Whether layers that are written out wait for one another (`after`): where the compiler
+        partitions nothing, for an element of an array that it spreads would go to every rank."""
+        sizes = self.zero.sizes
+        return self.unroll and all(sizes[axis] == 1 for axis in automatic_axes(sizes))
+
+    @property
     def reduces(self) -> bool:
         """Whether a layer's gradients are reduced over ranks, during the layer below."""
         return self.zero.reduces or (self.visit.last and self.zero.remains)
@@ -156,6 +164,7 @@ class Carry(NamedTuple):
     prefetched: Prefetched
     unreduced: Tree  # gradients of the layer above, reduced during this one; None: there are none
     grads: Tree  # accumulators, [L, ...]
+    ready: Tree = None  # of an unrolled layer above: 0, once its weights' gradients are computed
 
 
 def forward_pass(loop: Loop, inputs: Inputs, x: Stream, sums: Sums) -> Passed:
@@ -169,7 +178,8 @@ def forward_pass(loop: Loop, inputs: Inputs, x: Stream, sums: Sums) -> Passed:
 
     def layer(carry, place, *into):
         x, sums = carry
-        weights = _gather(loop, inputs.layers, place.index)
+        index = after(place.index, x) if loop.ordered else place.index
+        weights = _gather(loop, inputs.layers, index)
         x, sums, residuals = _layer_forward(loop, weights, inputs, x, sums, place, *into)
         return (x, sums), residuals
 
@@ -194,7 +204,8 @@ def _forward_pass_with_prefetch(loop: Loop, inputs: Inputs, x: Stream, sums: Sum
 
     def layer(carry, place):
         x, sums, weights, kept = carry
-        next_weights, kept = fetch(place.index + 1, kept)
+        index = after(place.index, x) if loop.ordered else place.index
+        next_weights, kept = fetch(index + 1, kept)
         x, sums, residuals = _layer_forward(loop, weights, inputs, x, sums, place)
         residuals = to_host(residuals) if loop.offload else residuals
         return (x, sums, next_weights, kept), residuals
@@ -300,7 +311,7 @@ def _layer_backward(
     Args:
       prefetch: whether to fetch what the layer below needs.
     """
-    _, dshared, (weights, residuals), unreduced, grads = carry
+    _, dshared, (weights, residuals), unreduced, grads, ready = carry
     index = place.index
     # A layer begins when its dx is available: otherwise the compiler would start to recompute a
     # layer that is outside the loop during the head, or keep what its forward pass made of what is
@@ -308,6 +319,8 @@ def _layer_backward(
     residuals, dx, shared, now = jax.lax.optimization_barrier(
         (residuals, carry.dx, inputs.shared, jnp.asarray(index, jnp.int32))
     )
+    if loop.ordered:
+        now = after(now, dx) if ready is None else after(now + ready, dx)
     inputs = inputs._replace(shared=shared)
     weights = _gather(loop, inputs.layers, now) if weights is None else weights
     if residuals is None:
@@ -315,7 +328,11 @@ def _layer_backward(
         counted = loop.stack.period > 1 or loop.in_place or loop.unroll
         here = Place(index if counted else now, place.kind)
         residuals = inputs.residuals.at(here)
-    prefetched = _prefetch(loop, inputs, place) if prefetch else Prefetched()
+        if loop.unroll:  # as for the last layer, in `_forward_pass_with_prefetch`
+            residuals, now = jax.lax.optimization_barrier((residuals, now))
+    prefetched = Prefetched()
+    if prefetch:
+        prefetched = _prefetch(loop, inputs, place, now if loop.ordered else index)
     if unreduced is not None:
         grads = _accumulate(loop, inputs, grads, index + 1, unreduced)
         if loop.early.layers:
@@ -323,10 +340,13 @@ def _layer_backward(
             dx, grads = jax.lax.optimization_barrier((dx, grads))
     here = Place(now, place.kind)
     dweights, dx, dshared = _sum_gradients(loop, weights, inputs, residuals, dx, dshared, here)
+    # The compiler would compute the gradients of many layers' weights later, and hold what they are
+    # of.
+    ready = after(0, dweights) if loop.ordered else None
     if loop.reduces:
-        return Carry(dx, dshared, prefetched, dweights, grads)
+        return Carry(dx, dshared, prefetched, dweights, grads, ready)
     grads = _accumulate(loop, inputs, grads, index, dweights)
-    return Carry(dx, dshared, prefetched, None, grads)
+    return Carry(dx, dshared, prefetched, None, grads, ready)
 
 
 def _sum_gradients(
@@ -360,11 +380,15 @@ def _gather(loop: Loop, layers: Tree, index: Index) -> Tree:
     return loop.zero.gather(at(layers, index), loop.axes)
 
 
-def _prefetch(loop: Loop, inputs: Inputs, above: Place) -> Prefetched:
-    """What the layer below this one needs."""
+def _prefetch(loop: Loop, inputs: Inputs, above: Place, index: Index) -> Prefetched:
+    """What the layer below this one needs.
+
+    Args:
+      index: of this one, as the gather waits for it.
+    """
     period = loop.stack.period
     below = Place(above.index - 1, (above.kind - 1) % period)
-    weights = _gather(loop, inputs.layers, below.index)
+    weights = _gather(loop, inputs.layers, index - 1)
     if not loop.offload:
         return Prefetched(weights)
     assert inputs.residuals is not None, "offloaded residuals are saved"

@@ -14,6 +14,7 @@ from jaxscale.models.experts import CHOICE
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import LayerFunction
 from jaxscale.ops.attention.platform_kernels import is_cudnn_forward
+from jaxscale.ops.matmul import WEIGHT_SCALE
 
 Tree = Any
 
@@ -26,13 +27,13 @@ def rematerialised(layer: LayerFunction, remat: RematPolicy) -> LayerFunction:
     # that the saved activations are of: so the choice is saved under every policy.
     if remat.offloads:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[CHOICE],
+            names_which_can_be_saved=[CHOICE, WEIGHT_SCALE],
             names_which_can_be_offloaded=list(remat.names),
             offload_src="device",
             offload_dst="pinned_host",
         )
     else:
-        policy = jax.checkpoint_policies.save_only_these_names(*remat.names, CHOICE)
+        policy = jax.checkpoint_policies.save_only_these_names(*remat.names, CHOICE, WEIGHT_SCALE)
     if "attention" in remat.names:
         policy = _with_cudnn(policy)
     return _checkpoint(layer, policy)

@@ -92,6 +92,19 @@ def place_state(
     return TrainState((), zero.axes, moments, nothing), state
 
 
+def state_bytes(state: TrainState) -> int:
+    """Bytes of a state in a device's memory; not what is offloaded.
+
+    Args:
+      state: shapes and shardings.
+    """
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(state)
+        if x.sharding.memory_kind != "pinned_host"
+    )
+
+
 def apply_by_layer(
     mesh: Mesh,
     zero: Zero,

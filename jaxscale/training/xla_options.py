@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
-from jaxscale.hardware import GPU_MEMORY_FRACTION, gpu_memory_fraction
+from jaxscale.hardware import GPU_MEMORY_FRACTION, find_chip, gpu_memory_fraction
 from jaxscale.sharding.layer_bytes import LayerBytes
 from jaxscale.sharding.specs import replicated
 
@@ -262,17 +262,23 @@ def _combining(layer: LayerBytes) -> tuple[XlaFlag, ...]:
     return combined if layer.gathered else (*combined, _COPIES_ASIDE)
 
 
-def _memory_limit(device: Any) -> XlaFlag:
+def _memory_limit(device: Any, arguments: float) -> XlaFlag:
     """The option that has XLA plan with the memory that JAX takes of a GPU.
 
     Where a step would need more than its limit, XLA recomputes matmuls without being asked and
     overlaps less. The limit is that of temporaries: (80 % of the memory - arguments) * factor %,
     where the factor is 95 by default (openxla/xla, `GetSchedulerMemoryLimit` in
-    gpu_hlo_schedule.cc). With ours it is too low by an eighth of the arguments, and the same in
-    every process, whose programs must be alike.
+    gpu_hlo_schedule.cc). All processes must have the same program, so a GPU's memory is the
+    table's; of one that is not there, or whose arguments take 80 %, the limit is too low.
+
+    Args:
+      arguments: bytes, on a device.
     """
     taken = gpu_memory_fraction() if device in jax.devices() else GPU_MEMORY_FRACTION
-    factor = math.floor(100 * taken / XLA_MEMORY_FRACTION)
+    chip = find_chip(device.device_kind)
+    held = arguments / chip.memory_bytes if chip else 0.0
+    held = held if held < min(taken, XLA_MEMORY_FRACTION) else 0.0
+    factor = math.floor(100 * (taken - held) / (XLA_MEMORY_FRACTION - held))
     reason = f"{taken:.0%} of the memory may be used; by itself XLA recomputes beyond 76 %"
     return XlaFlag("xla_gpu_memory_limit_slop_factor", factor, reason)
 
@@ -315,13 +321,14 @@ def step_options(
     in_place: bool = False,
     matmul_dtype: str = "",
     layer: LayerBytes | None = None,
+    arguments: float = 0.0,
 ) -> dict[str, bool | int | str]:
     """The table's options for a mesh's devices, without those that this version of XLA does not
     know, which are logged.
 
     Args:
       deterministic: whether to add the options that make a step compute the same bits every time.
-      pipelined, in_place, matmul_dtype, layer: as in `_gpu_step_flags`.
+      pipelined, in_place, matmul_dtype, layer, arguments: as in `_gpu_step_flags`.
 
     Raises:
       RuntimeError: XLA refuses one for another reason.
@@ -331,7 +338,7 @@ def step_options(
     needed = _deterministic(device) if deterministic else ()
     of_step = ()
     if device.platform == "gpu":
-        of_step = _gpu_step_flags(device, pipelined, in_place, matmul_dtype, layer)
+        of_step = _gpu_step_flags(device, pipelined, in_place, matmul_dtype, layer, arguments)
     flags = (*flags_of(device), *of_step, *needed)
     refused = refused_options(flags, replicated(mesh))
     for name, error in refused.items():
@@ -352,7 +359,12 @@ def step_options(
 
 
 def _gpu_step_flags(
-    device: Any, pipelined: bool, in_place: bool, matmul_dtype: str, layer: LayerBytes | None
+    device: Any,
+    pipelined: bool,
+    in_place: bool,
+    matmul_dtype: str,
+    layer: LayerBytes | None,
+    arguments: float,
 ) -> tuple[XlaFlag, ...]:
     """What a step on a GPU has beside the table's options, where the environment's XLA_FLAGS leave
     it open.
@@ -362,13 +374,14 @@ def _gpu_step_flags(
       in_place: whether it has those of `IN_PLACE`.
       matmul_dtype: of the model; "float8" adds those of `FLOAT8`.
       layer: the largest one, if its collectives are to be combined.
+      arguments: bytes of the step's arguments on a device.
     """
     flags = (
         *(PIPELINED if pipelined else ()),
         *(IN_PLACE if in_place else ()),
         *(FLOAT8 if matmul_dtype == "float8" else ()),
         *(_combining(layer) if layer else ()),
-        _memory_limit(device),
+        _memory_limit(device, arguments),
     )
     return tuple(flag for flag in flags if not _is_set(flag))
 

@@ -1,14 +1,22 @@
 """Matmuls of 8 bits: their errors are those of rounding the operands, and no more."""
 
+import collections
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jaxscale.layout import parse_remat
+from jaxscale.model_config import ModelConfig
+from jaxscale.models.block import MLP
+from jaxscale.models.weights import Weights
 from jaxscale.ops.matmul import scaled_float8
-from jaxscale.ops.tensor_parallel import linear
+from jaxscale.ops.tensor_parallel import columns, linear, rows
+from jaxscale.training.remat import rematerialised
+from tests.ops.programs import equations
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 BITS = {E4M3: 3, E5M2: 2}
@@ -105,3 +113,23 @@ def test_zeros_are_exact_and_what_is_not_finite_stays_so(dtype):
     for bad in (np.inf, np.nan):
         assert not np.isfinite(run(x, np.where(w == w[2, 3], bad, w))[:, 3]).any()
         assert not np.isfinite(run(np.where(x == x[1, 2], bad, x), w)[1]).any()
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "save_matmuls"])
+def test_a_weight_is_read_for_its_scale_in_the_forward_pass_alone(remat):
+    """Those of an MLP, whose last matmul is recomputed under any policy."""
+    config, key = ModelConfig(d_model=24, d_ff=40), jax.random.key(0)
+    graph, params = nnx.split(nnx.eval_shape(lambda: MLP(config, Weights(config, key))), nnx.Param)
+    kernels = [functools.partial(one, dtype="float8") for one in (columns, rows)]
+
+    def layer(params, x):
+        return nnx.merge(graph, params)(x, *kernels)
+
+    def loss(params, x):
+        return rematerialised(layer, parse_remat(remat))(params, x).sum()
+
+    x = jax.ShapeDtypeStruct((1, 16, 24), jnp.float32)
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, x).jaxpr
+    maxima = (one for one, _ in equations(program) if one.primitive.name == "reduce_max")
+    shapes = collections.Counter(one.invars[0].aval.shape for one in maxima)
+    assert (shapes[24, 40], shapes[40, 24]) == (2, 1)  # up and gate, and down

@@ -1,9 +1,10 @@
 """Entries of stacked arrays at one index."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.ops.stacked import add, add_at, add_rows, at, put
+from jaxscale.ops.stacked import add, add_at, add_rows, after, at, put
 
 STACK = {
     "a": jnp.arange(24.0).reshape(2, 3, 4),
@@ -19,6 +20,15 @@ def test_an_entry_is_read_and_replaced():
             np.testing.assert_array_equal(entry[name], stack[place])
             doubled = put(STACK, {key: 2 * value for key, value in entry.items()}, *index)
             np.testing.assert_array_equal(doubled[name], stack.at[place].multiply(2))
+
+
+def test_an_index_that_waits_for_arrays_is_the_index():
+    """Whatever they hold."""
+    many = [-0.0, 0.0, -1.5, np.inf, -np.inf, np.nan, -np.nan]
+    for dtype in (jnp.bfloat16, jnp.float32, jnp.float64):
+        trees = [[np.full((1, 2), x, dtype), np.full(3, y, dtype)] for x in many for y in many]
+        assert {int(jax.jit(after)(7, tree)) for tree in trees} == {7}
+    assert int(after(3, [])) == 3
 
 
 def test_sums_are_in_the_type_of_the_total():

@@ -16,6 +16,7 @@ from jaxscale.compiled.topology import compiler_installed, open_topology
 from jaxscale.ops.collective_matmul import matmuls_scatter
 from jaxscale.ops.tensor_parallel import Spread, columns, linear, rows, spread_columns, spread_rows
 from jaxscale.training.xla_options import FLOAT8
+from tests.ops.programs import equations
 
 gpu = pytest.mark.skipif(
     not compiler_installed("gpu"), reason="no compiler for GPUs: uv sync --inexact --extra aot"
@@ -151,19 +152,10 @@ def spread_mlp(ranks, **settings):
             ours, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"fsdp"}, check_vma=False
         )
     )
-    names = [equation.primitive.name for equation in _equations(jax.make_jaxpr(ours)(*args).jaxpr)]
+    names = [one.primitive.name for one, _ in equations(jax.make_jaxpr(ours)(*args).jaxpr)]
     plain = (functools.partial(one, dtype=spread.dtype) for one in (columns, rows))
     wanted = jax.jit(jax.value_and_grad(functools.partial(mlp, *plain), (0, 1, 2, 3)))
     return ours(*args), wanted(*args), collections.Counter(names)
-
-
-def _equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(tuple(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ from jaxscale.config import from_dict, load
 from jaxscale.formatting import human_bytes
 from jaxscale.planner.memory.at_rest import COUNT_BYTES, batch_bytes
 from jaxscale.planner.memory.step import step_memory
-from jaxscale.run.layout_report import describe_layout, state_bytes, traced_memory
+from jaxscale.run.layout_report import describe_layout, traced_memory
 from jaxscale.run.setup.memory_check import check_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
+from jaxscale.training.state_placement import state_bytes
 from tests.models import two_stacks
 
 MUON = from_dict(
@@ -71,7 +72,7 @@ def test_the_state_between_steps(config, offload):
     config = with_layout(config, offload=offload)
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
     needs = step_memory(config, "cpu", own_host=True)
-    assert state_bytes(engine) + batch_bytes(config) - COUNT_BYTES == needs.arguments
+    assert state_bytes(engine.abstract_state) + batch_bytes(config) - COUNT_BYTES == needs.arguments
 
 
 def test_a_model_without_formulas_is_traced():
@@ -90,7 +91,7 @@ def test_a_model_without_formulas_is_traced():
         (line,) = (one for one in describe_layout(engine).splitlines() if "not validated" in one)
         between, inside = traced_memory(engine)
         assert human_bytes(between + inside) in line
-        assert between == state_bytes(engine)
+        assert between == state_bytes(engine.abstract_state)
         return inside
 
     whole, half, quarter = (inside(microbatches=n) for n in (1, 2, 4))

@@ -165,6 +165,9 @@ def test_xla_plans_with_the_memory_that_jax_takes_of_a_gpu(monkeypatch):
         monkeypatch.delenv(variable, raising=False)
     mesh = make_mesh(Layout(data=1, fsdp=4), topology.open_topology("h200:1x4").devices)
     assert step_options(mesh)[name] == 112  # % of 80 %: just below the 90 % of an absent GPU
+    half = 0.5 * 150.1e9
+    assert step_options(mesh, arguments=half)[name] == 133  # of 30 %: just below 40 %
+    assert step_options(mesh, arguments=1.7 * half)[name] == 112  # XLA has no limit then
     assert name not in step_options(make_mesh(Layout(data=8), jax.devices()))
     monkeypatch.setattr(jax, "devices", lambda: list(mesh.devices.flat))
     assert step_options(mesh)[name] == 93  # of the 75 % that JAX takes unless told

@@ -16,8 +16,8 @@ from jaxscale.model_config import ModelConfig
 from jaxscale.planner.memory.at_rest import whole_state_bytes
 from jaxscale.planner.memory.room import check_room
 from jaxscale.planner.search.space import MEMORY_FRACTION, fraction_here
-from jaxscale.run.layout_report import state_bytes
 from jaxscale.training.engine import Engine
+from jaxscale.training.state_placement import state_bytes
 
 
 def check_host_room(config: Config) -> None:
@@ -65,7 +65,7 @@ def check_memory(engine: Engine) -> None:
             name += (
                 f" (of which JAX takes {taken:.0%}: {GPU_MEMORY_VARIABLES[0]} in the environment)"
             )
-    if (needs := state_bytes(engine)) > limit:
+    if (needs := state_bytes(engine.abstract_state)) > limit:
         raise ValueError(
             f"parameters and optimizer state alone need {gigabytes(needs)} on each device, and "
             f"a program may have {gigabytes(limit)} of {name}: raise layout.fsdp with "

@@ -23,6 +23,7 @@ from tests.ops.attention.test_attention import (
     parity,
     with_gradients,
 )
+from tests.ops.programs import equations
 
 METHODS = ("ring", "gather")
 ULYSSES = "ulysses"
@@ -162,17 +163,6 @@ def test_every_rank_computes_the_same_number_of_blocks(method, monkeypatch):
     below, on_diagonal = 2 * ranks - 1, 2
     once = below * in_chunk**2 + on_diagonal * in_chunk * (in_chunk + 1) // 2
     assert counts == dict.fromkeys(range(ranks), 2 * once)  # forward, and backward
-
-
-def equations(jaxpr, times=1):
-    """Each equation of a program with how often it runs; loops that count as they go run once."""
-    for equation in jaxpr.eqns:
-        yield equation, times
-        length = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for value in jax.tree.leaves(tuple(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner, times * length)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
