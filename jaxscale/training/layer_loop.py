@@ -36,7 +36,6 @@ from jaxscale.batch import Batch
 from jaxscale.models.protocol import Stack, Stream, Sums, add_layer_sums
 from jaxscale.ops.save_in_place import save_in_place
 from jaxscale.ops.stacked import add, add_at, after, at, put
-from jaxscale.sharding.resolve import automatic_axes
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layer_scan import (
     Place,
@@ -112,10 +111,9 @@ class Loop:
 
     @property
     def ordered(self) -> bool:
-        """Whether layers that are written out wait for one another (`after`): where the compiler
-        partitions nothing, for an element of an array that it spreads would go to every rank."""
-        sizes = self.zero.sizes
-        return self.unroll and all(sizes[axis] == 1 for axis in automatic_axes(sizes))
+        """Whether layers that are written out wait for one another (`after`): where no collectives
+        run beside them."""
+        return self.unroll and all(size == 1 for size in self.zero.sizes.values())
 
     @property
     def reduces(self) -> bool:
@@ -204,8 +202,7 @@ def _forward_pass_with_prefetch(loop: Loop, inputs: Inputs, x: Stream, sums: Sum
 
     def layer(carry, place):
         x, sums, weights, kept = carry
-        index = after(place.index, x) if loop.ordered else place.index
-        next_weights, kept = fetch(index + 1, kept)
+        next_weights, kept = fetch(place.index + 1, kept)
         x, sums, residuals = _layer_forward(loop, weights, inputs, x, sums, place)
         residuals = to_host(residuals) if loop.offload else residuals
         return (x, sums, next_weights, kept), residuals
@@ -328,11 +325,9 @@ def _layer_backward(
         counted = loop.stack.period > 1 or loop.in_place or loop.unroll
         here = Place(index if counted else now, place.kind)
         residuals = inputs.residuals.at(here)
-        if loop.unroll:  # as for the last layer, in `_forward_pass_with_prefetch`
+        if loop.ordered:  # as for the last layer, in `_forward_pass_with_prefetch`
             residuals, now = jax.lax.optimization_barrier((residuals, now))
-    prefetched = Prefetched()
-    if prefetch:
-        prefetched = _prefetch(loop, inputs, place, now if loop.ordered else index)
+    prefetched = _prefetch(loop, inputs, place) if prefetch else Prefetched()
     if unreduced is not None:
         grads = _accumulate(loop, inputs, grads, index + 1, unreduced)
         if loop.early.layers:
@@ -380,15 +375,11 @@ def _gather(loop: Loop, layers: Tree, index: Index) -> Tree:
     return loop.zero.gather(at(layers, index), loop.axes)
 
 
-def _prefetch(loop: Loop, inputs: Inputs, above: Place, index: Index) -> Prefetched:
-    """What the layer below this one needs.
-
-    Args:
-      index: of this one, as the gather waits for it.
-    """
+def _prefetch(loop: Loop, inputs: Inputs, above: Place) -> Prefetched:
+    """What the layer below this one needs."""
     period = loop.stack.period
     below = Place(above.index - 1, (above.kind - 1) % period)
-    weights = _gather(loop, inputs.layers, index - 1)
+    weights = _gather(loop, inputs.layers, below.index)
     if not loop.offload:
         return Prefetched(weights)
     assert inputs.residuals is not None, "offloaded residuals are saved"
