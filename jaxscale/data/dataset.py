@@ -264,7 +264,8 @@ def _packed(
     if pairs and not marked.all():
         raise ValueError(
             f"{name} has prompts with responses beside other texts, of which an encoder reads a "
-            "random part; give each entry a weight"
+            "random part; give each an entry of its own, in data.source with a weight and "
+            "data.heldout = 0 (entries are held out together; data.validation evaluates each)"
         )
     if marked.any() and not objective.keeps_marks and not pairs:
         raise ValueError(

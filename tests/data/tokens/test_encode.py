@@ -13,8 +13,9 @@ import pytest
 from pyarrow import parquet
 
 from jaxscale.config import DataConfig
-from jaxscale.data.dataset import Dataset, open_dataset
+from jaxscale.data.dataset import Dataset, open_dataset, open_validation
 from jaxscale.data.loader import batches
+from jaxscale.data.mixture import open_examples
 from jaxscale.data.text.text_files import find_files
 from jaxscale.data.tokens.corpus import open_corpus, open_folder
 from jaxscale.data.tokens.encode import encode_pairs
@@ -331,10 +332,36 @@ def test_pairs_that_an_encoder_cannot_read_are_refused(tmp_path):
         ),
         ([source], {"objective": "ul2"}, "'ul2' chooses what a decoder writes, .* = 'prefix'"),
         ([{"path": "a.jsonl", "messages": "m"}], {}, "are conversations, and data.target_len = 4"),
-        ([source, "README.md"], {}, "beside other texts, .*; give each entry a weight"),
+        (
+            [source, "README.md"],
+            {},
+            "beside other texts, .*source with a weight and data.heldout = 0",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             open_dataset(DataConfig(source=own, **{**short, **change}), BYTES, split="train")
+
+
+def test_pairs_beside_weighted_text_have_no_held_out_split_for_an_encoder(tmp_path):
+    """Following the message that refuses it gives a run, with an evaluation of each."""
+    text = tmp_path / "text.txt"
+    text.write_text("one line\n" * 40)
+    kinds = [
+        pairs(write_lines(tmp_path / "a.jsonl", PAIRS)),
+        {"path": str(text), "boundary": "line"},
+    ]
+    weighted = [{**entry, "weight": 1} for entry in kinds]
+    named = [{**entry, "name": name} for entry, name in zip(kinds, "ab")]
+    settings = {"seq_len": 80, "target_len": 40, "objective": "prefix", "source": weighted}
+    config = DataConfig(**settings, heldout=0.5)
+    corpus = open_corpus(config.source, BYTES)
+    with pytest.raises(ValueError, match=r"and data.heldout = 0 .* data.validation evaluates each"):
+        open_examples(config, BYTES, corpus, split="heldout", vocab_size=257)
+    config = DataConfig(**settings, heldout=0, validation=named)
+    mixture = open_examples(config, BYTES, corpus, split="train", vocab_size=257)
+    assert all(mixture[i].weights.any() for i in range(4))
+    for entry in config.validation:
+        assert open_validation(config, entry, BYTES)[0].weights.any()
 
 
 def test_prepared_conversations_are_no_pairs(tmp_path):
