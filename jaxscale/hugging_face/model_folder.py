@@ -163,7 +163,8 @@ def open_model(directory: pathlib.Path, *, prediction_depth: int = 0) -> Hugging
         tensors = {_with_end(name, old, new): tensor for name, tensor in tensors.items()}
     if not any(name.startswith(family.hf_prefix) for name in tensors):
         tensors = {family.hf_prefix + name: tensor for name, tensor in tensors.items()}
-    ignored = tuple(pattern.format(layers=layers) for pattern in family.ignored)
+    further = range(layers, layers + (hf.get("num_nextn_predict_layers") or 1))
+    ignored = tuple(pattern.format(layers=k) for pattern in family.ignored for k in further)
     return HuggingFaceModel(directory, settings, tensors, ignored)
 
 

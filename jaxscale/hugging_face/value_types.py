@@ -24,7 +24,7 @@ _KEYS = {
     "num_local_experts n_routed_experts num_experts_per_tok moe_intermediate_size "
     "decoder_sparse_step sliding_window_pattern _sliding_window_pattern",
     WHOLE: "sliding_window max_window_layers q_lora_rank n_shared_experts first_k_dense_replace "
-    "mask_token_id",
+    "mask_token_id num_nextn_predict_layers",
     NUMBER: "rms_norm_eps layer_norm_eps layer_norm_epsilon query_pre_attn_scalar "
     "attn_logit_softcapping final_logit_softcapping swiglu_limit router_aux_loss_coef "
     "routed_scaling_factor attention_factor beta_fast beta_slow mscale mscale_all_dim",
@@ -48,7 +48,7 @@ _OR_NULL = (
     "attn_logit_softcapping final_logit_softcapping attention_factor beta_fast beta_slow mscale "
     "mscale_all_dim factor token_dropout emb_layer_norm_before hidden_act hidden_activation "
     "activation_function rope_type type layer_types mlp_only_layers rope_parameters rope_scaling "
-    "full_attention sliding_attention"
+    "full_attention sliding_attention num_nextn_predict_layers"
 )
 OR_NULL = frozenset(_OR_NULL.split())
 

@@ -131,8 +131,8 @@ def test_a_module_that_predicts_a_further_token_is_read_and_written_where_a_run_
 
     without = open_model(source)
     assert without.config.prediction_depth == 0
-    engine = engine_of(without.config, {})
-    without.check(engine.model.axes, engine.placement.canonical.params)
+    plain = engine_of(without.config, {})
+    without.check(plain.model.axes, plain.placement.canonical.params)
 
     model = open_model(source, prediction_depth=1)
     engine = engine_of(model.config, {"expert": 2})
@@ -143,7 +143,17 @@ def test_a_module_that_predicts_a_further_token_is_read_and_written_where_a_run_
     output = tmp_path / "output"
     write_model(output, model.config, engine.model.axes, params, dtype="float32", beside=tmp_path)
     assert tiny_llama.bits(load_all(output)) == tiny_llama.bits(values)
-    assert json.loads((output / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    written = json.loads((output / "config.json").read_text())
+    assert written["num_nextn_predict_layers"] == 1
+
+    # A further module is left out, too.
+    values |= {name.replace(module, "model.layers.3."): x for name, x in more.items()}
+    save_file(values, source / "model.safetensors")
+    written["num_nextn_predict_layers"] = 2
+    (source / "config.json").write_text(json.dumps(written))
+    for depth, one in enumerate((plain, engine)):
+        fewer = open_model(source, prediction_depth=depth)
+        fewer.check(one.model.axes, one.placement.canonical.params)
 
 
 def test_the_biases_that_balance_experts_stay_in_float32(tmp_path):
