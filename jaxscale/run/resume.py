@@ -1,6 +1,7 @@
 """Where a run resumes: at its newest checkpoint that is intact, here or at its address."""
 
 import dataclasses
+import json
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,7 +147,8 @@ def check_same_model(found: Found, config: Config) -> None:
     Raises:
       ValueError: with a line for each setting that differs.
     """
-    before, now = found.metadata["config"].get("model", {}), configs.to_dict(config)["model"]
+    before = found.metadata["config"].get("model", {})
+    now = json.loads(json.dumps(configs.to_dict(config)["model"]))  # with lists, as the other
     shipped = {field.name for field in dataclasses.fields(ModelConfig)} - {*MAY_DIFFER}
     if getattr(config.model, "positions", "learned") != "learned":
         shipped.discard("max_seq_len")

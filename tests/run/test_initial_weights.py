@@ -1,12 +1,15 @@
-"""Which settings a run may change of the model whose weights it starts from."""
+"""Which settings a run may change of the model whose weights it starts from, or resumes with."""
 
 import dataclasses
+import json
 import pathlib
 
 import pytest
 
+from jaxscale.config import from_dict, to_dict
 from jaxscale.model_config import ModelConfig
 from jaxscale.run.initial_weights import RunWeights, check_settings
+from jaxscale.run.resume import Found, check_same_model
 from tests.models import experts
 
 TRAINING = {
@@ -59,3 +62,28 @@ def test_rotary_positions_may_differ_where_the_context_is_extended(caplog):
         check(plain, {"rope_theta": 1e6, "d_ff": 3}, seq_len=65)
     check(plain, {}, seq_len=65)
     assert not caplog.text
+
+
+def resume(settings, changes):
+    config = from_dict({"model": settings})
+    found = Found(5, json.loads(json.dumps({"config": to_dict(config)})))
+    check_same_model(found, from_dict({"model": {**settings, **changes}}))
+
+
+LONGROPE = {
+    "family": "phi3",
+    "head_dim": 8,
+    "rope_scaling": "longrope",
+    "rope_short_factors": (1.0, 1.0, 2.0, 3.0),
+    "rope_long_factors": (1.0, 2.0, 3.0, 4.0),
+}
+
+
+def test_a_run_resumes_with_lists_of_numbers_that_its_checkpoint_has():
+    """A model of one's own has every setting of a decoder, lists among them."""
+    resume({"family": "tests.models.experts:make"}, {})
+    resume(LONGROPE, {})
+    with pytest.raises(
+        ValueError, match=r"5 is .* other settings; .*\n  model.rope_long_factors = "
+    ):
+        resume(LONGROPE, {"rope_long_factors": (1.0, 2.0, 3.0, 5.0)})
