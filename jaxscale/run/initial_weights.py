@@ -50,7 +50,7 @@ MAY_DIFFER = (
     "z_loss",
 )
 """Settings of a model that do not change what its weights mean: those of kernels, of types, and of
-training alone. A `capacity_factor` by which experts choose their tokens does."""
+training alone."""
 
 ROPE = ("rope_theta", "local_rope_theta", "rope_scaling", *SCALING)
 """Settings of rotary positions, which may differ where the new run's sequences are longer than
@@ -147,6 +147,17 @@ def open_weights(
     return RunWeights(directory, config.model, context, step, has_state, optimizer)
 
 
+def may_differ(model: ModelConfig) -> set[str]:
+    """`MAY_DIFFER` of this model, which may be of one's own."""
+    names = set[str](MAY_DIFFER)
+    if getattr(model, "router", "") == "expert_choice":
+        names.remove("capacity_factor")  # by which experts choose their tokens
+    # Of rows of a table; otherwise it only says how long texts were.
+    if getattr(model, "positions", "learned") != "learned":
+        names.add("max_seq_len")
+    return names
+
+
 def check_settings(model: ModelConfig, weights: Weights, why: str, seq_len: int) -> None:
     """Refuses weights of a model with other settings; a line says which of `ROPE` change.
 
@@ -159,16 +170,11 @@ def check_settings(model: ModelConfig, weights: Weights, why: str, seq_len: int)
     """
     ours, theirs = dataclasses.asdict(model), dataclasses.asdict(weights.config)
     none = "no such setting"
-    may_differ = set[str](MAY_DIFFER)
-    if ours.get("router") == "expert_choice":
-        may_differ.remove("capacity_factor")
-    # Of rows of a table; otherwise it only says how long texts were.
-    if getattr(model, "positions", "learned") != "learned":
-        may_differ.add("max_seq_len")
+    free = may_differ(model)
     differ = {
         name: f"model.{name} = {ours.get(name, none)!r} here, {theirs.get(name, none)!r} there"
         for name in {**ours, **theirs}
-        if name not in may_differ and ours.get(name, none) != theirs.get(name, none)
+        if name not in free and ours.get(name, none) != theirs.get(name, none)
     }
     context = weights.context
     longer = seq_len > context

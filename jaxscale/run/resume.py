@@ -21,7 +21,7 @@ from jaxscale.run.both_tiers import (
     set_aside_everywhere,
     steps_at_address,
 )
-from jaxscale.run.initial_weights import MAY_DIFFER
+from jaxscale.run.initial_weights import may_differ
 from jaxscale.run.saves import wait_for_write
 from jaxscale.run.setup.restore import metadata_of
 from jaxscale.run.setup.text import Text
@@ -149,9 +149,7 @@ def check_same_model(found: Found, config: Config) -> None:
     """
     before = found.metadata["config"].get("model", {})
     now = json.loads(json.dumps(configs.to_dict(config)["model"]))  # with lists, as the other
-    shipped = {field.name for field in dataclasses.fields(ModelConfig)} - {*MAY_DIFFER}
-    if getattr(config.model, "positions", "learned") != "learned":
-        shipped.discard("max_seq_len")
+    shipped = {field.name for field in dataclasses.fields(ModelConfig)} - may_differ(config.model)
     lines = [
         f"model.{name} = {now[name]!r} here, {before[name]!r} there"
         for name in sorted(shipped & now.keys() & before.keys())

@@ -87,3 +87,11 @@ def test_a_run_resumes_with_lists_of_numbers_that_its_checkpoint_has():
         ValueError, match=r"5 is .* other settings; .*\n  model.rope_long_factors = "
     ):
         resume(LONGROPE, {"rope_long_factors": (1.0, 2.0, 3.0, 5.0)})
+
+
+def test_how_many_tokens_experts_choose_is_kept_when_a_run_resumes():
+    settings = {"family": "tests.models.experts:make", **experts.EXPERT_CHOICE}
+    with pytest.raises(ValueError, match=r"other settings; .*\n  model.capacity_factor = 2.0 here"):
+        resume(settings, {"capacity_factor": 2.0})
+    top_k = {**settings, "router": "top_k"}
+    resume(top_k, {"capacity_factor": 2.0})
