@@ -21,6 +21,7 @@ from jaxscale import config as configs
 from jaxscale.choices import check_choice
 from jaxscale.distributed import launcher, phases, processes
 from jaxscale.formatting import printable
+from jaxscale.model_config.settings import is_own_family
 from jaxscale.run import notices, signals
 from jaxscale.run.lock import locked
 from jaxscale.run.mirror import Mirror, mirrored
@@ -249,7 +250,8 @@ def _train(
     _show_sample(ready, state.params)
     store = store_of(workdir)
     where = store.address if store else workdir
-    log.info(_next_steps(same, where, ready.config, options.trackers))
+    draws = getattr(ready.engine.model, "can_decode", False)
+    log.info(_next_steps(same, where, ready.config, options.trackers, draws))
     return 0
 
 
@@ -329,23 +331,29 @@ def _is_causal(config: configs.Config) -> bool:
 
 
 def _next_steps(
-    same: str, workdir: pathlib.Path | str, config: configs.Config, trackers: Sequence[str]
+    same: str,
+    workdir: pathlib.Path | str,
+    config: configs.Config,
+    trackers: Sequence[str],
+    draws: bool,
 ) -> str:
     """What to do with a run that is complete.
 
     Args:
       same: the words of its command that say what is trained.
+      draws: whether the model continues texts.
     """
     folder, other = shlex.quote(str(workdir)), shlex.quote(f"{workdir}_8")  # of commands to paste
     python = any("{stdlib}" in path for source in config.data.source for path in source.path)
     prompt = "--prompt " + ('"def main("' if python else "TEXT")
     if any(source.messages for source in config.data.source):
         prompt = "--messages FILE.json"
-    generate = f"\n  python -m jaxscale.generate --workdir {folder} {prompt}"
+    trust = " --trust_family" if is_own_family(config.model.family) else ""
+    generate = f"\n  python -m jaxscale.generate --workdir {folder} {prompt}{trust}"
     events = " tensorboard/," if "tensorboard" in trackers else ""
     return f"""
 Next steps:
-  python -m jaxscale.evaluate --workdir {folder}{generate if _is_causal(config) else ""}
+  python -m jaxscale.evaluate --workdir {folder}{trust}{generate if draws else ""}
 {_how_to_train_longer(config)}
   another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train {same} \\
                        --workdir {other} --config.layout.fsdp=4 --config.layout.tensor=2

@@ -257,7 +257,7 @@ def test_the_last_lines_name_what_was_written_in_commands_that_can_be_pasted():
 
     config = load("configs/tiny.py")
     lines = _next_steps(
-        "--config 'my configs/c.py'", "my run", config, ("tensorboard",)
+        "--config 'my configs/c.py'", "my run", config, ("tensorboard",), draws=True
     ).splitlines()
     commands = [line for line in lines if "workdir " in line]
     assert len(commands) == 3, "evaluate, generate, another layout"
@@ -269,11 +269,15 @@ def test_the_last_lines_name_what_was_written_in_commands_that_can_be_pasted():
         "my run/loss.png, metrics.jsonl, summary.json, tensorboard/, checkpoints/"
     )
     config = load("configs/tiny.py", ["data.source=a.txt"])
-    silent = _next_steps("--config c.py", "r", config, ()).splitlines()
+    silent = _next_steps("--config c.py", "r", config, (), draws=True).splitlines()
     assert "generate --workdir r --prompt TEXT" in "\n".join(silent)
     assert silent[-1].endswith("r/loss.png, metrics.jsonl, summary.json, checkpoints/")
     chat = load("configs/tiny.py", ["data.source={'path': 'a.jsonl', 'messages': 'm'}"])
-    assert "generate --workdir r --messages FILE.json" in _next_steps("", "r", chat, ())
+    assert "generate --workdir r --messages FILE.json" in _next_steps("", "r", chat, (), draws=True)
+    own = load("configs/tiny.py", ["model.family=tests.models.experts:make"])
+    assert "evaluate --workdir r --trust_family\n  train longer" in _next_steps(
+        "", "r", own, (), draws=False
+    )
 
 
 def test_a_file_in_the_place_of_the_checkpoints_is_refused_at_once(tmp_path, capsys):
