@@ -29,10 +29,14 @@ def check_decodes(engine: Engine) -> None:
             "neither continues a text nor scores continuations; call jaxscale.from_pretrained(DIR)"
         )
     if not getattr(engine.model, "can_decode", False):
-        raise ValueError(
-            f"model.family = {model.family!r} neither draws nor scores text: its blocks have no "
-            "decode()"
+        chooses = getattr(model, "router", "") == "expert_choice"
+        why = (
+            "with model.router = 'expert_choice' experts choose among all tokens of a text, later "
+            "ones too"
+            if chooses
+            else "its blocks have no decode()"
         )
+        raise ValueError(f"model.family = {model.family!r} neither draws nor scores text: {why}")
 
 
 def encode_prompts(

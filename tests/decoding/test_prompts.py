@@ -6,9 +6,10 @@ import pytest
 
 from jaxscale.data.text.dialogue import read_conversations
 from jaxscale.data.tokens.tokenizer import load_tokenizer
-from jaxscale.decoding.prompts import encode_messages
+from jaxscale.decoding.prompts import check_decodes, encode_messages
 from tests.data.dialogues import CONVERSATIONS, PLAIN, THINKING, write_lines, write_tokenizer
 from tests.decoding.test_sampling import TOKENIZER
+from tests.invariants.models import one_device
 
 
 def test_messages_are_rendered_up_to_where_the_assistant_speaks(tmp_path):
@@ -61,3 +62,16 @@ def test_conversations_of_a_file(tmp_path):
         file.write_text(text)
         with pytest.raises(ValueError, match=match):
             read_conversations(file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("expert choice", "with model.router = 'expert_choice' experts choose among all tokens"),
+        ("own block and loss", r"its blocks have no decode\(\)"),
+        ("bert", "is not causal here: it fills in masked tokens"),
+    ],
+)
+def test_why_a_model_draws_no_text(kind, why):
+    with pytest.raises(ValueError, match=why):
+        check_decodes(one_device(kind))
