@@ -349,11 +349,12 @@ def _next_steps(
     if any(source.messages for source in config.data.source):
         prompt = "--messages FILE.json"
     trust = " --trust_family" if is_own_family(config.model.family) else ""
+    evaluate = f"\n  python -m jaxscale.evaluate --workdir {folder}{trust}"
     generate = f"\n  python -m jaxscale.generate --workdir {folder} {prompt}{trust}"
+    texts = config.data.heldout or config.data.validation  # to evaluate on
     events = " tensorboard/," if "tensorboard" in trackers else ""
     return f"""
-Next steps:
-  python -m jaxscale.evaluate --workdir {folder}{trust}{generate if draws else ""}
+Next steps:{evaluate if texts else ""}{generate if draws else ""}
 {_how_to_train_longer(config)}
   another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train {same} \\
                        --workdir {other} --config.layout.fsdp=4 --config.layout.tensor=2

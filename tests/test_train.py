@@ -274,6 +274,8 @@ def test_the_last_lines_name_what_was_written_in_commands_that_can_be_pasted():
     assert silent[-1].endswith("r/loss.png, metrics.jsonl, summary.json, checkpoints/")
     chat = load("configs/tiny.py", ["data.source={'path': 'a.jsonl', 'messages': 'm'}"])
     assert "generate --workdir r --messages FILE.json" in _next_steps("", "r", chat, (), draws=True)
+    whole = load("configs/tiny.py", ["data.heldout=0"])
+    assert "Next steps:\n  train longer" in _next_steps("", "r", whole, (), draws=False)
     own = load("configs/tiny.py", ["model.family=tests.models.experts:make"])
     assert "evaluate --workdir r --trust_family\n  train longer" in _next_steps(
         "", "r", own, (), draws=False
