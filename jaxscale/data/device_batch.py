@@ -21,12 +21,14 @@ def shard_batch(
     sharding: NamedSharding,
     global_batch_size: int | None,
     prepare: Callable[[Batch], Batch] | None = None,
+    num_classes: int | None = None,
 ) -> ShardedBatch:
     """`Engine.shard`, for a config's layout and the sharding of its batches; `prepare` is the
-    model's."""
+    model's, and so is `num_classes`, that targets are of; None is the vocabulary."""
     _check_fields(batch)
     _check_values(batch, config.model)
     batch = prepare(batch) if prepare else batch
+    _check_targets(batch, config.model.vocab_size, num_classes)
     if config.data.one_document:
         _check_one_document(batch.segments, config.data.objective)
     rows, seq_len = batch.tokens.shape
@@ -121,8 +123,6 @@ def _check_values(batch: Batch, model: Any) -> None:
     """Refuses what a gather on a device would clip without a word."""
     vocabulary, at_most = model.vocab_size, f"below model.vocab_size = {model.vocab_size}"
     _check_range("tokens", batch.tokens, vocabulary, at_most)
-    targets = np.where(batch.weights != 0, batch.targets, 0)
-    _check_range("targets with weights", targets, vocabulary, at_most)
     if getattr(model, "positions", "") == "learned":
         at_most = f"below model.max_seq_len = {model.max_seq_len}"
         _check_range("positions", batch.positions, model.max_seq_len, at_most)
@@ -130,6 +130,15 @@ def _check_values(batch: Batch, model: Any) -> None:
         _check_range("positions", batch.positions, 2**31, "of 32 bits")
     if not np.isfinite(batch.weights).all():
         raise ValueError("batch.weights are not all finite; 0 leaves a token out of the loss")
+
+
+def _check_targets(batch: Batch, vocab_size: int, num_classes: int | None) -> None:
+    """Refuses what is none of the head's classes, which are the vocabulary by default."""
+    targets, end = np.where(batch.weights != 0, batch.targets, 0), num_classes or vocab_size
+    at_most = f"below model.vocab_size = {vocab_size}"
+    if end != vocab_size:
+        at_most = f"below the {end} classes of the model's head (num_classes)"
+    _check_range("targets with weights", targets, end, at_most)
 
 
 def _check_one_document(segments: np.ndarray, objective: str) -> None:

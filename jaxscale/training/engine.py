@@ -103,8 +103,8 @@ class Engine:
           ValueError: it is not a batch on the host, has values out of range, or does not divide
             over the layout.
         """
-        sharding, prepare = self.batch_sharding, getattr(self.model, "prepare", None)
-        return shard_batch(batch, self.config, sharding, global_batch_size, prepare)
+        own = [getattr(self.model, name, None) for name in ("prepare", "num_classes")]
+        return shard_batch(batch, self.config, self.batch_sharding, global_batch_size, *own)
 
     def local_rows(self, global_batch_size: int) -> tuple[int, ...]:
         """The rows of a step's batch that this process's devices hold, in order.

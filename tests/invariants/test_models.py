@@ -218,3 +218,5 @@ def test_the_page_shows_the_own_model_and_its_code_runs():
     for _ in range(20):
         state, metrics = engine.step(state, engine.shard(batch._replace(targets=batch.tokens % 3)))
     assert metrics.loss < 0.9 * np.log(3)
+    with pytest.raises(ValueError, match=r"targets with weights .* below the 3 classes"):
+        engine.shard(batch)  # with tokens for targets, as text has
