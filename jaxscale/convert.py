@@ -63,7 +63,7 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     elif not any(override.startswith("data.tokenizer=") for override in overrides):
         raise ValueError(
             f"{model.directory} has no {' and no '.join(run_folder.TOKENIZERS)}; add one, or set "
-            "--config.data.tokenizer=FILE"
+            f"--config.data.tokenizer={'esm2' if model.config.family == 'esm' else 'FILE'}"
         )
     if model.config.num_encoder_layers:  # so that the folder can be trained as it is
         paired = {"objective": "span_corruption", "target_len": configs.DataConfig.seq_len}

@@ -246,6 +246,10 @@ BAD_COMMANDS = {
         "{run} is the folder of a run, not of a Hugging Face model; convert --to_hf --workdir",
     ),
     "tokenizer": (["--from_hf", "{bare}", "--output", "{hf}_"], "no tokenizer.json and no"),
+    "proteins": (
+        ["--from_hf", "tests/goldens/esm", "--output", "{hf}_"],
+        "no tokenizer.model; add one, or set --config.data.tokenizer=esm2",
+    ),
 }
 
 
