@@ -5,9 +5,12 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
+
+log = logging.getLogger("jaxscale")
 
 SMALL_BYTES = 2**20
 """Files up to this size are compared by digest; of larger ones the size, and what they hold when
@@ -58,6 +61,36 @@ def replace_file(path: pathlib.Path, data: bytes) -> None:
         beside.unlink(missing_ok=True)
         raise
     move(beside, path)
+
+
+class GrowingFile:
+    """A file to which whole records are added, each written at once. What a full disk has no room
+    for is kept until there is: it ends no training."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path, self._file = path, path.open("ab", buffering=0)
+        self._waiting = bytearray()
+
+    def add(self, record: bytes) -> None:
+        """Writes a record, after those that could not be written yet."""
+        had_room = not self._waiting
+        self._waiting += record
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+        except OSError as error:
+            if had_room:
+                log.warning(
+                    f"warning: {self._path} cannot be written ({error.strerror}); what it should "
+                    "hold is kept until it can"
+                )
+
+    def close(self) -> None:
+        """Closes it, with a warning where there is still no room."""
+        self.add(b"")
+        if self._waiting:
+            log.warning(f"warning: the last {len(self._waiting)} bytes of {self._path} are lost")
+        self._file.close()
 
 
 def move(path: pathlib.Path, target: pathlib.Path) -> None:

@@ -7,6 +7,9 @@ import logging
 import math
 import os
 import pathlib
+import socket
+import struct
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,10 +17,12 @@ import jax
 from etils import epy
 
 from jaxscale.formatting import duration, quantity
-from jaxscale.storage.durable import reason, replace_file
+from jaxscale.storage.durable import GrowingFile, reason, replace_file
 
 with epy.lazy_imports():
-    import tensorboardX
+    import tensorboardX.proto.event_pb2 as tensorboard_events
+    import tensorboardX.record_writer as tensorboard_records
+    import tensorboardX.summary as tensorboard_summary
 
 log = logging.getLogger("jaxscale")
 
@@ -73,14 +78,13 @@ class Metrics:
         path = self.directory / "metrics.jsonl"
         records = read(path, last_step=start_step)
         replace_file(path, "".join(map(_line, records)).encode())
-        self._file = path.open("ab", buffering=0)
-        self._waiting = b""  # what could not be written yet
+        self._file = GrowingFile(path)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Adds one line; `record` has a "step", and numbers, lists of them, or strings."""
         if not self._writes:
             return
-        self._write_line(_line(record))
+        self._file.add(_line(record).encode())
         self.track(record["step"], _numbers(record))
 
     def track(self, step: int, numbers: dict[str, float]) -> None:
@@ -99,20 +103,6 @@ class Metrics:
             f"{self.directory / 'metrics.jsonl'} has them all"
         )
 
-    def _write_line(self, line: str) -> None:
-        """Writes a line, or keeps it until there is room: a full disk ends no training."""
-        had_room = not self._waiting
-        self._waiting += line.encode()
-        try:
-            while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) :]
-        except OSError as error:
-            if had_room:
-                log.warning(
-                    f"warning: {self.directory / 'metrics.jsonl'} cannot be written "
-                    f"({error.strerror}); its lines are kept until it can"
-                )
-
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Writes summary.json and loss.png, and closes."""
         if self._writes:
@@ -127,9 +117,6 @@ class Metrics:
     def close(self) -> None:
         """Closes the files; what was written stays, so a run that failed can resume."""
         if self._writes:
-            self._write_line("")
-            if self._waiting:
-                log.warning(f"warning: {self._waiting.count(10)} lines of metrics are lost")
             self._file.close()
             for tracker in self._trackers:
                 try:
@@ -348,16 +335,32 @@ def _open_tracker(
 
 
 def _open_tensorboard(directory: pathlib.Path, start_step: int) -> _Tracker:
-    writer = tensorboardX.SummaryWriter(
-        str(directory / "tensorboard"), purge_step=start_step + 1, flush_secs=10
-    )
+    """The file of one attempt: events, each with its length and checksums. tensorboardX's own
+    writer has a thread that ends when the disk is full; the next steps would wait for it."""
+    folder = directory / "tensorboard"
+    folder.mkdir(exist_ok=True)
+    name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+    file, checksum = GrowingFile(folder / name), tensorboard_records.masked_crc32c
+    proto: Any = tensorboard_events  # its classes are made when it is imported
+
+    def add(**event: Any) -> None:
+        data = proto.Event(wall_time=time.time(), **event).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        sums = (struct.pack("<I", checksum(part)) for part in (length, data))
+        file.add(length + next(sums) + data + next(sums))
 
     def write(numbers: dict[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            if math.isfinite(value):  # tensorboardX warns on stderr about every other value
-                writer.add_scalar(name, value, step)
+        values = [
+            tensorboard_summary.scalar(name, value).value[0]
+            for name, value in numbers.items()
+            if math.isfinite(value)
+        ]
+        add(step=step, summary=tensorboard_summary.Summary(value=values))
 
-    return _Tracker("tensorboard", write, writer.close)
+    add(file_version="brain.Event:2")
+    # It hides what earlier attempts wrote from this step on.
+    add(step=start_step + 1, session_log=proto.SessionLog(status=proto.SessionLog.START))
+    return _Tracker("tensorboard", write, file.close)
 
 
 def _line(record: Mapping[str, Any]) -> str:

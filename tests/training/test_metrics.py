@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import sys
 import types
 from collections.abc import Iterator
@@ -99,7 +100,9 @@ def test_finish_draws_and_writes_tensorboard(tmp_path: Path) -> None:
     assert b"grad_norm" in events.read_bytes()
     *_, last = tensorboard_events(events)
     assert {value.tag: value.simple_value for value in last.summary.value} == {
-        "expert_load_cv_by_layer/1": 0.75
+        "expert_load_cv": 0.5,
+        "expert_load_cv_by_layer/0": 0.25,
+        "expert_load_cv_by_layer/1": 0.75,
     }
 
 
@@ -294,17 +297,26 @@ def test_odd_lines_are_left_out_with_a_warning(tmp_path, caplog):
     assert "has 6 lines that are not records of steps" in caplog.text
 
 
-def test_a_full_disk_loses_no_line_and_ends_no_run(tmp_path: Path, caplog: Any) -> None:
-    writer = Metrics(tmp_path, trackers=())
+def test_a_full_disk_loses_no_record_and_ends_no_run(tmp_path: Path, caplog: Any) -> None:
+    """Of metrics.jsonl and TensorBoard's file, which tensorboardX writes in a thread that ends: the
+    run then waited for it."""
+    writer = Metrics(tmp_path)
+    (events,) = (tmp_path / "tensorboard").iterdir()
     writer.write({"step": 1, "loss": 1.0})
-    there = writer._file
-    with open("/dev/full", "ab", buffering=0) as writer._file:
-        writer.write({"step": 2, "loss": 1.0})
-        writer.write({"step": 3, "loss": 1.0})
-    assert [record.message.partition("cannot")[2] for record in caplog.records] == [
-        " be written (No space left on device); its lines are kept until it can"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))  # both files have more
+    try:
+        for step in range(2, 100):
+            writer.write({"step": step, "loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = [record.message.partition(" cannot ") for record in caplog.records]
+    why = "be written (File too large); what it should hold is kept until it can"
+    assert said == [
+        (f"warning: {path}", " cannot ", why) for path in (tmp_path / "metrics.jsonl", events)
     ]
-    writer._file = there
-    writer.write({"step": 4, "loss": 1.0})
+    writer.write({"step": 100, "loss": 1.0})
     writer.close()
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines(tmp_path)] == [*range(1, 101)]
+    shown = [event.step for event in tensorboard_events(events) if event.summary.value]
+    assert shown == [*range(1, 101)]

@@ -38,7 +38,6 @@ SETTINGS = (
     "--config.data.seq_len=32",
     "--config.run.checkpoint_every=20",
     "--config.run.eval_every=50",
-    "--trackers=none",
 )
 BEGUN = "first step done"
 PHASE = re.compile(r"SIGTERM(?: to process [^\n]*?)? while ([^\n:]+?)(?: \(step \d+\))?:")

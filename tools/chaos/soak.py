@@ -43,7 +43,6 @@ SETTINGS = (
     "--config.optimizer.schedule=constant",
     "--config.run.checkpoint_every=50",
     "--config.run.eval_every=500",
-    "--trackers=none",
 )
 END_SECONDS = 120
 """After SIGTERM, for the last checkpoint."""
