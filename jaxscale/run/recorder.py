@@ -359,7 +359,13 @@ def tracing(profile: range, recorder: Recorder, program: Any) -> Generator[Calla
         recorder.traced(range(done[0], done[-1] + 1), reports)
         done.clear()
 
-    yield at
+    try:
+        yield at
+    except BaseException:
+        # A run that returns to a checkpoint may trace again: of two at once JAX refuses the second.
+        if done:
+            jax.profiler.stop_trace()
+        raise
     if done:
         stop()
 

@@ -1,6 +1,7 @@
 """What a run records of its speed, what becomes of its learning rate when it is resumed, and that
 its loop refuses transfers between host and devices that nobody asked for."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -328,6 +329,12 @@ def test_every_process_traces_into_a_folder_of_its_own(monkeypatch, tmp_path):
             trace(step)
     assert traced == [str(tmp_path / "profile" / "process_1"), "stopped"]
     assert reports == [(range(2, 4), [[]])], "what cannot be read does not end the run"
+    # Bad steps while steps are traced: the run returns to a checkpoint, and may trace them again.
+    with contextlib.suppress(FloatingPointError), recorder.tracing(range(9), stub, None) as trace:
+        trace(2)
+        raise FloatingPointError
+    assert traced[2:] == traced[:2]
+    assert len(reports) == 1
 
 
 def test_what_a_run_needs_later_is_not_imported_before():
