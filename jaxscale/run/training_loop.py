@@ -230,6 +230,8 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
             text.check_tokens()
             state, out = trainer.step(state, batch)
             recorder.push(step, out)
+            if step + 1 not in profile:
+                trace(step + 1)  # what follows a traced step, such as an evaluation, is not of it
             last, due = step == run.steps, text.evaluations and _due(step, run.eval_every)
             request = stops()
             if (due or (last and text.evaluations)) and not request:

@@ -361,6 +361,19 @@ def test_after_bad_steps_in_a_row_the_run_returns_and_passes_over_their_examples
     assert again.state.guard.good == 0, "a checkpoint from before the setting"
 
 
+def test_a_trace_ends_with_its_last_step(ready, monkeypatch):
+    """And not after the evaluation and the save that follow: their time was said to be the step's,
+    most of it idle."""
+    saved = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: None)
+    monkeypatch.setattr(
+        jax.profiler, "stop_trace", lambda: saved.extend(ready.workdir.glob("checkpoints/*"))
+    )
+    training_loop.fit(ready, trackers=(), profile=range(1, 3))
+    assert ready.checkpoints.steps() == [4, 6]
+    assert not saved
+
+
 @pytest.mark.parametrize(("newest", "passed"), [(3, [(32, 56)]), (5, [(40, 56)])])
 def test_what_is_passed_over_begins_after_the_checkpoint(newest, passed, fresh, monkeypatch):
     """Of the bad steps 5, 6 and 7 the first was before the checkpoint 5, and its examples are read
