@@ -88,9 +88,14 @@ class Recorder:
         self.begin_evaluated = any(
             line["step"] == begin and _is_evaluation(line) for line in earlier
         )
-        lost = [line.get("step_seconds", 0.0) for line in earlier if line["step"] > begin]
+        # The waits for input in it were not counted as compute.
+        lost = [
+            line["step_seconds"] - line.get("data_seconds", 0.0)
+            for line in earlier
+            if line["step"] > begin and "step_seconds" in line
+        ]
         self._account = account
-        account.lose(sum(lost))
+        account.lose(max(0.0, sum(lost)))
         self.metrics = Metrics(
             workdir,
             start_step=begin,
@@ -113,6 +118,7 @@ class Recorder:
         self._data_seconds = 0.0
         self._shown = -math.inf
         self._recent: list[float] = []
+        self._begun = self._stepped = 0.0  # when the first step was done; seconds of those after it
         # Of a run that was ended after its last step, and before its summary.
         done = [line for line in earlier if line["step"] == begin == self.steps]
         self._last = next((line for line in done if "loss" in line), {})
@@ -291,12 +297,16 @@ class Recorder:
         step = record["step"]
         if step == self.begin + 1:
             log.info(f"first step done {duration(now - self.started)} after the start")
+            self._begun = now
         else:
             self._recent = [*self._recent[-49:], record["step_seconds"]]
+            self._stepped += record["step_seconds"]
         if now - self._shown >= LOG_SECONDS or step == self.steps:
             self._shown = now
             typical = float(np.median(self._recent or [record["step_seconds"]]))
-            left = typical * (self.steps - step)
+            # As much time as so far for what stands between steps: evaluations and saves.
+            between = (now - self._begun) / self._stepped if self._stepped else 1.0
+            left = typical * (self.steps - step) * between
             log.info(progress_line(record, steps=self.steps, seconds_left=left))
             self._keep_account()
             causes = self._account.seconds()

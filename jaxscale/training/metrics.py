@@ -30,7 +30,7 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 SUMMARY = "summary.json"
 
-NUMBERS = ("loss", "eval_loss", "learning_rate", "step_seconds")
+NUMBERS = ("loss", "eval_loss", "learning_rate", "step_seconds", "data_seconds")
 """Fields that programs compute with: a record in which one of them is not a number is left out. The
 losses are null where they were not finite, or no token had any."""
 
@@ -153,7 +153,7 @@ def read(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict[
 
 
 def _is_record(values: Mapping[str, Any]) -> bool:
-    kinds = {"step": int, "step_seconds": int | float}
+    kinds = {"step": int, "step_seconds": int | float, "data_seconds": int | float}
     return "step" in values and all(
         isinstance(value, kinds.get(name, int | float | None))
         for name, value in values.items()

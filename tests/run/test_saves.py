@@ -12,6 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -23,7 +25,7 @@ from jaxscale import config as configs
 from jaxscale import convert, evaluate, generate
 from jaxscale.data.passed_over import ranges_of
 from jaxscale.distributed import phases
-from jaxscale.run import resume, saves, trainer, training_loop
+from jaxscale.run import recorder, resume, saves, trainer, training_loop
 from jaxscale.run.evaluation import device_batches
 from jaxscale.run.resume import find_newest
 from jaxscale.run.saves import SaveError
@@ -359,6 +361,39 @@ def test_after_bad_steps_in_a_row_the_run_returns_and_passes_over_their_examples
     again = reopen(ready.workdir, "run.steps=12", "run.skip_bad_steps=2")
     assert again.text.train.example_digest(range(80, 88)) == digest(range(96, 104))
     assert again.state.guard.good == 0, "a checkpoint from before the setting"
+
+
+def test_lost_is_what_was_counted_as_compute(ready):
+    """The steps of a killed attempt waited for input most of their time: to take all of it from
+    compute left goodput 0."""
+    steps = [{"step": step, "step_seconds": 10, "data_seconds": 9} for step in (1, 2, 3)]
+    (ready.workdir / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    seconds = {"compute": 30.0, "input": 270.0}
+    account = {"attempts": 1, "seconds": seconds, "until": time.time()}
+    (ready.workdir / "seconds.json").write_text(json.dumps(account))
+    _, summary = training_loop.fit(ready, trackers=())
+    found = summary["seconds_by_cause"]
+    assert found["lost"] == 3
+    assert found["compute"] > 27
+
+
+def test_the_time_left_counts_on_saves_as_so_far(ready, monkeypatch, lines):
+    """Every step takes a second and every second one is saved for ten: six seconds a step."""
+    clock, save = [0.0], saves.Saves.save
+
+    def step(state, batch):
+        clock[0] += 1
+        return count(state, batch)
+
+    def slow(*arguments):
+        clock[0] += 10
+        save(*arguments)
+
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(saves.Saves, "save", slow)
+    training_loop.fit(dataclasses.replace(ready, step=step), trackers=(), started=0.0)
+    found = [line for line in lines() if line.startswith("step 5/6")]
+    assert [line.rpartition("| ")[2] for line in found] == ["6.0 s left"]
 
 
 def test_a_trace_ends_with_its_last_step(ready, monkeypatch):
