@@ -201,6 +201,7 @@ def _train(
     from jaxscale.run import trainer, training_loop  # noqa: PLC0415
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
     from jaxscale.run.saves import SaveError  # noqa: PLC0415
+    from jaxscale.run.setup.text import UnusableTokensError  # noqa: PLC0415
 
     with command_line.refusals():
         keep_compiled_programs()
@@ -235,9 +236,9 @@ def _train(
         if left := not_uploaded():
             log.warning(f"warning: {left}")
         return signals.STOPPED
-    except (FloatingPointError, SaveError) as error:
-        left = not_uploaded()
-        command_line.refuse(f"{error}; {left}" if left else str(error), status=1)
+    except (FloatingPointError, SaveError, UnusableTokensError) as error:
+        left, status = not_uploaded(), getattr(error, "exit_status", 1)
+        command_line.refuse(f"{error}; {left}" if left else str(error), status)
     if left := not_uploaded():
         command_line.refuse(left, status=1)
     _write_json(options.json, summary, workdir)

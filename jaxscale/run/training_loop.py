@@ -75,6 +75,7 @@ def fit(
       FloatingPointError: the loss, the gradient norm or the state to be saved is not finite.
       SaveError: the last state could not be saved, or nothing can be written at the start.
       Stopped: by one of `signals.SIGNALS`, after a checkpoint.
+      UnusableTokensError: the tokens on disk changed meanwhile, or cannot be read.
       ValueError: `trainer` is not one, or was used before; `trackers` is not a tuple of names.
     """
     _check_arguments(trainer, trackers)

@@ -2,6 +2,7 @@
 finite: nothing that was good is given up."""
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -22,7 +23,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxscale import config as configs
-from jaxscale import convert, evaluate, generate
+from jaxscale import convert, evaluate, generate, train
 from jaxscale.data.passed_over import ranges_of
 from jaxscale.distributed import phases
 from jaxscale.run import recorder, resume, saves, trainer, training_loop
@@ -361,6 +362,19 @@ def test_after_bad_steps_in_a_row_the_run_returns_and_passes_over_their_examples
     again = reopen(ready.workdir, "run.steps=12", "run.skip_bad_steps=2")
     assert again.text.train.example_digest(range(80, 88)) == digest(range(96, 104))
     assert again.state.guard.good == 0, "a checkpoint from before the setting"
+
+
+@pytest.mark.parametrize(("error", "status"), [(ValueError("changed"), 2), (OSError("away"), 1)])
+def test_tokens_that_changed_end_the_command_with_a_line(error, status, ready, monkeypatch, capsys):
+    """And with a status after which no supervisor trains on."""
+    outcome = concurrent.futures.Future()
+    outcome.set_exception(error)
+    text = dataclasses.replace(ready.text, verification=(outcome,))
+    opened = dataclasses.replace(ready, text=text)
+    monkeypatch.setattr(trainer, "open_trainer", lambda *_, **__: opened)
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--config", "tiny", "--workdir", str(ready.workdir), "--trackers", "none"])
+    assert (ended.value.code, capsys.readouterr().err) == (status, f"error: {error}\n")
 
 
 def test_lost_is_what_was_counted_as_compute(ready):

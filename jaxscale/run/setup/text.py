@@ -21,6 +21,15 @@ from jaxscale.hugging_face.model_folder import copy_special_ids, is_hugging_face
 from jaxscale.storage.tiers import CHECKPOINTS, local_steps
 
 
+class UnusableTokensError(ValueError):
+    """A file of tokens that was found, while the run trains, to have changed; or, with the status
+    1, that cannot be read."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.exit_status = 1 if isinstance(error, OSError) else 2
+
+
 @dataclass(frozen=True)
 class Text:
     """A run's tokenizer, its two splits, and its validation sets by name; `heldout` is None when
@@ -37,11 +46,11 @@ class Text:
         """Call it from time to time.
 
         Raises:
-          ValueError: a file of tokens was found to have changed since it was written.
+          UnusableTokensError: a file of tokens has changed since it was written, or cannot be read.
         """
         for outcome in self.verification:
-            if outcome.done():
-                outcome.result()
+            if outcome.done() and (error := outcome.exception()):
+                raise UnusableTokensError(error)
 
     @property
     def evaluations(self) -> dict[str, Examples]:
