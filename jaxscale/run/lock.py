@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from jaxscale.distributed import launcher, processes
 from jaxscale.storage.object_store import ObjectStore, StoreError
-from jaxscale.storage.tiers import LEASE, LOCK
+from jaxscale.storage.tiers import LEASE, LOCK, nobody_fetching
 
 log = logging.getLogger("jaxscale")
 
@@ -62,7 +62,8 @@ def _take(file: BinaryIO, workdir: pathlib.Path) -> None:
     until, said = time.monotonic() + LOST_SECONDS, False
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with nobody_fetching(workdir):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             holder = _holder(workdir / LOCK)

@@ -101,12 +101,24 @@ def fetching(workdir: pathlib.Path, *, training: bool = False) -> Iterator[Objec
     if store is None:
         yield None
         return
-    waiting = f"another process fetches {store.address}; waiting for it"
-    with durable.exclusive(workdir / FETCHING, lambda: log.info(waiting)):
+    with nobody_fetching(workdir):
         if not training:
             with durable.claimed(workdir / LOCK) as free:
                 store = store if free else None
         yield store
+
+
+@contextlib.contextmanager
+def nobody_fetching(workdir: pathlib.Path) -> Iterator[None]:
+    """No other process brings files from a local tier's address inside; waits for one that does. A
+    reader holds the run's lock meanwhile, so a run takes that inside: it would be refused."""
+    store = store_of(workdir)
+    if store is None:
+        yield
+        return
+    waiting = f"another process fetches {store.address}; waiting for it"
+    with durable.exclusive(workdir / FETCHING, lambda: log.info(waiting)):
+        yield
 
 
 def check_not_emptied(store: ObjectStore, workdir: pathlib.Path) -> None:

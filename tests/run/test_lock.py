@@ -6,12 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from jaxscale import train
 from jaxscale.run import lock
 from jaxscale.run.lock import locked
+from jaxscale.storage import tiers
 
 HOLDS = """
 import pathlib, sys, time
@@ -63,6 +65,28 @@ def test_the_lock_of_a_host_that_was_lost_is_waited_for(tmp_path, monkeypatch):
         monkeypatch.setattr(lock.time, "sleep", lambda seconds: file.close())
         with locked(tmp_path):
             assert str(os.getpid()) in (tmp_path / ".lock").read_text()
+
+
+def test_a_run_waits_for_a_reader_that_fetches_from_its_address(tmp_path, monkeypatch, caplog):
+    """The reader holds the run's lock meanwhile, and what is refused no supervisor repeats."""
+    monkeypatch.setenv(tiers.VARIABLE, str(tmp_path))
+    workdir = tiers.local_tier("memory://bucket/waits")
+    with locked(workdir):  # an earlier run
+        pass
+    caplog.set_level("INFO", "jaxscale")
+    reader, held = tiers.fetching(workdir), []
+
+    def train() -> None:
+        with locked(workdir):
+            held.append(True)
+
+    with reader:
+        thread = threading.Thread(target=train)
+        thread.start()
+        while "another process fetches memory://bucket/waits; waiting" not in caplog.text:
+            assert thread.is_alive()
+    thread.join()
+    assert held
 
 
 def test_a_full_disk_does_not_keep_a_run_from_locking(tmp_path):
