@@ -72,9 +72,17 @@ class Metrics:
         if not self._writes:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._trackers = [
-            _open_tracker(name, self.directory, start_step, config or {}) for name in trackers
-        ]
+        self._trackers: list[_Tracker] = []
+        for name in trackers:
+            try:
+                tracker = _open_tracker(name, self.directory, start_step, config or {})
+                self._trackers.append(tracker)
+            except (ValueError, ModuleNotFoundError):
+                raise
+            except Exception as error:  # of any library
+                if not start_step:  # whoever starts a run is there to see it
+                    raise
+                self._lost(name, error)
         path = self.directory / "metrics.jsonl"
         records = read(path, last_step=start_step)
         replace_file(path, "".join(map(_line, records)).encode())
@@ -95,11 +103,11 @@ class Metrics:
                     tracker.write(numbers, step)
                 except Exception as error:  # of any library, such as of a server that is gone
                     self._trackers.remove(tracker)
-                    self._lost(tracker, error)
+                    self._lost(tracker.name, error)
 
-    def _lost(self, tracker: "_Tracker", error: Exception) -> None:
+    def _lost(self, name: str, error: Exception) -> None:
         log.warning(
-            f"warning: {tracker.name} gets no more metrics of this attempt ({reason(error)}); "
+            f"warning: {name} gets no more metrics of this attempt ({reason(error)}); "
             f"{self.directory / 'metrics.jsonl'} has them all"
         )
 
@@ -122,7 +130,7 @@ class Metrics:
                 try:
                     tracker.close()
                 except Exception as error:
-                    self._lost(tracker, error)
+                    self._lost(tracker.name, error)
             self._writes = False
 
 

@@ -248,6 +248,15 @@ def test_a_tracker_that_fails_ends_no_run(
         (record,) = caplog.records
         assert "mlflow gets no more metrics of this attempt (ConnectionError: no" in record.message
         caplog.clear()
+    module.start_run = gone
+    with pytest.raises(ConnectionError):
+        Metrics(tmp_path, trackers=("mlflow",))
+    # A run that resumes while nobody is there trains on.
+    writer = Metrics(tmp_path, 2, trackers=("mlflow",))
+    writer.write({"step": 3, "loss": 2.0})
+    writer.close()
+    assert "mlflow gets no more metrics of this attempt (ConnectionError: no" in caplog.text
+    assert len(lines(tmp_path)) == 1
 
 
 def test_progress_line() -> None:
