@@ -88,7 +88,7 @@ def fit(
     started = time.monotonic() if started is None else started
     if jax.process_index() == 0:
         with _writing(trainer.workdir):
-            _write_settings(trainer)
+            _write_settings(trainer, new=trainer.begin == 0)
     returned: collections.Counter[int] = collections.Counter()
     with (
         signals.listening(),
@@ -137,13 +137,20 @@ def _check_arguments(trainer: Trainer, trackers: tuple[str, ...]) -> None:
         raise ValueError("this trainer's state was used by an earlier fit; call open_trainer again")
 
 
-def _write_settings(trainer: Trainer) -> None:
+def _write_settings(trainer: Trainer, *, new: bool) -> None:
     """Writes config.json, and of a new run the tokenizer, into its folder."""
     trainer.workdir.mkdir(parents=True, exist_ok=True)
     resolved = json.dumps(configs.to_dict(trainer.config), indent=2)
     durable.replace_file(trainer.workdir / "config.json", f"{resolved}\n".encode())
-    if trainer.begin == 0:
+    if new:
         keep_tokenizer(trainer.config, trainer.text.tokenizer, trainer.workdir)
+
+
+def _mend_folder(trainer: Trainer) -> None:
+    """Whoever removes or moves the folder of a run that goes on gets one that can be evaluated."""
+    if jax.process_index() == 0 and not (trainer.workdir / "config.json").is_file():
+        with contextlib.suppress(OSError):  # which the save will report
+            _write_settings(trainer, new=True)
 
 
 @contextlib.contextmanager
@@ -241,6 +248,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
                 phases.enter_phase("saving", step)
                 # Raises where loss or gradient norm is not finite: such a state is not saved.
                 recorder.flush()
+                _mend_folder(trainer)
                 saves.save(step, state)
                 recorder.restart_clock()
             if request and (text.evaluations or not last):

@@ -65,7 +65,7 @@ def replace_file(path: pathlib.Path, data: bytes) -> None:
 
 class GrowingFile:
     """A file to which whole records are added, each written at once. What a full disk has no room
-    for is kept until there is: it ends no training."""
+    for is kept until there is: it ends no training. One that was removed or moved is begun anew."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path, self._file = path, path.open("ab", buffering=0)
@@ -76,6 +76,11 @@ class GrowingFile:
         had_room = not self._waiting
         self._waiting += record
         try:
+            if not self._path.exists():
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                before, self._file = self._file, self._path.open("ab", buffering=0)
+                before.close()
+                log.warning(f"warning: {self._path} was removed or moved, and is begun anew")
             while self._waiting:
                 del self._waiting[: self._file.write(self._waiting)]
         except OSError as error:

@@ -410,6 +410,26 @@ def test_the_time_left_counts_on_saves_as_so_far(ready, monkeypatch, lines):
     assert [line.rpartition("| ")[2] for line in found] == ["6.0 s left"]
 
 
+def test_a_folder_that_is_removed_under_a_run_is_begun_anew(ready, monkeypatch, lines):
+    """Its checkpoints were saved and could not be evaluated, and its metrics went nowhere."""
+    save = saves.Saves.save
+
+    def then_remove(self, step, state):
+        save(self, step, state)
+        saves.wait_for_write(self._checkpoints, step)
+        if step == 2:
+            shutil.rmtree(ready.workdir)
+
+    monkeypatch.setattr(saves.Saves, "save", then_remove)
+    training_loop.fit(ready, trackers=("tensorboard",))
+    assert ready.checkpoints.steps() == [4, 6]
+    assert (ready.workdir / "config.json").is_file()
+    assert [one["step"] for one in metrics.read(ready.workdir / "metrics.jsonl")] == [3, 4, 5, 6]
+    said = [line for line in lines() if line.startswith("warning")]
+    assert len(said) == 2
+    assert all("was removed or moved, and is begun anew" in line for line in said)
+
+
 def test_a_trace_ends_with_its_last_step(ready, monkeypatch):
     """And not after the evaluation and the save that follow: their time was said to be the step's,
     most of it idle."""
