@@ -160,6 +160,19 @@ def check_same_model(found: Found, config: Config) -> None:
         raise ValueError("\n  ".join([title, *lines]))
 
 
+def check_same_state(
+    found: Found, config: Config, engine: Engine, checkpoints: Checkpoints
+) -> None:
+    """Refuses settings, such as another optimizer, with which the checkpoint holds other arrays.
+
+    Raises:
+      ValueError: with a line for each array, and for each setting that differs.
+    """
+    wanted, without = _wanted(checkpoints, found.step, engine)
+    resolved = configs.to_dict(config)
+    checkpoints.check_fits(found.step, wanted, config=resolved, without=without)
+
+
 def _steps_to(last: int, checkpoints: Checkpoints) -> list[int]:
     """The steps up to `last` with a checkpoint in either tier; the same in every process."""
     steps = all_steps(checkpoints) if jax.process_index() == 0 else []
@@ -205,13 +218,21 @@ def _restore(
 ) -> TrainState:
     """A state in canonical form. What bad steps are judged by begins anew where the checkpoint has
     none, and is left out where the run needs none."""
-    wanted = engine.placement.canonical
-    without = "guard" if wanted.guard is None else ""
-    if wanted.guard is None or "guard" in checkpoints.parts(step):
-        return checkpoints.restore(step, wanted, config=resolved, without=without)
-    state = checkpoints.restore(step, wanted._replace(guard=None), config=resolved)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted.guard)
+    guard = engine.placement.canonical.guard
+    wanted, without = _wanted(checkpoints, step, engine)
+    state = checkpoints.restore(step, wanted, config=resolved, without=without)
+    if guard is None or wanted.guard is not None:
+        return state
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, guard)
     return state._replace(guard=jax.device_put(init_guard(), shardings))
+
+
+def _wanted(checkpoints: Checkpoints, step: int, engine: Engine) -> tuple[TrainState, str]:
+    """What a run reads of a checkpoint, and the part of it that it leaves out."""
+    wanted = engine.placement.canonical
+    if wanted.guard is None:
+        return wanted, "guard"
+    return wanted if "guard" in checkpoints.parts(step) else wanted._replace(guard=None), ""
 
 
 def rewind(

@@ -30,6 +30,7 @@ from jaxscale.run.resume import (
     Found,
     check_same_examples,
     check_same_model,
+    check_same_state,
     find_newest,
     resume,
     set_aside,
@@ -202,6 +203,7 @@ def _prepare(
     if begin:
         check_same_examples(found, config)
         check_same_model(found, config)
+        check_same_state(found, config, engine, checkpoints)
     weights = None if begin else open_initial(config, engine, workdir)
     random = begin == 0 and weights is None
     text, step, state = _read_and_compile(config, engine, workdir, random=random)

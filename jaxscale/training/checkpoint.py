@@ -304,20 +304,8 @@ class Checkpoints:
           ValueError: names, shapes or types differ, or the checkpoint cannot be used.
           UnreadableError: the operating system does not let this process read it.
         """
-        description = self._description(step)
+        saved = self.check_fits(step, abstract_state, config=config, part=part, without=without)
         wanted = named_arrays(abstract_state)
-        wanted_signatures = {name: array_signature(leaf) for name, leaf in wanted.items()}
-        saved = {
-            name: about
-            for name, about in description["arrays"].items()
-            if not without or name.partition("/")[0] != without
-        }
-        found = array_differences(saved, wanted_signatures, part=part)
-        if found:
-            saved_config = description["metadata"].get("config", {})
-            changed = describe_difference(saved_config, config) if config is not None else []
-            title = f"checkpoint {step} in {self.directory} does not fit this run"
-            raise ValueError(listing(title, found, changed))
         arrays = self._read_everywhere(step, wanted)
         sums = array_sums(arrays, finite=False)
         wrong = [name for name in arrays if saved[name]["checksum"] != sums[name].checksum]
@@ -328,6 +316,36 @@ class Checkpoints:
             )
         structure = jax.tree.structure(abstract_state)
         return jax.tree.unflatten(structure, [arrays[name] for name in wanted])
+
+    def check_fits(
+        self,
+        step: int,
+        abstract_state: Any,
+        *,
+        config: Mapping[str, Any] | None = None,
+        part: bool = False,
+        without: str = "",
+    ) -> dict[str, Any]:
+        """What the description of a checkpoint says of its arrays, by their names; none is read.
+        The arguments are those of `restore`.
+
+        Raises:
+          ValueError: names, shapes or types differ, or the checkpoint cannot be used.
+        """
+        description = self._description(step)
+        wanted = {n: array_signature(leaf) for n, leaf in named_arrays(abstract_state).items()}
+        saved = {
+            name: about
+            for name, about in description["arrays"].items()
+            if not without or name.partition("/")[0] != without
+        }
+        found = array_differences(saved, wanted, part=part)
+        if found:
+            saved_config = description["metadata"].get("config", {})
+            changed = describe_difference(saved_config, config) if config is not None else []
+            title = f"checkpoint {step} in {self.directory} does not fit this run"
+            raise ValueError(listing(title, found, changed))
+        return saved
 
     def _read_everywhere(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
         """Reads the arrays in every process: all raise when one does, so that none waits for it."""
