@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from jaxscale.config import Config
 from jaxscale.layout import Layout
@@ -102,7 +103,7 @@ def trained_parameters(config: Config) -> list[ParamShape]:
     ]
 
 
-def _stacks(arrays: list[ParamShape]) -> list[ParamShape]:
+def _stacks(arrays: Iterable[ParamShape]) -> list[ParamShape]:
     """Those of the layers with the stack's dimension, of size 1."""
     return [
         dataclasses.replace(array, axes=("layers", *array.axes), shape=(1, *array.shape))

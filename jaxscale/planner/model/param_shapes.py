@@ -116,7 +116,8 @@ def turn_of(model: ModelConfig, part: str) -> tuple[bool, ...]:
     return tuple(letter == "E" for letter in model.expert_pattern or "E")
 
 
-def parameters(model: ModelConfig) -> list[ParamShape]:
+@functools.lru_cache(maxsize=64)
+def parameters(model: ModelConfig) -> tuple[ParamShape, ...]:
     """Every parameter of the embedding, of one layer of each stack, and of the head."""
     sizes = {
         "embed": model.d_model,
@@ -149,11 +150,12 @@ def parameters(model: ModelConfig) -> list[ParamShape]:
         inputs = (model.kv_rank and from_rank.get(name)) or model.d_model
         return tuple({**sizes, "embed": inputs}[axis] for axis in axes)
 
-    return [
+    parts = {"embed": _embedding(model), **layers, "head": _head(model)}
+    return tuple(
         ParamShape(part, name, axes, shape(name, axes))
-        for part, arrays in {"embed": _embedding(model), **layers, "head": _head(model)}.items()
+        for part, arrays in parts.items()
         for name, axes in arrays.items()
-    ]
+    )
 
 
 Axes = Mapping[str, tuple[str, ...]]

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
 from jaxscale.planner.model.layout_batch import LayoutBatch
@@ -20,6 +19,7 @@ from jaxscale.planner.tables.pipeline_slots import (
     default_stage_layers,
     stack_buffers,
 )
+from jaxscale.planner.tables.state_ticks import state_ticks
 from jaxscale.planner.tables.table_makespan import TableSpec
 
 
@@ -28,7 +28,7 @@ class PipelineBatch(NamedTuple):
 
     specs: list[TableSpec]
     layers: list[tuple[int, ...]]  # of each spec, the layers of each virtual stage
-    stacks: tuple[StackLayers, ...]  # of the model
+    buffers: list[RankBuffers]  # of each spec, those of the busiest rank
     index: np.ndarray  # int [N], the spec of each layout
 
     def take(self, mask: np.ndarray) -> "PipelineBatch":
@@ -47,20 +47,17 @@ def make_pipelines(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> 
     specs = [
         TableSpec(schedule.name, p, m, v, schedule.fused, keep) for p, m, v in distinct.tolist()
     ]
-    layers = [
-        schedule.layers or default_stage_layers(spec, model.stacks, model.head_cost)
-        for spec in specs
-    ]
-    return PipelineBatch(specs, layers, model.stacks, index.reshape(-1))
+    layers, buffers = [], []
+    for spec in specs:  # all that needs its table in turn: the tables are too many to keep
+        layers.append(schedule.layers or default_stage_layers(spec, model.stacks, model.head_cost))
+        buffers.append(busiest_rank_buffers(spec, layers[-1], model.stacks))
+        state_ticks(spec)
+    return PipelineBatch(specs, layers, buffers, index.reshape(-1))
 
 
 def batch_buffers(pipelines: PipelineBatch) -> RankBuffers:
     """The buffers of the busiest rank; fields are int [N]."""
-    each = [
-        busiest_rank_buffers(spec, layers, pipelines.stacks)
-        for spec, layers in zip(pipelines.specs, pipelines.layers)
-    ]
-    return stack_buffers(each, pipelines.index)
+    return stack_buffers(pipelines.buffers, pipelines.index)
 
 
 def batch_step_seconds(

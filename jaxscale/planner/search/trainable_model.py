@@ -121,7 +121,7 @@ class TrainableModel:
         """Tokens of the whole run."""
         return self.config.run.steps * self.config.data.tokens_per_step
 
-    @property
+    @functools.cached_property
     def head_cost(self) -> float:
         """FLOPs of the head over those of a layer."""
         data = self.config.data

@@ -156,8 +156,9 @@ def most_slots(spec: TableSpec) -> dict[str, int]:
     return {name: base[name] + rounds * (after[name] - base[name]) for name in base}
 
 
+@functools.lru_cache(maxsize=4096)
 def default_stage_layers(
-    spec: TableSpec, stacks: Sequence[StackLayers], head_cost: float
+    spec: TableSpec, stacks: tuple[StackLayers, ...], head_cost: float
 ) -> tuple[int, ...]:
     """The layers of each virtual stage where the layout leaves them to the engine
     (`pipeline.partition.partition_layers`).

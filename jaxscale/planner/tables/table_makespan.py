@@ -179,7 +179,7 @@ def _patterns(spec: TableSpec, alike: tuple[int, ...]) -> tuple[list[np.ndarray]
     return [np.flatnonzero(there[n]) for n in index], counts
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=4096)
 def _cells(spec: TableSpec) -> tuple[np.ndarray, ...]:
     """Tick, kind and stage of every operation."""
     table = pipeline_table(spec)

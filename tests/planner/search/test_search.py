@@ -1,5 +1,6 @@
 """The search finds what going through every layout one by one finds."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -11,18 +12,28 @@ import pytest
 from jaxscale.choices import divisors
 from jaxscale.config import Config, from_dict, load
 from jaxscale.layout import ACCUMULATIONS, OFFLOADS, PIPELINE_GATHERS, Layout
+from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline_schedules.schedule import Schedule
 from jaxscale.pipeline_schedules.shipped import find_schedule
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.memory.step import step_memory
+from jaxscale.planner.model.layout_batch import stack_layouts
 from jaxscale.planner.model.named_models import NAMED
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.report.why_not import why_infeasible
+from jaxscale.planner.search.pipeline_batch import (
+    batch_buffers,
+    batch_step_seconds,
+    make_pipelines,
+)
 from jaxscale.planner.search.plan import predict_plan
 from jaxscale.planner.search.search import TOO_LARGE, TOO_LARGE_FOR_HOST, _distinct, search_layouts
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query, check_pins, mesh_shapes
 from jaxscale.planner.search.trainable_model import TrainableModel
+from jaxscale.planner.tables.pipeline_slots import default_stage_layers, most_slots
+from jaxscale.planner.tables.state_ticks import state_ticks
+from jaxscale.planner.tables.table_makespan import _cells, pipeline_table
 from jaxscale.sharding.layout_checks import check_ulysses
 from jaxscale.training.kernels import attention_name
 
@@ -460,3 +471,25 @@ def test_rows_of_tensor_are_searched_where_the_engine_has_them():
     pinned = search_layouts(query(40.0, tensor_rows=3, **some), 1)
     assert not pinned.layouts
     assert "does not divide layout.tensor" in pinned.messages["not available in this version"]
+
+
+def test_tables_of_more_pipelines_than_are_kept_are_built_once(monkeypatch):
+    monkeypatch.undo()
+    for cached in (pipeline_table, _cells, most_slots, state_ticks, default_stage_layers):
+        cached.cache_clear()
+    built = collections.Counter()
+
+    def counted(*words, **options):
+        built[words, *options.items()] += 1
+        return make_order(*words, **options)
+
+    monkeypatch.setattr("jaxscale.planner.tables.table_makespan.make_order", counted)
+    model = dataclasses.replace(CONFIG.model, num_layers=16)
+    one = Query(dataclasses.replace(CONFIG, model=model), make_cluster("H100-SXM", 32))
+    common = Layout(pipeline=8, data=1, fsdp=4, virtual_stages=1, remat="keep:2", microbatches=8)
+    layouts = stack_layouts([dataclasses.replace(common, microbatches=m) for m in range(8, 80)])
+    pipelines = make_pipelines(one.planned_model, layouts)
+    batch_buffers(pipelines)
+    batch_step_seconds(one, layouts, pipelines)
+    assert len(built) > pipeline_table.cache_info().maxsize
+    assert set(built.values()) == {1}
