@@ -5,7 +5,7 @@ import pathlib
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxscale.choices import nearest
+from jaxscale.choices import divisors, nearest
 from jaxscale.hardware import Chip, chips, read_chips
 
 
@@ -169,14 +169,14 @@ def _torus(chip: Chip, num_devices: int, torus: tuple[int, ...] | None) -> tuple
                 f"{math.prod(torus)} devices"
             )
         return tuple(sorted(torus))
-    devices = num_devices
-    while devices > largest:
-        if devices % 2:
-            raise ValueError(
-                f"{num_devices} {chip.name} devices do not divide into pods of {largest}; "
-                "give the slice, as torus=(16, 16)"
-            )
-        devices //= 2
+    slices = next(n for n in divisors(num_devices) if num_devices // n <= largest)
+    devices = num_devices // slices
+    if slices > 1 and 2 * devices <= largest:
+        pods = round(num_devices / largest)
+        raise ValueError(
+            f"{num_devices} {chip.name} devices do not divide into slices of more than half a pod "
+            f"of {largest}; give another number, such as {pods * largest}"
+        )
     cubes = devices % math.prod(chip.wrap_shape) == 0
     sides = list(chip.wrap_shape) if cubes else [1] * chip.torus_axes
     for factor in sorted(_primes(devices // math.prod(sides)), reverse=True):

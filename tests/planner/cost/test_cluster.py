@@ -106,6 +106,12 @@ def test_a_slice_is_as_near_to_a_cube_as_can_be():
     assert make_cluster("v5e", 1024).node_devices == 256
 
 
+def test_slices_of_too_few_devices_are_refused():
+    said = r"514 TPUv5e devices do not divide .* another number, such as 512$"
+    with pytest.raises(ValueError, match=said):
+        make_cluster("v5e", 514)
+
+
 @pytest.mark.parametrize(
     ("name", "devices", "torus", "wraps"),
     [
@@ -120,6 +126,7 @@ def test_a_slice_is_as_near_to_a_cube_as_can_be():
         ("v5e", 128, (8, 16), "-o"),
         ("v6e", 256, (16, 16), "oo"),
         ("v6e", 512, (16, 16), "oo"),
+        ("v6e", 768, (16, 16), "oo"),  # three pods
         ("v3", 64, (8, 8), "--"),
         ("v3", 2048, (32, 64), "oo"),
     ],
