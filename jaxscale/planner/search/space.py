@@ -360,6 +360,8 @@ def check_fields(pins: Mapping[str, Any], flag: str) -> None:
                 f"{flag} {name} is not a field of a layout; there are {', '.join(known)}"
                 f"{did_you_mean(name, known)}"
             )
+        if name in MESH_AXES and value == -1:
+            raise ValueError(f"{flag} {name}=-1: leave it out for the planner to choose")
         Layout(**_beside(name, value), **{name: value})
     schedule = pins.get("schedule", Layout.schedule)
     name = parse_schedule(schedule).name

@@ -367,6 +367,8 @@ def test_pins_hold():
             {"schedule": "dualpipe"},
             "--pin schedule=dualpipe: the planner ranks .* runs: gpipe, 1f1b, ",
         ),
+        ({"data": -1}, "--pin data=-1: leave it out for the planner to choose"),
+        ({"tensor": -1}, "--pin tensor=-1: leave it out for the planner to choose"),
         ({"schedule": "order.csv"}, "--pin schedule=order.csv: the planner ranks"),
         ({"schedule": "auto"}, "--pin schedule=auto: the planner ranks"),
         ({"schedule": "1f1b:3,x"}, "'3,x' is not a choice"),
