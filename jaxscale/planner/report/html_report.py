@@ -64,7 +64,7 @@ def plan_page(answer: RankedPlans) -> str:
     sections = [
         f"<h1>Layouts on {html.escape(title)}</h1>",
         f"<p>{params_text(query.planned_model)}, {batch_text(query.planned_model)} per step. "
-        f"{answer.found.considered:,} layouts were considered. {query.planned_model.note}</p>",
+        f"{answer.found.considered:,} layouts were considered. {answer.note}</p>",
         _table(answer.plans),
         _rejected(answer.found.rejected),
     ]

@@ -14,7 +14,7 @@ def ranking_json(answer: RankedPlans) -> dict[str, Any]:
     return {
         "params": model.num_params,
         "active_params": model.shape.active_params,
-        "note": model.note,
+        "note": answer.note,
         "hardware": answer.query.cluster.name,
         "devices": answer.query.cluster.num_devices,
         "plans": [_plan_json(one, model.run_tokens) for one in answer.plans],

@@ -237,7 +237,7 @@ def ranking_text(answer: RankedPlans) -> str:
         f"{tokens / 1e9:,.4g} B tokens at {100 * good.fraction:.1f} % goodput (a failure "
         f"every {good.between_failures_seconds / 3600:.0f} h, a checkpoint every "
         f"{good.checkpoint_every_seconds / 60:.0f} min), with a PUE of {BUILDING}.",
-        *([model.note] if model.note else []),
+        *([answer.note] if answer.note else []),
         f"{answer.found.considered:,} layouts considered",
     ]
     lines += [f"  {count:12,}  {reason}" for reason, count in answer.found.rejected.items()]

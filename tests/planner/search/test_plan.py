@@ -21,7 +21,7 @@ from jaxscale.planner import auto_layout
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
 from jaxscale.planner.plan_layouts import plan_layouts, with_batch
-from jaxscale.planner.report import html_report, text_report, why_not
+from jaxscale.planner.report import html_report, json_report, text_report, why_not
 from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.plan import RankedPlans, predict_plan
 from jaxscale.planner.search.search import SearchResult, search_layouts
@@ -233,6 +233,17 @@ def pipelined() -> RankedPlans:
     return RankedPlans(
         QUERY, plans, search_layouts(dataclasses.replace(QUERY, pins={"tensor": 4}), 1)
     )
+
+
+def test_unrolled_layers_come_with_a_caveat():
+    loop = pipelined()
+    query = dataclasses.replace(QUERY, pins={"unroll_layers": True})
+    unrolled = dataclasses.replace(loop, query=query)
+    said = "memory of unrolled layers are those of a loop"
+    for report in (text_report.ranking_text, html_report.plan_page):
+        assert said in report(unrolled)
+        assert said not in report(loop)
+    assert said in json_report.ranking_json(unrolled)["note"]
 
 
 def test_the_page_needs_nothing_else():
