@@ -27,7 +27,7 @@ TERMS = {
     "expert": "expert all-to-alls, exposed",
     "pipeline": "pipeline sends, exposed",
     "fsdp": "fsdp all-gather and reduce-scatter, exposed",
-    "data": "gradient all-reduce over replicas, exposed",
+    "data": "gathers and reductions once a step, exposed",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer update",
     "offload": "host offload, exposed",

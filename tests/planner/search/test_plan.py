@@ -93,6 +93,12 @@ def test_the_waterfall_and_the_stack_say_all_terms():
     assert "peak" in stack
 
 
+def test_replicas_are_named_only_where_there_are_some():
+    one = predict_plan(QUERY, Layout(data=1, fsdp=8, zero_stage=1))
+    assert one.terms["data"] > 0
+    assert "replicas" not in text_report.waterfall_text(one)
+
+
 def test_comparing_names_the_faster_and_the_largest_difference_first():
     first, last = answer(pipeline=1).plans[0], predict_plan(QUERY, PIPELINE)
     text = text_report.comparison(first, last)
