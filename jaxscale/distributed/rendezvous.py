@@ -128,8 +128,12 @@ def _accept_all(
                 raise _Refused(answer["refusal"])
         except _Refused as refusal:
             _abort_all(hello, arrived, refusal)
+            silent = [connection for connection, member in arrived.items() if not member]
+            count = hello["num_processes"] - 1 - len(arrived) + len(silent)
             if time.monotonic() < deadline:  # the others would wait until their own deadline
-                _refuse_late(listener, hello["num_processes"] - 1 - len(arrived), refusal)
+                _refuse_late(listener, silent, count, refusal)
+            for connection in silent:
+                connection.socket.close()
             raise
     welcome = {"names": [name(i, each["host"]) for i, each in enumerate(hellos)], "answer": answer}
     for connection in joined.values():
@@ -142,10 +146,12 @@ def _accept_all(
 def _abort_all(
     hello: dict[str, Any], arrived: Mapping[Connection, dict[str, Any]], refusal: _Refused
 ) -> None:
-    """Sends the refusal to every process that has connected: the whole text once on each host."""
+    """Sends the refusal to every process that has said hello: the whole text once on each host."""
     printing = {hello["host"]: 0}  # host -> the process that prints it
     for connection, member in arrived.items():
-        host, who = member.get("host", ""), member.get("process_id", -1)
+        if not member:
+            continue
+        host, who = member["host"], member["process_id"]
         first = printing.setdefault(host, who)
         short = type(refusal)(f"not started: the same error as {name(first, host)}")
         _send_refusal(connection, refusal if who == first else short, member)
@@ -165,17 +171,24 @@ def _proof(kind: str, hello: Mapping[str, Any]) -> str:
     return hmac.new(token.encode(), "\n".join(words).encode(), hashlib.sha256).hexdigest()
 
 
-def _refuse_late(listener: socket.socket, count: int, refusal: _Refused) -> None:
-    """Sends the refusal to processes that connect late, up to `count`, for `LATE_SECONDS`."""
+def _refuse_late(
+    listener: socket.socket, silent: list[Connection], count: int, refusal: _Refused
+) -> None:
+    """Sends the refusal to processes that say hello late, up to `count`, for `LATE_SECONDS`. Only
+    the answer to a hello is believed: until one comes, a process tries again.
+
+    Args:
+      silent: those that have connected already.
+    """
     deadline = time.monotonic() + LATE_SECONDS
     while count > 0 and (left := deadline - time.monotonic()) > 0:
         listener.settimeout(left)
         with contextlib.suppress(OSError, ValueError):  # none connected, or no process of ours
-            connection = Connection(listener.accept()[0])
-            connection.socket.settimeout(1)
-            connection.receive()  # closing with unread data could discard what is sent
-            _send_refusal(connection, refusal, next(connection.messages(), {}))
-            connection.socket.close()
+            connection = silent.pop() if silent else Connection(listener.accept()[0])
+            with connection.socket:
+                connection.socket.settimeout(1)
+                connection.receive()  # closing with unread data could discard what is sent
+                _send_refusal(connection, refusal, next(connection.messages(), {}))
             count -= 1
 
 

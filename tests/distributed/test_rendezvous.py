@@ -181,6 +181,30 @@ def test_processes_that_contradict_each_other_are_refused(second, said, one_host
     assert re.search(said, str(errors[0]))
 
 
+def test_one_that_has_connected_and_says_hello_after_a_refusal_hears_it(monkeypatch):
+    """It would try again until its time is up, and then miss process 0."""
+    connected, refused = threading.Event(), threading.Event()
+    send, abort = rendezvous.Connection.send, rendezvous._abort_all
+
+    def send_late(connection, message):
+        if message.get("process_id") == 1:
+            connected.set()
+            assert refused.wait(10)
+        send(connection, message)
+
+    def abort_all(*arguments):
+        abort(*arguments)
+        refused.set()
+
+    monkeypatch.setattr(rendezvous.Connection, "send", send_late)
+    monkeypatch.setattr(rendezvous, "_abort_all", abort_all)
+    port = free_port()
+    works = lambda: join(port, 0, 3), lambda: join(port, 1, 3, timeout=5)
+    errors = together(*works, lambda: connected.wait(10) and join(port, 2, 4))
+    said = "process 2 on .* has --num_processes = 4 and process 0 on .* has 3; give all the same"
+    assert re.fullmatch(said, str(errors[1]))
+
+
 def test_a_second_process_0_finds_the_port_taken():
     port = free_port()
     with socket.create_server(("", port)), pytest.raises(ValueError, match="another process with"):
