@@ -34,7 +34,7 @@ SMALLEST = ["--config.model.num_layers=1", "--config.data.heldout=0", "--tracker
 SHORTER = {  # page -> what makes its command shorter, or smaller than what it shows
     "multi_process.md": [*SMALLEST, "--config.run.steps=2"],
     "training.md": [*SMALLEST, "--config.run.steps=2"],
-    "planning.md": ["--pin", "tensor_rows=1", "--pin", "offload=none"],
+    "planning.md": ["--pin", "tensor_rows=1", "offload=none", "schedule=1f1b"],
     "autotune.md": ["--trials", "1", "--config.model.num_layers=1"],
     "reliability.md": SMALLEST,
 }
