@@ -293,12 +293,15 @@ def test_before_training_a_signal_ends_the_process_even_in_a_compiler(name):
         text=True,
     )
     assert process.stdout
-    if "=" not in name:
-        process.stdout.readline()
-        process.send_signal(signal.SIGQUIT)
-        time.sleep(0.1)
-        process.send_signal(signal.Signals[name])
-    printed = process.communicate(timeout=60)[1]
+    try:
+        if "=" not in name:
+            process.stdout.readline()
+            process.send_signal(signal.SIGQUIT)
+            time.sleep(0.1)
+            process.send_signal(signal.Signals[name])
+        printed = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
     assert process.returncode == signals.STOPPED
     lines = printed.splitlines()
     assert lines[-1].startswith(f"{name} while ")
