@@ -106,14 +106,16 @@ def _layer_cost(
         return backward(weights, shared, context, residuals, (y, loss))
 
     saving, forward = rematerialised(layer, remat), count_flops(layer, *arguments)
+    _, _, residuals = jax.eval_shape(split_vjp(saving)[0], *arguments)
+    saved = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
+    if remat.kind == "none":
+        return forward, 0.0, float(saved)
     under = count_flops(functools.partial(both, saving), *arguments)
     if remat.kind == "save_all_but_attention":
         # The layer itself repeats its attention: without, two gradients of every matmul.
         plain = 3 * forward
     else:
         plain = count_flops(functools.partial(both, layer), *arguments)
-    _, _, residuals = jax.eval_shape(split_vjp(saving)[0], *arguments)
-    saved = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
     return forward, under - plain, float(saved)
 
 
