@@ -25,7 +25,7 @@ SETTINGS = {
     "run.steps": 1,
     "run.eval_every": 0,
     "optimizer.warmup_steps": 0,
-    "layout.fsdp": 8,
+    "layout.data": 8,
     "layout.microbatches": 1,
     "layout.remat": "none",
 }
