@@ -213,12 +213,8 @@ def traced_memory(engine: Engine) -> tuple[int, int]:
     Those are gradients, and what a pass saves for its backward pass: the buffers of a pipeline's
     executor, else the residuals of the layers, all of which tensor is taken to divide.
     """
-    between, zero, layout, config = (
-        state_bytes(engine.abstract_state),
-        engine.zero,
-        engine.layout,
-        engine.config,
-    )
+    zero, layout, config = engine.zero, engine.layout, engine.config
+    between = state_bytes(engine.abstract_state)
     rules = zero.accumulator_rules(single_visit=layout.single_visit)
     width = zero.accumulation_dtype.itemsize
     grads = tree_bytes(

@@ -12,7 +12,7 @@ from jaxscale.hardware import GPU_MEMORY_VARIABLES
 from jaxscale.layout import Layout
 from jaxscale.sharding.layer_bytes import LayerBytes
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training import xla_options
+from jaxscale.training import engine, xla_options
 from jaxscale.training.engine import make_engine
 from jaxscale.training.xla_options import step_options, waits_for_gathers
 
@@ -175,6 +175,15 @@ def test_xla_plans_with_the_memory_that_jax_takes_of_a_gpu(monkeypatch):
     assert step_options(mesh)[name] == 118
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=95")
     assert name not in step_options(mesh)
+
+
+def test_a_step_is_compiled_with_the_bytes_of_its_state(monkeypatch):
+    given = {}
+    monkeypatch.setattr(engine, "step_options", lambda mesh, **known: given.update(known) or {})
+    config = from_dict({"layout": {"data": 8, "zero_stage": 0}, "data": {"global_batch_size": 8}})
+    made = engine.make_engine(config, make_mesh(config.layout, jax.devices()))
+    state = jax.tree.leaves(made.abstract_state)  # whole on each device
+    assert given["arguments"] == sum(leaf.size * leaf.dtype.itemsize for leaf in state)
 
 
 def test_what_the_environment_says_of_the_initial_parameters_program_wins(monkeypatch):
