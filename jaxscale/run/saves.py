@@ -109,7 +109,7 @@ class Saves:
             if not outcome:
                 return
             if pause is None:
-                raise SaveError(f"{outcome}; the same command resumes from there")
+                raise SaveError(f"{outcome}; the same command resumes there, or begins anew")
             time.sleep(pause)
             self.save(step, state)
 
