@@ -15,7 +15,7 @@ import jaxscale
 from jaxscale import convert, evaluate, generate, train
 from jaxscale.config import from_dict
 from jaxscale.data.loader import batches
-from jaxscale.run.initial_weights import open_initial
+from jaxscale.run.initial_weights import initial_state, open_initial
 from jaxscale.run.setup.layout import open_engine
 from jaxscale.run.setup.text import open_text, open_tokenizer
 from jaxscale.run_folder import load_config
@@ -160,6 +160,7 @@ REFUSED = {
         r"(?s)init_from = .*other settings:\n  model.rope_theta = 1.0 here, 5000.0 there\n  "
         "model.tied_embeddings = True here, False there",
     ),
+    "fewer tokens": ({"vocab_size": 129, "init_from": "run"}, "_size = 129 here, 130 there"),
     "shapes": ({"d_ff": 32, "init_from": "run"}, "model.d_ff = 32 here, 24 there"),
     "twice": ({"init_from": "hf"}, "already holds weights to start from"),
     "nowhere": ({"init_from": "nowhere"}, "nowhere is not a folder; download a model of"),
@@ -175,6 +176,28 @@ def test_weights_that_do_not_fit_are_refused(name, converted, tmp_path):
     config, engine = open_engine(config)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         open_initial(config, engine, converted / "run" if name == "twice" else tmp_path)
+
+
+def test_a_larger_vocabulary_starts_from_the_mean_of_the_rows_of_the_smaller(converted, tmp_path):
+    """Within the padding rows of a Hugging Face model, and beyond those of a run, on a layout."""
+    known = jaxscale.from_pretrained(converted / "hf").params
+    layout = ["layout.fsdp=4", "layout.tensor=2"]
+    for origin, size in (("hf", 200), ("run", 300)):
+        grown = [f"model.init_from={converted / origin}", f"model.vocab_size={size}"]
+        config, engine = open_engine(load_config(converted / "run", [*grown, *layout]))
+        weights = open_initial(config, engine, tmp_path)
+        assert weights is not None
+        params = initial_state(engine, weights, jax.random.key(0)).params
+        for before, new in (
+            (known["embed"]["tokens"], params["embed"]["tokens"]),
+            (known["head"]["output"].T, params["head"]["output"].T),
+        ):
+            assert len(new) == (256 if size == 200 else 384)
+            np.testing.assert_array_equal(new[:130], before[:130])
+            mean = np.broadcast_to(np.mean(before[:130], axis=0), (size - 130, before.shape[1]))
+            np.testing.assert_allclose(new[130:size], mean, rtol=1e-5, atol=1e-7)
+            assert not np.any(new[size:])
+        jax.tree.map(np.testing.assert_array_equal, params["layers"], known["layers"])
 
 
 def test_no_optimizers_state_to_keep_is_refused_before_a_step_is_compiled(converted, tmp_path):
@@ -228,6 +251,10 @@ BAD_COMMANDS = {
     "other settings": (
         ["--from_hf", "{hf}", "--output", "{hf}_", "--config.model.rope_theta=2", *DATA],
         "model.rope_theta = 2.0 here, 5000.0 there",
+    ),
+    "new tokens": (
+        ["--from_hf", "{hf}", "--output", "{hf}_", "--config.model.vocab_size=131", *DATA],
+        "model.vocab_size = 131 here, 130 there",
     ),
     "large tokenizer": (
         ["--from_hf", "{hf}", "--output", "{hf}_", "--config.data.tokenizer=bytes"],

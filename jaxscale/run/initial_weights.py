@@ -5,12 +5,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxscale import config as configs
 from jaxscale.config import Config
@@ -21,7 +23,8 @@ from jaxscale.model_config import ModelConfig, is_own_family
 from jaxscale.model_config.rope_scaling import SCALING
 from jaxscale.run.both_tiers import bring_newest
 from jaxscale.run_folder import TOKENIZERS, folder_of
-from jaxscale.sharding.resolve import leaf_name
+from jaxscale.sharding.resolve import is_axes, leaf_name
+from jaxscale.sharding.rules import Axes
 from jaxscale.storage.checkpoint_folder import named_arrays
 from jaxscale.storage.tiers import CHECKPOINTS, fetch_files, fetching
 from jaxscale.training.checkpoint import Checkpoints
@@ -77,18 +80,22 @@ class RunWeights:
         """Nothing: `read` compares names and shapes with those in the checkpoint."""
 
     def read(self, axes: Any, abstract: Any) -> Any:
-        """The parameters in canonical form, with the types and devices of `abstract`."""
-        del axes
+        """The parameters in canonical form, with the types and devices of `abstract`. Where that
+        has more rows of the vocabulary, the others are zero."""
         with contextlib.closing(Checkpoints(self.directory / CHECKPOINTS)) as checkpoints:
-            types = checkpoints.types(self.step, "params")
-        stored = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: jax.ShapeDtypeStruct(
-                leaf.shape, types.get(leaf_name(path), self.dtype), sharding=leaf.sharding
-            ),
-            abstract,
-        )
-        params = self.restore("params", stored)
-        return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), params, abstract)
+            there = checkpoints.arrays(self.step, "params")
+
+        def stored(path: Any, names: Axes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            like = there.get(leaf_name(path), jax.ShapeDtypeStruct(leaf.shape, self.dtype))
+            shape = leaf.shape
+            if len(like.shape) == len(shape):
+                sizes = zip(names, like.shape, shape)
+                shape = tuple(min(old, new) if n == "vocab" else new for n, old, new in sizes)
+            return jax.ShapeDtypeStruct(shape, like.dtype, sharding=leaf.sharding)
+
+        wanted = jax.tree_util.tree_map_with_path(stored, axes, abstract, is_leaf=is_axes)
+        params = self.restore("params", wanted)
+        return jax.tree.map(_widened, params, abstract)
 
     def restore(self, part: str, abstract: Any) -> Any:
         """A part of the state in canonical form: "params" or "opt_state".
@@ -101,6 +108,15 @@ class RunWeights:
             return checkpoints.restore(self.step, {part: abstract}, part=True)[part]
         finally:
             checkpoints.close()
+
+
+def _widened(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """The array in another type, with zeros beyond its end."""
+    if x.shape == like.shape:
+        return x.astype(like.dtype)
+    widths = [(0, new - old) for old, new in zip(x.shape, like.shape)]
+    pad = jax.jit(lambda x: jnp.pad(x, widths).astype(like.dtype), out_shardings=like.sharding)
+    return pad(x)
 
 
 Weights = HuggingFaceModel | RunWeights
@@ -158,12 +174,16 @@ def may_differ(model: ModelConfig) -> set[str]:
     return names
 
 
-def check_settings(model: ModelConfig, weights: Weights, why: str, seq_len: int) -> None:
-    """Refuses weights of a model with other settings; a line says which of `ROPE` change.
+def check_settings(
+    model: ModelConfig, weights: Weights, why: str, seq_len: int, *, may_grow: bool = False
+) -> None:
+    """Refuses weights of a model with other settings; a line says which of `ROPE` change, and how
+    many tokens are new.
 
     Args:
       why: the setting that named the weights, for the message.
       seq_len: `data.seq_len` of the new run.
+      may_grow: whether the vocabulary may be larger.
 
     Raises:
       ValueError: with a line for each setting that differs.
@@ -176,7 +196,10 @@ def check_settings(model: ModelConfig, weights: Weights, why: str, seq_len: int)
         for name in {**ours, **theirs}
         if name not in free and ours.get(name, none) != theirs.get(name, none)
     }
-    context = weights.context
+    context, new = weights.context, num_new_tokens(model, weights)
+    if may_grow and new:
+        line = differ.pop("vocab_size")
+        log.info(f"note: {line}: the rows of {new} new tokens start as the mean of the others")
     longer = seq_len > context
     refused = [line for name, line in differ.items() if not (longer and name in ROPE)]
     if not longer and not differ.keys().isdisjoint(ROPE):
@@ -189,6 +212,14 @@ def check_settings(model: ModelConfig, weights: Weights, why: str, seq_len: int)
             f"note: {'; '.join(differ.values())}: other rotary positions, since data.seq_len = "
             f"{seq_len} is above the {context} tokens that the weights are for"
         )
+
+
+def num_new_tokens(model: ModelConfig, weights: Weights) -> int:
+    """By how many tokens the vocabulary of a run is larger than that of its weights; 0 for a model
+    of one's own, whose arrays may have it in any way."""
+    if is_own_family(model.family):
+        return 0
+    return max(0, model.vocab_size - weights.config.vocab_size)
 
 
 def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weights | None:
@@ -212,7 +243,7 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
         return None
     depth = getattr(config.model, "prediction_depth", 0)
     weights = open_weights(folder, config.model.family, depth)
-    check_settings(config.model, weights, why, config.data.seq_len)
+    check_settings(config.model, weights, why, config.data.seq_len, may_grow=True)
     weights.check(engine.model.axes, engine.placement.canonical.params)
     if config.optimizer.keep_state:
         _check_state(config, engine, weights, why)
@@ -231,6 +262,12 @@ def _check_state(config: Config, engine: Engine, weights: Weights, why: str) -> 
             f"optimizer.keep_state = True, and {why} is a model without an optimizer's state, as "
             "it comes from Hugging Face; set optimizer.keep_state = False"
         )
+    if num_new_tokens(config.model, weights):
+        raise ValueError(
+            f"optimizer.keep_state = True, and model.vocab_size = {config.model.vocab_size} is "
+            f"above the {weights.config.vocab_size} of {why}: new tokens have no moments; set "
+            "optimizer.keep_state = False"
+        )
     ours, theirs = config.optimizer.settings, weights.optimizer
     differ = [
         f"optimizer.{name} = {ours[name]!r} here, {theirs[name]!r} there"
@@ -243,7 +280,7 @@ def _check_state(config: Config, engine: Engine, weights: Weights, why: str) -> 
             f"{'; '.join(differ)}; set the same, or optimizer.keep_state = False"
         )
     with contextlib.closing(Checkpoints(weights.directory / CHECKPOINTS)) as checkpoints:
-        saved = checkpoints.types(weights.step, "opt_state").keys()
+        saved = checkpoints.arrays(weights.step, "opt_state").keys()
     if saved != named_arrays(engine.placement.canonical.opt_state).keys():
         raise ValueError(
             f"optimizer.keep_state = True, and {why} has moments of other parameters: it was "
@@ -270,6 +307,8 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
     for leaf in jax.tree.leaves(state.params):
         leaf.delete()  # only the optimizer's state is needed
     params = weights.read(engine.model.axes, engine.placement.canonical.params)
+    if new := num_new_tokens(engine.config.model, weights):
+        params = _with_new_tokens(params, engine.model.axes, weights.config.vocab_size, new)
     params = engine.placement.part("params").from_canonical(params, donate=True)
     log.info(f"parameters read from {weights.directory}")
     state = state._replace(params=params)
@@ -280,6 +319,25 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
         state = state._replace(opt_state=_with_schedule_of(state.opt_state, kept))
         log.info(f"the optimizer's moments are those of step {weights.step} there")
     return state
+
+
+def _with_new_tokens(params: Any, axes: Any, known: int, new: int) -> Any:
+    """Parameters in which the rows of new tokens are the mean of those of the known ones, so that
+    at first none is likelier than these (Hewitt, "Initializing new word embeddings", 2021)."""
+
+    def fill(x: jax.Array, dim: int) -> jax.Array:
+        rows = jax.lax.slice_in_dim(x, 0, known, axis=dim)
+        mean = jnp.mean(rows, dim, dtype=jnp.promote_types(x.dtype, jnp.float32), keepdims=True)
+        place = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
+        return jnp.where((known <= place) & (place < known + new), mean.astype(x.dtype), x)
+
+    def filled(names: Axes, x: jax.Array) -> jax.Array:
+        if "vocab" not in names:
+            return x
+        one = functools.partial(fill, dim=names.index("vocab"))
+        return jax.jit(one, donate_argnums=0, out_shardings=x.sharding)(x)
+
+    return jax.tree.map(filled, axes, params, is_leaf=is_axes)
 
 
 def _with_schedule_of(fresh: Any, kept: Any) -> Any:

@@ -264,8 +264,8 @@ class Checkpoints:
         """
         return {name.partition("/")[0] for name in self._description(step)["arrays"]}
 
-    def types(self, step: int, part: str) -> dict[str, str]:
-        """The types of the arrays of a part, such as "params", by their paths in it.
+    def arrays(self, step: int, part: str) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes and types of the arrays of a part, such as "params", by their paths in it.
 
         Raises:
           ValueError: as `parts`.
@@ -273,7 +273,7 @@ class Checkpoints:
         arrays = self._description(step)["arrays"].items()
         inside = f"{part}/"
         return {
-            name.removeprefix(inside): about["dtype"]
+            name.removeprefix(inside): jax.ShapeDtypeStruct(about["shape"], about["dtype"])
             for name, about in arrays
             if name.startswith(inside)
         }

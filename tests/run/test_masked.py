@@ -124,6 +124,9 @@ def test_a_causal_run_goes_on_masked_and_back(proteins, runs):
     frozen = dataclasses.replace(config, optimizer=frozen)
     with pytest.raises(ValueError, match=r"moments of other parameters: .*groups = \[\]; freeze"):
         open_initial(frozen, make_engine(frozen, make_mesh(config.layout)), base / "back")
+    more = dataclasses.replace(config.model, vocab_size=40)
+    with pytest.raises(ValueError, match=r"vocab_size = 40 is above the 33 of .* no moments; set"):
+        open_initial(dataclasses.replace(config, model=more), engine, base / "back")
     begun = initial_state(engine, weights, jax.random.key(0))
     masked = saved(base / "masked", engine.abstract_state)
     same(begun.params, masked.params)
