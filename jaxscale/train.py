@@ -236,7 +236,7 @@ def _train(
         if left := not_uploaded():
             log.warning(f"warning: {left}")
         return signals.STOPPED
-    except (FloatingPointError, SaveError, UnusableTokensError) as error:
+    except (FloatingPointError, ChildProcessError, SaveError, UnusableTokensError) as error:
         left, status = not_uploaded(), getattr(error, "exit_status", 1)
         command_line.refuse(f"{error}; {left}" if left else str(error), status)
     if left := not_uploaded():

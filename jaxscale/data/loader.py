@@ -3,13 +3,16 @@
 The state of a stream is the number of its next example: neither processes nor workers enter.
 """
 
+import contextlib
 import functools
+import logging
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import absl.flags
 from etils import epy
@@ -20,6 +23,8 @@ from jaxscale.data.packing import stack
 
 with epy.lazy_imports():
     import grain
+
+log = logging.getLogger("jaxscale")
 
 _PREFETCH_BATCHES = 4
 
@@ -39,30 +44,64 @@ def batches(
 
     Step s holds examples s * global_batch_size and on, whatever the rows and workers. Training
     batches never end; held-out ones end after the last token. Batches are prefetched in a thread,
-    or in `workers` processes; closing the iterator ends them.
+    or in `workers` processes; closing the iterator ends them. Where one is killed, as by a host
+    that is short of memory, new ones continue with the next batch.
 
     Args:
       rows: the rows of the global batch that this process loads; None is all of them.
+
+    Raises:
+      ChildProcessError: a worker was killed before any of them made the batch.
     """
     chosen = range(global_batch_size)
     if rows is not None:
         chosen = chosen[rows] if isinstance(rows, slice) else tuple(rows)
     stop = 2**62 if dataset.split == "train" else -(-len(dataset) // global_batch_size)
     load = functools.partial(_load, dataset, global_batch_size, tuple(chosen))
-    steps = grain.MapDataset.range(min(start_step, stop), stop).map(load)
-    reading = steps.to_iter_dataset(
-        grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH_BATCHES)
-    )
-    if workers:
-        if not absl.flags.FLAGS.is_parsed():  # Grain reads flags of its own, and needs no values
-            absl.flags.FLAGS.mark_as_parsed()
-        reading = reading.mp_prefetch(
-            grain.MultiprocessingOptions(num_workers=workers),
-            worker_init_fn=functools.partial(_begin_worker, os.getpid()),
+
+    def begin(step: int) -> Generator[Batch]:
+        steps = grain.MapDataset.range(min(step, stop), stop).map(load)
+        reading = steps.to_iter_dataset(
+            grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH_BATCHES)
         )
-    iterator = iter(reading)
-    iterator.start_prefetch()
-    return _closing(iterator)
+        if workers:
+            if not absl.flags.FLAGS.is_parsed():  # Grain reads flags of its own, without values
+                absl.flags.FLAGS.mark_as_parsed()
+            reading = reading.mp_prefetch(
+                grain.MultiprocessingOptions(num_workers=workers),
+                worker_init_fn=functools.partial(_begin_worker, os.getpid()),
+            )
+        iterator = iter(reading)
+        iterator.start_prefetch()
+        return _closing(iterator)
+
+    first = begin(start_step)
+    return _begun_again(first, begin, start_step) if workers else first
+
+
+def _begun_again(
+    stream: Generator[Batch], begin: Callable[[int], Generator[Batch]], step: int
+) -> Generator[Batch]:
+    """A stream from a step on, and further ones where a worker is killed."""
+    while True:
+        begun = step
+        try:
+            with contextlib.closing(stream):
+                for batch in stream:
+                    yield batch
+                    step += 1
+            return
+        except RuntimeError as error:
+            killed = re.search(r"exit code -(\d+)", str(error))
+            if not killed:
+                raise
+            what = f"a data worker was killed ({signal.Signals(int(killed[1])).name})"
+            if step == begun:
+                raise ChildProcessError(
+                    f"{what} before it made a batch, perhaps for lack of memory; lower data.workers"
+                ) from error
+            log.warning(f"note: {what}, perhaps for lack of memory; new ones begin at its batch")
+            stream = begin(step)
 
 
 def _begin_worker(parent: int, worker: int, num_workers: int) -> None:

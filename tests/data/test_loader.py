@@ -4,15 +4,18 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import time
+from typing import cast
 
 import numpy as np
 import pytest
 
 from jaxscale.batch import Batch
+from jaxscale.data.dataset import Dataset
 from jaxscale.data.loader import batches
 from jaxscale.data.mixture import Mixture, mix
 from tests.data.documents import END, assert_same, documents_of, numbered, opened
@@ -70,12 +73,41 @@ def test_any_number_of_processes_and_shards_makes_the_same_batches(mixture, proc
         assert [copy.example_digest(range(s * 6, s * 6 + 6)) for s in range(3, 7)] == digests
 
 
-def test_worker_processes_change_nothing_and_end(mixture):
-    expected = take(4, mixture, rows=[1, 3, 5], start_step=3)
-    got = take(4, mixture, rows=[1, 3, 5], start_step=3, workers=2)
+def test_worker_processes_change_nothing_are_replaced_when_killed_and_end(mixture, caplog):
+    expected = take(5, mixture, rows=[1, 3, 5], start_step=3)
+    stream = batches(mixture, global_batch_size=6, rows=[1, 3, 5], start_step=3, workers=2)
+    got = list(itertools.islice(stream, 2))
+    killed = multiprocessing.active_children()
+    for worker in killed:
+        worker.kill()
+    with caplog.at_level("WARNING", "jaxscale"):
+        got += itertools.islice(stream, 3)
+    assert len(killed) == len(multiprocessing.active_children()) == 2
+    stream.close()
     for before, after in zip(expected, got, strict=True):
         assert_same(before, after)
+    assert [record.getMessage() for record in caplog.records] == [
+        "note: a data worker was killed (SIGKILL), perhaps for lack of memory; new ones begin at "
+        "its batch"
+    ]
     assert not multiprocessing.active_children()
+
+
+class TooLarge:
+    """Examples for which a host has no memory."""
+
+    split = "train"
+
+    def __getitem__(self, number: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_is_killed_for_every_batch_ends_the_run_with_advice():
+    stream = batches(cast(Dataset, TooLarge()), global_batch_size=2, workers=1)
+    with pytest.raises(
+        ChildProcessError, match=r"\(SIGKILL\) before it made a batch.*; lower data"
+    ):
+        next(stream)
 
 
 KILLED = """
