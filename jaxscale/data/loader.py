@@ -45,13 +45,13 @@ def batches(
     Step s holds examples s * global_batch_size and on, whatever the rows and workers. Training
     batches never end; held-out ones end after the last token. Batches are prefetched in a thread,
     or in `workers` processes; closing the iterator ends them. Where one is killed, as by a host
-    that is short of memory, new ones continue with the next batch.
+    that is short of memory, others continue with its batch.
 
     Args:
       rows: the rows of the global batch that this process loads; None is all of them.
 
     Raises:
-      ChildProcessError: a worker was killed before any of them made the batch.
+      ChildProcessError: workers were killed twice at the same batch.
     """
     chosen = range(global_batch_size)
     if rows is not None:
@@ -83,8 +83,8 @@ def _begun_again(
     stream: Generator[Batch], begin: Callable[[int], Generator[Batch]], step: int
 ) -> Generator[Batch]:
     """A stream from a step on, and further ones where a worker is killed."""
+    killed_at = -1
     while True:
-        begun = step
         try:
             with contextlib.closing(stream):
                 for batch in stream:
@@ -92,15 +92,19 @@ def _begun_again(
                     step += 1
             return
         except RuntimeError as error:
-            killed = re.search(r"exit code -(\d+)", str(error))
-            if not killed:
+            status = re.search(r"exit code -(\d+)", str(error))
+            if not status:
                 raise
-            what = f"a data worker was killed ({signal.Signals(int(killed[1])).name})"
-            if step == begun:
+            killed, reason = signal.Signals(int(status[1])).name, "perhaps for lack of memory"
+            if killed_at == step:
                 raise ChildProcessError(
-                    f"{what} before it made a batch, perhaps for lack of memory; lower data.workers"
+                    f"a data worker was killed ({killed}) twice at the same batch, {reason}; lower "
+                    "data.workers"
                 ) from error
-            log.warning(f"note: {what}, perhaps for lack of memory; new ones begin at its batch")
+            killed_at = step
+            log.warning(
+                f"note: a data worker was killed ({killed}), {reason}; another begins at its batch"
+            )
             stream = begin(step)
 
 

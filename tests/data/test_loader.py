@@ -3,13 +3,13 @@
 import itertools
 import multiprocessing
 import os
+import pathlib
 import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
-from typing import cast
 
 import numpy as np
 import pytest
@@ -73,41 +73,43 @@ def test_any_number_of_processes_and_shards_makes_the_same_batches(mixture, proc
         assert [copy.example_digest(range(s * 6, s * 6 + 6)) for s in range(3, 7)] == digests
 
 
-def test_worker_processes_change_nothing_are_replaced_when_killed_and_end(mixture, caplog):
-    expected = take(5, mixture, rows=[1, 3, 5], start_step=3)
-    stream = batches(mixture, global_batch_size=6, rows=[1, 3, 5], start_step=3, workers=2)
-    got = list(itertools.islice(stream, 2))
-    killed = multiprocessing.active_children()
-    for worker in killed:
-        worker.kill()
-    with caplog.at_level("WARNING", "jaxscale"):
-        got += itertools.islice(stream, 3)
-    assert len(killed) == len(multiprocessing.active_children()) == 2
-    stream.close()
+def test_worker_processes_change_nothing_and_end(mixture):
+    expected = take(4, mixture, rows=[1, 3, 5], start_step=3)
+    got = take(4, mixture, rows=[1, 3, 5], start_step=3, workers=2)
     for before, after in zip(expected, got, strict=True):
         assert_same(before, after)
-    assert [record.getMessage() for record in caplog.records] == [
-        "note: a data worker was killed (SIGKILL), perhaps for lack of memory; new ones begin at "
-        "its batch"
-    ]
     assert not multiprocessing.active_children()
 
 
-class TooLarge:
-    """Examples for which a host has no memory."""
+class Killed:
+    """Examples whose reader is killed as often as `kills` says: at its first one, when it holds
+    none of the locks that it shares."""
 
     split = "train"
 
-    def __getitem__(self, number: int) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def __init__(self, dataset: Dataset, file: pathlib.Path, kills: int) -> None:
+        self.dataset, self.file, self.kills = dataset, file, kills
+
+    def __getitem__(self, number: int) -> Batch:
+        done = len(self.file.read_bytes())
+        if done < self.kills:
+            self.file.write_bytes(bytes(done + 1))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.dataset[number]
 
 
-def test_a_worker_that_is_killed_for_every_batch_ends_the_run_with_advice():
-    stream = batches(cast(Dataset, TooLarge()), global_batch_size=2, workers=1)
-    with pytest.raises(
-        ChildProcessError, match=r"\(SIGKILL\) before it made a batch.*; lower data"
-    ):
-        next(stream)
+def test_a_killed_worker_is_replaced_once_for_a_batch(tmp_path, caplog):
+    (tmp_path / "kills").touch()
+    dataset = opened(numbered(20))
+    with caplog.at_level("WARNING", "jaxscale"):
+        got = take(2, Killed(dataset, tmp_path / "kills", 1), start_step=3, workers=1)
+    for before, after in zip(take(2, dataset, start_step=3), got, strict=True):
+        assert_same(before, after)
+    line = "note: a data worker was killed (SIGKILL), perhaps for lack of memory; another begins at"
+    assert [record.getMessage() for record in caplog.records] == [f"{line} its batch"]
+    with pytest.raises(ChildProcessError, match=r"killed \(SIGKILL\) twice .*; lower data.workers"):
+        take(2, Killed(dataset, tmp_path / "kills", 3), workers=1)
+    assert not multiprocessing.active_children()
 
 
 KILLED = """
