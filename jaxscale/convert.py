@@ -16,6 +16,7 @@ from typing import Any
 from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.distributed import processes
+from jaxscale.distributed.initialize import num_devices
 from jaxscale.formatting import human_bytes
 from jaxscale.model_config.settings import is_own_family
 from jaxscale.pipeline_schedules.shipped import is_foreign
@@ -117,8 +118,6 @@ def _check_tokenizer(config: configs.Config, directory: pathlib.Path) -> None:
 
 def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     """Writes a checkpoint of a run, the newest by default, as transformers reads it."""
-    import jax  # noqa: PLC0415
-
     from jaxscale.hugging_face.model_folder import write_model  # noqa: PLC0415
     from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
     from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
@@ -130,7 +129,7 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
     except ValueError as error:
         _refuse_own_code(workdir, overrides, error)
         raise
-    config = run_folder.fit_devices(config, jax.device_count(), overrides)
+    config = run_folder.fit_devices(config, num_devices(), overrides)
     _, engine = open_engine(for_sampling(config))
     tokenizer = open_tokenizer(config, workdir)
     step, params, _ = restore_params(engine, workdir, tokenizer, options.step)

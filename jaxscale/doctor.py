@@ -188,10 +188,13 @@ def examine() -> dict[str, Any]:
         platform_name = report["devices"][0]["platform"]
         report |= xla_flags()
         report["self_test"] = self_test()
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError, AssertionError) as error:
         platform_name = None
+        asked = os.environ.get("JAX_PLATFORMS")
+        # JAX asserts, without a word, that a plugin loads.
+        reason = str(error) or f"no plugin for JAX_PLATFORMS = {asked} loads"
         report |= {"devices": [], "xla_flags": [], "xla_flags_version": "unknown"}
-        report["self_test"] = {"passed": False, "seconds": 0.0, "error": f"no JAX: {error}"}
+        report["self_test"] = {"passed": False, "seconds": 0.0, "error": f"no JAX: {reason}"}
     report["problems"] = problems(report["versions"], report["self_test"])
     own = {key: report[key] for key in ("host", "devices", "problems")}
     report["processes"] = processes.all_reports("doctor", own)

@@ -64,13 +64,22 @@ def test_a_crash_in_the_self_test_is_a_finding(monkeypatch, capsys):
     assert "RuntimeError: no such link" in printed
 
 
-def test_an_installation_without_devices_is_a_finding(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("no backend was found"), "no backend was found"),
+        (AssertionError(), "no JAX: no plugin for JAX_PLATFORMS = cuda loads"),  # as JAX has it
+    ],
+)
+def test_an_installation_without_devices_is_a_finding(error, said, monkeypatch, capsys):
     def broken():
-        raise RuntimeError("no backend was found")
+        raise error
 
     monkeypatch.setattr(jax, "devices", broken)
+    monkeypatch.setattr(jax, "local_devices", broken)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     assert doctor.main([]) == 1
-    assert "no backend was found" in capsys.readouterr().out
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

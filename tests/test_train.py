@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jaxscale.compiled.trace import CAUSES
@@ -289,6 +290,28 @@ def test_a_file_in_the_place_of_the_checkpoints_is_refused_at_once(tmp_path, cap
     with pytest.raises(SystemExit):
         command.main(["--config", "configs/tiny.py", "--workdir", str(tmp_path)])
     assert "checkpoints is a file, where the run's checkpoints go" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--describe"], ["--workdir", "w"]])
+def test_devices_that_jax_does_not_find_are_one_line(more, monkeypatch, tmp_path, capsys):
+    """With status 1: a driver may be there again when a supervisor starts the command again."""
+    from jaxscale import train as command  # noqa: PLC0415
+
+    def broken():
+        raise AssertionError  # as JAX does, where no plugin of JAX_PLATFORMS loads
+
+    monkeypatch.setattr(jax, "device_count", broken)
+    monkeypatch.setattr(jax, "default_backend", broken)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    config = pathlib.Path("configs/tiny.py").resolve()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--config", str(config), *more])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: JAX does not start with JAX_PLATFORMS = 'cuda' in the env")
+    assert "python -m jaxscale.doctor" in said
+    assert said.count("\n") == 1
 
 
 def test_describe_prints_the_layout_and_trains_nothing(tmp_path, capsys):

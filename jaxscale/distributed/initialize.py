@@ -1,6 +1,7 @@
 """Where `jax.distributed` is initialised, once the processes of a run are connected and alike."""
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -13,6 +14,31 @@ from jaxscale.distributed.launcher import ProcessGroup
 HEARTBEAT_SECONDS = 300
 """JAX counts a process as dead that was stopped, or hangs in its driver, for this long. Our own
 deadlines (`hangs`) are shorter: JAX ends all without a word of what they were doing."""
+
+
+class NoDevicesError(ValueError):
+    """JAX does not start on the devices that it was to have."""
+
+    exit_status = 1  # a driver may come back: a supervisor tries again
+
+
+def num_devices() -> int:
+    """The devices of all processes; the first use of any starts JAX's back ends.
+
+    Raises:
+      NoDevicesError: they do not start.
+    """
+    import jax  # noqa: PLC0415
+
+    try:
+        return jax.device_count()
+    except (RuntimeError, AssertionError) as error:  # the second where no plugin loads
+        reason = str(error) or "no plugin for it loads"
+        raise NoDevicesError(
+            f"JAX does not start with JAX_PLATFORMS = {os.environ.get('JAX_PLATFORMS')!r} in the "
+            f"environment: {reason}; python -m jaxscale.doctor says what is missing, and "
+            "JAX_PLATFORMS=cpu does without an accelerator"
+        ) from None
 
 
 def initialize_jax(channel: ControlChannel, cluster: ProcessGroup, timeout: int) -> None:

@@ -9,6 +9,8 @@ import time
 
 import jax
 
+from jaxscale.distributed.initialize import num_devices
+
 VARIABLE = "JAXSCALE_CACHE"
 """The environment variable that names the folder instead of the user's; empty keeps nothing."""
 
@@ -42,7 +44,7 @@ def keep_compiled_programs() -> pathlib.Path | None:
       ValueError: the folder that the environment names cannot be written to.
     """
     name = os.environ.get(VARIABLE)
-    several_cpus = jax.default_backend() == "cpu" and jax.device_count() > 1
+    several_cpus = num_devices() > 1 and jax.default_backend() == "cpu"
     unshared = jax.process_count() > 1 and name is None
     if name == "" or several_cpus or unshared or jax.config.jax_compilation_cache_dir:
         return None

@@ -10,6 +10,7 @@ import jax
 from jaxscale import config as configs
 from jaxscale.choices import check_kind
 from jaxscale.config import Config
+from jaxscale.distributed.initialize import num_devices
 from jaxscale.formatting import gigabytes
 from jaxscale.layout import AUTO, Layout, resolve_sizes
 from jaxscale.sharding.mesh import make_mesh
@@ -50,8 +51,9 @@ def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Confi
 
 def _sized(layout: Layout) -> Layout:
     """`resolve_sizes` for the devices at hand; CPUs can be as many as a layout needs."""
+    count = num_devices()
     try:
-        return resolve_sizes(layout, jax.device_count())
+        return resolve_sizes(layout, count)
     except ValueError as error:
         if layout.auto or jax.default_backend() != "cpu" or jax.process_count() > 1:
             raise
