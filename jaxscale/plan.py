@@ -140,8 +140,7 @@ def _check(options: argparse.Namespace) -> None:
     """Refuses what would only be read after the search, which may take minutes.
 
     Raises:
-      ValueError: a plan that will not be in the table, settings that no layout can have, or a file
-        in a folder that does not exist.
+      ValueError: a plan that will not be in the table, or settings that no layout can have.
     """
     for name in options.compare:
         if not _is_rank(name):
@@ -156,10 +155,6 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.why_not:
         check_fields(parse_pins(split_pins(options.why_not)), "--why_not")
-    for name in ("write", "report", "json"):
-        path = getattr(options, name)
-        if path and not path.parent.is_dir():
-            raise ValueError(f"--{name} {path}: there is no folder {path.parent}; make it first")
 
 
 def _is_rank(name: str) -> bool:
@@ -270,7 +265,7 @@ def _add_search_flags(add: Callable[..., Any]) -> None:
 
 def _add_report_flags(add: Callable[..., Any]) -> None:
     """What is explained, and written to files."""
-    path = pathlib.Path
+    file = command_line.output_file
     add(
         "--why_not",
         default="",
@@ -284,9 +279,9 @@ def _add_report_flags(add: Callable[..., Any]) -> None:
         metavar=("A", "B"),
         help="two plans term by term, by rank in the table or as tensor=4,pipeline=8",
     )
-    add("--write", type=path, metavar="FILE", help="write a config that trains with the best plan")
-    add("--report", type=path, metavar="FILE", help="write an HTML page with tables and figures")
-    add("--json", type=path, metavar="FILE", help="write the numbers to a file")
+    add("--write", type=file, metavar="FILE", help="write a config that trains with the best plan")
+    add("--report", type=file, metavar="FILE", help="write an HTML page with tables and figures")
+    add("--json", type=file, metavar="FILE", help="write the numbers to a file")
 
 
 def _add_check_flags(add: Callable[..., Any]) -> None:

@@ -351,7 +351,9 @@ def test_whatever_a_flag_is_given_the_refusal_is_one_line(data, name):
     assert said.getvalue().count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["aot", "convert", "doctor", "evaluate", "generate", "schedule"])
+@pytest.mark.parametrize(
+    "name", ["aot", "convert", "doctor", "evaluate", "generate", "plan", "prepare", "schedule"]
+)
 def test_a_file_that_cannot_be_written_is_refused_at_once(name, tmp_path, capsys):
     command = importlib.import_module(f"jaxscale.{name}")
     for path, said in (

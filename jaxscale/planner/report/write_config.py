@@ -35,7 +35,6 @@ def write_plan(path: pathlib.Path, plan: Plan, source: str) -> None:
     Args:
       source: the file that the model came from.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(config_text(path, plan, source))
 
 
