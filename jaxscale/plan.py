@@ -11,6 +11,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if options.write:
             write_plan(options.write, answer.plans[0], options.config)
-            print(f"\nwrote {options.write}: python -m jaxscale.train --config {options.write}")
+            written = shlex.quote(str(options.write))
+            print(f"\nwrote {options.write}: python -m jaxscale.train --config {written}")
         if options.report:
             options.report.write_text(html_report.plan_page(answer))
             print(f"\nwrote {options.report}")

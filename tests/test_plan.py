@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -34,7 +35,7 @@ def fake_topology(name):
 
 
 def test_the_command_ranks_and_writes(tmp_path, capsys):
-    numbers, config, page = (tmp_path / name for name in ("plan.json", "mine.py", "plan.html"))
+    numbers, config, page = (tmp_path / name for name in ("plan.json", "my plan.py", "plan.html"))
     status = main(
         [
             *COMMAND,
@@ -74,7 +75,9 @@ def test_the_command_ranks_and_writes(tmp_path, capsys):
         assert Layout(**plan["layout"]).num_devices == 16
     assert [plan["step_seconds"] for plan in plans] == sorted(p["step_seconds"] for p in plans)
     assert all(count > 0 for count in found["rejected"].values())
-    assert config.exists()
+    command = f"python -m jaxscale.train --config {shlex.quote(str(config))}"  # to paste
+    assert f"wrote {config}: {command}\n" in printed
+    assert f"Command: {command} --workdir 'runs/my plan'\n" in config.read_text()
     assert page.read_text().startswith("<!doctype html>")
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import shlex
 from typing import Any
 
 from jaxscale import config as configs
@@ -12,7 +13,7 @@ from jaxscale.planner.search.plan import Plan
 
 TEMPLATE = '''"""{headline}
 
-Command: python -m jaxscale.train --config {path} --workdir runs/{stem}
+Command: python -m jaxscale.train --config {path} --workdir {run}
 Hardware: {devices} {hardware}.
 Expected (predicted): {seconds:.3f} s per step, {mfu:.1f} % MFU, {memory:.1f} GB per device.
 """
@@ -54,8 +55,8 @@ def config_text(path: pathlib.Path, plan: Plan, source: str) -> str:
     return TEMPLATE.format(
         headline=f"{pathlib.Path(source).stem.split(':')[0]} on {plan.layout.num_devices} "
         f"{plan.cluster.name}.",
-        path=path,
-        stem=path.stem,
+        path=shlex.quote(str(path)),
+        run=shlex.quote(f"runs/{path.stem}"),
         devices=plan.layout.num_devices,
         hardware=plan.cluster.name,
         seconds=plan.step_seconds,
