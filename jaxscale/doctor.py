@@ -294,17 +294,19 @@ def main(argv: Sequence[str]) -> int:
         "--workdir",
         metavar="DIR",
         type=run_folder.folder,
-        default=pathlib.Path(),
-        help="its folder or address",
+        help="its folder or address; by default that of jaxscale.train",
     )
     launcher.add_process_flags(parser)
     arguments, overrides = command_line.parse(parser, argv)
     with command_line.refusals():
         place = launcher.find_processes(arguments)
-        if (arguments.config or overrides) and not arguments.preflight:
-            raise ValueError("--config names the run that --preflight examines; add --preflight")
-        name = arguments.config or "tiny"
-        config = configs.load(name, overrides) if arguments.preflight else None
+        if (arguments.config or arguments.workdir or overrides) and not arguments.preflight:
+            raise ValueError(
+                "--config and --workdir name the run that --preflight examines; add --preflight"
+            )
+        if arguments.preflight and not arguments.config:
+            raise ValueError("--preflight examines a run; add its --config FILE")
+        config = configs.load(arguments.config, overrides) if arguments.preflight else None
     command_line.log_to_stdout()
     with processes.together(place, launcher.common_flags(arguments)):
         report = examine()
@@ -315,7 +317,8 @@ def main(argv: Sequence[str]) -> int:
             from jaxscale.run.setup.preflight import examine_run  # noqa: PLC0415
 
             with command_line.refusals():
-                found = examine_run(config, arguments.workdir)
+                workdir = arguments.workdir or run_folder.default_folder(arguments.config)
+                found = examine_run(config, workdir)
             log.info("preflight\n" + "\n".join(f"  {finding}" for finding in found))
             report["preflight"] = [vars(finding) for finding in found]
         if arguments.json and not (place and place.process_id):

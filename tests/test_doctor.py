@@ -137,15 +137,20 @@ def test_the_doctor_knows_what_the_package_declares():
 
 
 def test_a_config_is_of_a_preflight(capsys):
-    for flags in (["--config", "nope"], ["--config.layout.fsdp=4"]):
+    for flags, said in (
+        (["--config", "nope"], "add --preflight"),
+        (["--config.layout.fsdp=4"], "add --preflight"),
+        (["--workdir", "runs/mine"], "add --preflight"),
+        (["--preflight"], "add its --config"),  # not figures of some other run
+    ):
         with pytest.raises(SystemExit) as refused:
             doctor.main(flags)
         assert refused.value.code == 2
-        assert "add --preflight" in capsys.readouterr().err
+        assert said in capsys.readouterr().err
 
 
 def test_preflight_measures_and_says_what_to_do(tmp_path, capsys, monkeypatch):
-    flags = ["--preflight", "--config.layout.fsdp=4", "--config.layout.data=2"]
+    flags = ["--preflight", "--config=tiny", "--config.layout.fsdp=4", "--config.layout.data=2"]
     monkeypatch.setattr(doctor, "examine", lambda: HEALTHY)
     monkeypatch.setattr(doctor, "show", lambda report: "")
     monkeypatch.setattr(preflight, "PROBE_BYTES", 1 << 20)
