@@ -3,7 +3,10 @@
 Lists the commands.
 """
 
+from collections.abc import Sequence
+
 from jaxscale import command_line
+from jaxscale.choices import nearest
 
 COMMANDS = {
     "train": "trains a model, and resumes",
@@ -18,6 +21,22 @@ COMMANDS = {
     "supervise": "starts a command again when it fails",
 }
 
-for name, does in COMMANDS.items():
-    print(f"  {f'python -m jaxscale.{name}':30}{does}")
-command_line.refuse("choose a command, such as python -m jaxscale.train --help")
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the list; 2 unless that was asked for, since no command ran."""
+    for name, does in COMMANDS.items():
+        print(f"  {f'python -m jaxscale.{name}':30}{does}")
+    if argv[:1] not in (["--help"], ["-h"]):
+        command_line.refuse(_refusal(argv))
+    return 0
+
+
+def _refusal(argv: Sequence[str]) -> str:
+    if not argv:
+        return "choose a command, such as python -m jaxscale.train --help"
+    near = [f"; did you mean python -m jaxscale.{name}?" for name in nearest(argv[0], COMMANDS)]
+    return f"{argv[0]!r} is not one of them{''.join(near)}"
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from jaxscale import __main__
+
 README = pathlib.Path("README.md").read_text(encoding="utf-8")
 
 
@@ -80,6 +82,28 @@ def test_the_package_lists_the_commands_of_the_readme():
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     names = re.compile(r"python -m jaxscale\.(\w+)")
     assert set(names.findall(done.stdout)) == set(names.findall(README))
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("trian", "error: 'trian' is not one of them; did you mean python -m jaxscale.train?"),
+        ("plan", "error: 'plan' is not one of them; did you mean python -m jaxscale.plan?"),
+        ("xyz", "error: 'xyz' is not one of them"),
+    ],
+)
+def test_a_word_after_the_package_is_answered_with_the_command(word, said, capsys):
+    with pytest.raises(SystemExit) as refused:
+        __main__.main([word, "--config", "tiny"])
+    assert refused.value.code == 2
+    assert capsys.readouterr().err == f"{said}\n"
+
+
+def test_the_package_has_help_and_a_reader_that_has_seen_enough():
+    assert __main__.main(["--help"]) == 0
+    shell = f"{sys.executable} -m jaxscale | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`(\w+\.py)`", README))))
