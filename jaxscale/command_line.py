@@ -5,6 +5,7 @@ Nothing here imports JAX: a mistyped flag must be refused in a fraction of a sec
 
 import argparse
 import contextlib
+import io
 import logging
 import math
 import os
@@ -50,6 +51,8 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _report_unraisable
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a locale without what a model writes
     try:
         _check_environment()
         status = main(sys.argv[1:]) or 0

@@ -384,6 +384,19 @@ def test_a_number_of_devices_that_jax_cannot_have_is_one_line(count, monkeypatch
     assert capsys.readouterr().err.startswith(f"error: JAX_NUM_CPU_DEVICES = {count!r} in the env")
 
 
+def test_a_locale_without_a_letter_is_no_error():
+    """Such as the superscripts of virtual stages, or whatever a model writes."""
+    command = ["-m", "jaxscale.schedule", "zb_v", "--stages=2", "--microbatches=3"]
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\xb9" in done.stdout
+
+
 def test_no_numeric_flag_is_left_out():
     """A new flag of a command goes through `flags.whole` or `flags.real`, and into NUMBERS."""
     for path in pathlib.Path("jaxscale").glob("*.py"):
