@@ -37,7 +37,7 @@ def memory_here(cluster: Cluster) -> float:
 
 def choose_remat(config: Config, cluster: Cluster, memory_bytes: float = 0.0) -> tuple[Config, str]:
     """The config with the remat policy of the fastest step that fits, and a line that says so.
-    Where none fits it is "full", which needs least, so that what refuses the step names the rest.
+    Where none does it is "full", which needs least, so that what refuses the step names the rest.
 
     Args:
       config: the sizes of its layout resolved.
@@ -54,10 +54,13 @@ def choose_remat(config: Config, cluster: Cluster, memory_bytes: float = 0.0) ->
         pins["virtual_stages"] = min(schedule.searched_virtual_stages)
     query = Query(config, cluster, pins, memory_bytes)
     remat, said = "full", "since no policy is predicted to fit"
-    if found := search_layouts(query, 1).layouts:
-        plan = predict_plan(query, found[0])
+    found = search_layouts(query, 1)
+    if found.layouts:
+        plan = predict_plan(query, found.layouts[0])
         needs, limit = gigabytes(plan.memory_bytes), gigabytes(plan.limit_bytes)
-        remat, said = found[0].remat, f"predicted {needs} of {limit} a device"
+        remat, said = plan.layout.remat, f"predicted {needs} of {limit} a device"
+    elif found.smallest is None:  # memory was not what they were refused for
+        said = f"since nothing is predicted of this layout ({next(iter(found.rejected))})"
     chosen = dataclasses.replace(config, layout=dataclasses.replace(layout, remat=remat))
     return chosen, f"layout.remat = 'auto' chose {remat}, {said}"
 

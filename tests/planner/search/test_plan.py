@@ -218,6 +218,11 @@ def test_the_fastest_remat_policy_that_fits_is_chosen():
     small = dataclasses.replace(cluster, chip=dataclasses.replace(cluster.chip, memory_bytes=1e9))
     least, line = auto_layout.choose_remat(config, small)
     assert (least.layout.remat, "no policy is predicted to fit" in line) == ("full", True)
+    many = dataclasses.replace(config.layout, fsdp=4096)
+    config = dataclasses.replace(config, layout=many)
+    least, line = auto_layout.choose_remat(config, make_cluster("H100-SXM", many.num_devices))
+    assert least.layout.remat == "full"
+    assert "nothing is predicted of this layout (data.global_batch_size does not split)" in line
 
 
 class Page(html.parser.HTMLParser):
