@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.autotune import results, search
+from jaxscale.autotune.search_space import FIELDS, candidate_of
+from jaxscale.choices import check_choice
 from jaxscale.config import Config
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.planner.auto_layout import devices_here
@@ -30,9 +32,11 @@ def measure(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]
     """
     stem = pathlib.Path(options.config.partition(":")[0]).stem
     storage = options.storage or pathlib.Path("runs") / stem / "layouts.db"
+    for name in pins:  # before a process is started
+        check_choice("--pin", name, FIELDS)
     devices = search.find_devices()
     log.info(f"{devices.devices} x {devices.kind}; trials are stored in {storage}")
-    first = [*config_layout(config, devices), *planner_layouts(config, devices, pins)]
+    first = [*config_layout(config, devices, pins), *planner_layouts(config, devices, pins)]
 
     def report(trial: search.Trial, before: list[search.Trial]) -> None:
         log.info(results.trial_line(trial, before, options.trials))
@@ -61,13 +65,20 @@ def measure(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]
     return 0 if results.ranked(trials) else 1
 
 
-def config_layout(config: Config, devices: search.Devices) -> list[Layout]:
-    """The layout of the config, where it has one for this number of devices."""
+def config_layout(config: Config, devices: search.Devices, pins: Mapping[str, Any]) -> list[Layout]:
+    """The layout of the config, where it has one for this number of devices and these pins."""
+    if config.layout.auto:
+        return []
     try:
-        return [] if config.layout.auto else [resolve_sizes(config.layout, devices.devices)]
+        layout = resolve_sizes(config.layout, devices.devices)
+        chosen = candidate_of(layout)
+        for name, value in pins.items():
+            if chosen[name] not in (value, None):
+                raise ValueError(f"it has {name} = {chosen[name]}, and --pin has {value}")
     except ValueError as error:
         log.info(f"without the config's own layout: {error}")
         return []
+    return [layout]
 
 
 def planner_layouts(

@@ -36,7 +36,6 @@ from jaxscale.autotune.search_space import (
     layout_of,
     refusal,
 )
-from jaxscale.choices import check_choice
 from jaxscale.config import Config
 from jaxscale.layout import Layout
 
@@ -172,8 +171,6 @@ def open_study(
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage.parent.mkdir(parents=True, exist_ok=True)
-    for name in pins or {}:
-        check_choice("--pin", name, FIELDS)
     pool = candidates(config, devices.devices, pins)
     if not pool:
         raise ValueError(

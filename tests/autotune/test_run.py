@@ -87,11 +87,12 @@ def test_measuring_nothing_is_a_failure(tmp_path, monkeypatch, capsys):
     assert "all timed out: raise --trial_seconds" in capsys.readouterr().out
 
 
-def test_pins_hold(formula, tmp_path):
+def test_pins_hold(formula, tmp_path, capsys):
     numbers, _ = measured(tmp_path, "--trials", "9", "--pin", "remat=full", "pipeline=1")
     layouts = [trial["layout"] for trial in numbers["trials"]]
-    # The first is the config's own.
-    assert {(layout["remat"], layout["pipeline"]) for layout in layouts[1:]} == {("full", 1)}
+    assert {(layout["remat"], layout["pipeline"]) for layout in layouts} == {("full", 1)}
+    said = "without the config's own layout: it has remat = none, and --pin has full"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,9 @@ def test_pins_hold(formula, tmp_path):
         (["--measure", "--config", "configs/tiny.py", "--pin", "tenso=2"], "did you mean 'tensor'"),
     ],
 )
-def test_refusals(formula, tmp_path, monkeypatch, capsys, words, why):
+def test_refusals(tmp_path, monkeypatch, capsys, words, why):
+    """Before a process is started to find the devices."""
+    monkeypatch.setattr(search, "_run", None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "tiny.py").write_text(
