@@ -81,8 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         command_line.refuse(str(error))
     print(program_text(report))
-    if options.hlo:
+    if options.hlo and report.program:
         options.hlo.write_text(report.program)
+    elif options.hlo:
+        print(f"\n{options.hlo} is not written: of a step that it refuses, the compiler gives none")
     if options.json:
         options.json.write_text(json.dumps(numbers(report), indent=2) + "\n")
     return 0

@@ -247,7 +247,7 @@ def test_products_are_those_of_the_model():
     assert report.optimal_seconds is None or report.optimal_seconds > 0
 
 
-def test_what_does_not_fit_is_a_verdict_with_what_was_needed():
+def test_what_does_not_fit_is_a_verdict_with_what_was_needed(monkeypatch, tmp_path, capsys):
     wide = {"d_model": 8192, "d_ff": 32768, "num_heads": 64, "num_kv_heads": 64}
     report = compiled("v5e:1x1", **wide)
     assert not report.fits
@@ -257,7 +257,13 @@ def test_what_does_not_fit_is_a_verdict_with_what_was_needed():
     numbers = json.loads(json.dumps(aot.numbers(report)))
     assert numbers["fits"] is False
     assert numbers["optimal_seconds"] is None
-    assert "does not fit, by" in aot.program_text(report)
+    monkeypatch.setattr(compile_ahead, "compile_for", lambda *_, **__: report)
+    kept = tmp_path / "program.txt"
+    assert aot.main(["--config", "tiny", "--topology", "v5e:1x1", "--hlo", str(kept)]) == 0
+    printed = capsys.readouterr().out
+    assert "does not fit, by" in printed
+    assert f"{kept} is not written: of a step that it refuses" in printed
+    assert not kept.exists()
 
 
 def test_the_command_prints_and_writes(tmp_path, capsys):
