@@ -127,6 +127,7 @@ def _history(axes: Any, trials: Sequence[Trial]) -> None:
         else:
             failed.append(count)
     axes.set(xlabel="trial", ylabel="seconds per step", title="Search by measuring")
+    axes.locator_params(axis="x", integer=True)
     axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)
     if seconds:

@@ -262,6 +262,7 @@ def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
     bottom.set_ylim(bottom=0)
     bottom.set_ylabel("learning rate")
     bottom.set_xlabel("step")
+    bottom.locator_params(axis="x", integer=True)
     for panel in (top, bottom):
         panel.grid(color="#e5e5e5", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,7 @@
 """What is said of a search: words, flags that lead back to the layout, a table, a picture."""
 
 import pytest
+from matplotlib.figure import Figure
 
 from jaxscale import config as configs
 from jaxscale.autotune import results
@@ -52,3 +53,9 @@ def test_the_picture(tmp_path):
         path = tmp_path / f"{name}.png"
         results.save_png(path, trials, shares)
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_trials_are_counted_in_whole_numbers():
+    axes = Figure().subplots()
+    results._history(axes, TRIALS)
+    assert all(tick == int(tick) for tick in axes.get_xticks())

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+from matplotlib.figure import Figure
 from tensorboardX.proto import event_pb2
 
 from jaxscale.training import metrics
@@ -87,6 +88,14 @@ def test_torn_line_in_a_run_that_goes_on_from_there(tmp_path: Path) -> None:
     writer.write({"step": 3, "loss": 1.0})
     writer.close()
     assert [record["step"] for record in lines(tmp_path)] == [1, 3]
+
+
+def test_the_picture_of_a_short_run_has_whole_steps(monkeypatch, tmp_path: Path) -> None:
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.extend(figure.axes))
+    metrics.plot(tmp_path / "loss.png", [RECORD | {"step": step} for step in (1, 2, 3, 4, 5)])
+    assert len(drawn) == 2
+    assert all(tick == int(tick) for axes in drawn for tick in axes.get_xticks())
 
 
 def test_finish_draws_and_writes_tensorboard(tmp_path: Path) -> None:
