@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     by_chance: list[tuple[float, Layout]] = []
     with tempfile.TemporaryDirectory() as folder:
         storage = pathlib.Path(folder) / "layouts.db"
-        first = [*run.config_layout(config, devices), *run.planner_layouts(config, devices, {})]
+        first = [*run.config_layout(config, devices, {}), *run.planner_layouts(config, devices, {})]
         trials: list[search.Trial] = []
         for count in range(1, options.trials + 1):
             before = trials
