@@ -324,7 +324,11 @@ def _add_check_flags(add: Callable[..., Any]) -> None:
     )
 
 
-_PINNED: dict[Any, str] = {int: r"-?\d+", bool: "True|False"}
+_PINNED: dict[Any, tuple[str, str]] = {
+    int: (r"-?\d+", "a whole number"),
+    bool: ("True|False", "True or False"),
+}
+"""What values of a type look like, and in words."""
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
@@ -338,10 +342,13 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
     for text in texts:
         name, equals, value = text.removeprefix("layout.").partition("=")
         kind = types.get(name)
-        if not equals or not re.fullmatch(_PINNED.get(kind, r".+"), value):
+        if not equals or not value:
             raise ValueError(
                 f"{text!r} is not KEY=VALUE, such as tensor=8, remat=full or overlap_experts=True"
             )
+        pattern, allowed = _PINNED.get(kind, (".+", ""))
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"{text!r}: layout.{name} can be {allowed}")
         if name in pins:
             raise ValueError(f"{text!r}: {name} is already {pins[name]}; give it once")
         pins[name] = int(value) if kind is int else value == "True" if kind is bool else value

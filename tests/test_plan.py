@@ -86,7 +86,7 @@ def test_the_command_ranks_and_writes(tmp_path, capsys):
     [
         (["--hardware", "h101"], "device 'h101' is not known; it can be"),
         (["--pin", "tensor"], "'tensor' is not KEY=VALUE"),
-        (["--pin", "tensor=two"], "'tensor=two' is not KEY=VALUE"),
+        (["--pin", "tensor=two"], "'tensor=two': layout.tensor can be a whole number"),
         (["--max_memory", "70"], "--max_memory '70' is not a size such as 70GB"),
         (["--batch_tokens", "4 million"], "is not a number such as 4M"),
         (["--hardwere", "x"], "unknown flag --hardwere; did you mean --hardware"),

@@ -63,7 +63,7 @@ def search_summary(
             str(best.index(one) + 1),
             f"{one.step_seconds:.4g}",
             human_bytes(one.memory_bytes or 0),
-            str(one.number),
+            str(one.number + 1),  # as its line had it
             layout_text(one.layout),
         )
         for one in shown
