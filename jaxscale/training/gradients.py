@@ -198,7 +198,15 @@ def _param_specs(zero: Zero) -> Tree:
 
 
 def split_batch(batch: Batch, *groups: int) -> Batch:
-    """Splits the rows of a batch into leading dimensions: [b, T] to [*groups, b / ..., T]."""
-    return jax.tree.map(
-        lambda x: x.reshape(*groups, x.shape[0] // math.prod(groups), *x.shape[1:]), batch
-    )
+    """Splits the rows of a batch into leading dimensions: [b, T] to [*groups, b / ..., T].
+
+    Of M micro-batches the first has rows 0, M, 2 M and so on: each has the same rows of the global
+    batch however many ranks share it, as a loss over a micro-batch needs.
+    """
+
+    def split(x: jax.Array) -> jax.Array:
+        count = math.prod(groups)
+        rows = x.reshape(x.shape[0] // count, count, *x.shape[1:])
+        return rows.swapaxes(0, 1).reshape(*groups, *rows.shape[:1], *x.shape[1:])
+
+    return jax.tree.map(split, batch)

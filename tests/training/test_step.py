@@ -17,6 +17,7 @@ from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
 from jaxscale.optimizer_config import OptimizerConfig, ParamGroup
 from jaxscale.training.engine import Engine
+from jaxscale.training.gradients import split_batch
 from jaxscale.training.step import TrainState
 from tests.invariants.layouts import batches, compile_step, make_config, open_engine
 
@@ -164,3 +165,11 @@ def test_sums_over_microbatches_are_wider_than_bfloat16():
     parts = [float(nll(batch.weights * (row % 8 == i))) for i in range(8)]
     assert together.dtype == jnp.float32
     assert float(together) == pytest.approx(sum(parts), rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_microbatch_has_the_same_rows_on_any_number_of_ranks(ranks):
+    of_ranks = np.arange(24).reshape(ranks, -1)
+    parts = [split_batch(rows, 3, 2) for rows in of_ranks]
+    rows = np.sort(np.concatenate(parts, axis=-1), axis=-1)
+    np.testing.assert_array_equal(rows.reshape(6, 4), np.arange(24).reshape(4, 6).T)
