@@ -26,7 +26,7 @@ from jaxscale.planner.search.trainable_model import check_parameters
 from jaxscale.sharding.resolve import is_axes, layer_rules, leaf_name, resolve
 from jaxscale.sharding.rules import Axes, Rules
 from jaxscale.training.engine import ENGINE_ADVICE, Engine, find_model
-from jaxscale.training.flops import example, forward_cost, step_flops
+from jaxscale.training.flops import counted_kernels, example, forward_cost, step_flops
 from jaxscale.training.remat import rematerialised_attention
 from jaxscale.training.state_placement import state_bytes
 
@@ -251,7 +251,7 @@ def _remats(engine: Engine) -> list[str]:
         chosen, needs = " *" if remat == layout.remat else "", predicted[remat]
         changed = dataclasses.replace(layout, remat=remat)
         # What is traced must recompute what the engine's model would.
-        kernels = rematerialised_attention(plain_kernels(), changed.remat_policy)
+        kernels = rematerialised_attention(counted_kernels(), changed.remat_policy)
         model = find_model(config.model)(config.model, kernels)
         flops = step_flops(dataclasses.replace(config, layout=changed), model)
         more = flops.hardware / flops.model

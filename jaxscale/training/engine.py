@@ -36,7 +36,7 @@ from jaxscale.training.engine_checks import (
     check_engine_settings,
     check_expert_ranks,
 )
-from jaxscale.training.flops import StepFlops, example, forward_cost, step_flops
+from jaxscale.training.flops import StepFlops, counted_kernels, example, forward_cost, step_flops
 from jaxscale.training.gradients import make_gradients, make_loss, pipeline_buffers
 from jaxscale.training.kernels import (
     attention_name,
@@ -161,7 +161,7 @@ def make_engine(
     models = _make_models(config, model, attention, platform, rules, unroll_loops)
     built = models.built
     check_expert_ranks(layout, built)
-    stages = _open_stages(config, models.plain) if layout.pipeline > 1 else None
+    stages = _open_stages(config, models.counted) if layout.pipeline > 1 else None
     rows = {stack.name: np.arange(stack.num_layers) for stack in built.stacks}
     rows = stages.layer_of_row if stages else rows
     draw = _make_draw(built, stages)
@@ -213,7 +213,7 @@ class _Models(NamedTuple):
     plain: Model  # plain kernels
     built: Model  # those of the layout
     trained: Model  # the same, and attention under the remat policy
-    counted: Model  # plain kernels, and attention likewise: to count FLOPs
+    counted: Model  # `counted_kernels`, and attention likewise
     evaluated: Model  # kernels of evaluations, and no stacks that only training passes through
     rules: Rules  # the mesh axes of the model's own logical axes
 
@@ -245,7 +245,7 @@ def _make_models(
         plain,
         make(config.model, kernels),
         make(config.model, recomputing(kernels)),
-        make(config.model, recomputing(plain_kernels())),
+        make(config.model, recomputing(counted_kernels())),
         getattr(evaluated, "evaluated", evaluated),
         own,
     )

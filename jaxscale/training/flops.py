@@ -1,6 +1,7 @@
 """FLOPs of a step for each token, the numerators of MFU and HFU; and the bytes that the traced
 program of a model of one's own saves for its backward pass."""
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -12,7 +13,10 @@ from jax.extend.core import jaxprs_in_params  # pyright: ignore[reportPrivateImp
 from jaxscale.batch import Batch
 from jaxscale.config import Config
 from jaxscale.layout import RematPolicy
+from jaxscale.models.decoder import plain_kernels
+from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Model, Stack, head_params, layer_function, split_stream
+from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.sharding.resolve import weights_in_use
 from jaxscale.training.remat import rematerialised
@@ -36,12 +40,18 @@ class ForwardCost(NamedTuple):
     saved_bytes: float  # residuals of all layers, under that policy
 
 
+def counted_kernels() -> Kernels:
+    """Plain kernels in whose trace every matmul can be counted: those of experts are no loop over
+    as many blocks of rows as there turn out to be."""
+    return dataclasses.replace(plain_kernels(), dispatch=Dispatch(matmul="ragged_dot"))
+
+
 def step_flops(config: Config, model: Model, recomputed: float = 0.0) -> StepFlops:
     """The FLOPs of a token in a step: by `ModelConfig`'s formulas, or as counted in the traced
     program of a model of one's own, where attention counts all keys, masked or not.
 
     Args:
-      model: with plain kernels, under `rematerialised_attention`.
+      model: with `counted_kernels`, under `rematerialised_attention`.
       recomputed: in a pipeline whose schedule has recompute operations, the share of passes that
         are recomputed.
     """
@@ -134,6 +144,8 @@ def _equation_flops(eqn: Any) -> float:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         inner = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
         return 2.0 * inner * math.prod(eqn.outvars[0].aval.shape)
+    if eqn.primitive.name == "ragged_dot_general":  # of groups of rows: each row has one matrix
+        return 2.0 * eqn.invars[0].aval.size * eqn.outvars[0].aval.shape[-1]
     inside = [_count(getattr(one, "jaxpr", one)) for one in jaxprs_in_params(eqn.params)]
     if eqn.primitive.name == "cond":
         return max(inside, default=0.0)
