@@ -11,7 +11,7 @@ from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
 from jaxscale.data.device_batch import unpack_sharded
 from jaxscale.models.protocol import Model, Rows, Sums, sum_shapes
-from jaxscale.training.optimizer import is_schedule
+from jaxscale.training.optimizer import frozen_params, is_schedule
 from jaxscale.training.remat import from_host
 
 Tree = Any
@@ -69,6 +69,8 @@ def make_step(
       shardings: of the state between steps.
     """
     offloads, run = config.layout.offloads("optimizer"), config.run
+    # Without those that the model itself wants frozen, which it may adjust.
+    by_groups = frozen_params(config.optimizer.groups, model.axes)
 
     def step(state: TrainState, sharded: ShardedBatch) -> tuple[TrainState, StepMetrics]:
         batch = unpack_sharded(sharded)
@@ -88,10 +90,9 @@ def make_step(
             def update(params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
                 updates, opt_state = optimizer.update(grads, opt_state, params)
                 updated = optax.apply_updates(params, updates)
-                params = jax.tree.map(
-                    lambda x, y, still: x if still else y, params, updated, frozen
-                )
-                return _adjusted(model, rows, params, sums), opt_state
+                params = _but_frozen(params, updated, frozen)
+                adjusted = _adjusted(model, rows, params, sums)
+                return _but_frozen(params, adjusted, by_groups), opt_state
 
             loss, good, guard = sums["nll"] / count, jnp.array(True), state.guard
             if run.skip_bad_steps:
@@ -187,6 +188,10 @@ def count_tokens(batch: Batch) -> jax.Array:
     tokens = jnp.sum(batch.segments != 0, dtype=jnp.int32)
     encoder = dict(batch.extras).get("encoder_segments")
     return tokens if encoder is None else tokens + jnp.sum(encoder != 0, dtype=jnp.int32)
+
+
+def _but_frozen(before: Tree, after: Tree, frozen: Tree) -> Tree:
+    return jax.tree.map(lambda x, y, still: x if still else y, before, after, frozen)
 
 
 def _adjusted(model: Model, rows: Rows, params: Tree, sums: Sums) -> Tree:

@@ -5,6 +5,8 @@ lines of plain JAX and optax.
 """
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +14,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxscale.batch import Batch
+from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
 from jaxscale.optimizer_config import OptimizerConfig, ParamGroup
 from jaxscale.training.engine import Engine
 from jaxscale.training.gradients import split_batch
-from jaxscale.training.step import TrainState
+from jaxscale.training.step import TrainState, make_step
 from tests.invariants.layouts import batches, compile_step, make_config, open_engine
 
 MODEL = {
@@ -173,3 +175,31 @@ def test_a_microbatch_has_the_same_rows_on_any_number_of_ranks(ranks):
     parts = [split_batch(rows, 3, 2) for rows in of_ranks]
     rows = np.sort(np.concatenate(parts, axis=-1), axis=-1)
     np.testing.assert_array_equal(rows.reshape(6, 4), np.arange(24).reshape(4, 6).T)
+
+
+def test_what_a_group_freezes_is_not_adjusted_either():
+    """A model adjusts what it wants frozen itself, such as biases of routers, after the update."""
+    params = {"held": jnp.zeros(3), "free": jnp.zeros(3)}
+    model: Any = SimpleNamespace(
+        axes=dict.fromkeys(params, ("embed",)),
+        stacks=(),
+        adjust=lambda params, sums: jax.tree.map(lambda x: x + 1, params),
+    )
+    config = dataclasses.replace(
+        make_config(MODEL, {}), optimizer=OptimizerConfig(groups=(ParamGroup("held", frozen=True),))
+    )
+    here = jax.tree.map(lambda x: x.sharding, params)
+    sums = {"nll": jnp.zeros(())}
+    step = make_step(
+        config,
+        model,
+        {},
+        lambda params, batch: (sums, jax.tree.map(jnp.ones_like, params)),
+        optax.sgd(0.0),
+        dict.fromkeys(params, True),
+        TrainState(None, here, None),
+    )
+    batch = ShardedBatch(*(jnp.ones((1, 2)),) * 5)
+    after, _ = step(TrainState(jnp.zeros((), int), params, optax.sgd(0.0).init(params)), batch)
+    np.testing.assert_array_equal(after.params["held"], 0)
+    np.testing.assert_array_equal(after.params["free"], 1)
