@@ -13,6 +13,7 @@ import pytest
 
 from jaxscale.compiled.trace import CAUSES
 from jaxscale.config import load
+from jaxscale.layout import resolve_sizes
 from jaxscale.training.learning_rate import schedule
 
 TINY = (
@@ -266,6 +267,10 @@ def test_the_last_lines_name_what_was_written_in_commands_that_can_be_pasted():
     assert shlex.split(commands[1])[4:] == ["my run", "--prompt", "def main("]
     assert "--config 'my configs/c.py'" in "\n".join(lines)
     assert "--workdir 'my run_8'" in commands[2]
+    before = ["layout.pipeline=2", "layout.data=4", "layout.microbatches=2"]
+    text = _next_steps("", "r", load("configs/tiny.py", before), (), draws=True)
+    there = text.split("--workdir r_8 ")[1].splitlines()[0].replace("--config.", "").split()
+    assert resolve_sizes(load("configs/tiny.py", [*before, *there]).layout, 8).fsdp == 4
     assert lines[-1].endswith(
         "my run/loss.png, metrics.jsonl, summary.json, tensorboard/, checkpoints/"
     )
