@@ -31,6 +31,11 @@ OVERRIDES = [
     ("model=3", "--config.model=3: expected --config.section.key=value"),
     ("=3", "unknown section config."),
     ("--config.model.num_layers=3", "leave out '--config.', which belongs to the command line"),
+    (
+        "model.family=t5 model.relative_max_distance=12",
+        "model.relative_buckets = 32, of which the first 16 are for one distance each; set "
+        "model.relative_max_distance = 17 or more",
+    ),
     # types
     ("model.num_layers=2.5", "config.model.num_layers = 2.5 is of type float; expected a whole"),
     ("model.num_layers=two", "config.model.num_layers = 'two' is of type str; expected a whole"),

@@ -152,6 +152,14 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
                 f"{self.num_kv_heads}; set model.num_kv_heads = "
                 f"{nearest_divisors(self.num_heads, self.num_kv_heads)}"
             )
+        exact = self.relative_buckets // (2 if self.causal else 4)
+        if self.relative_bias != "none" and self.relative_max_distance <= exact:
+            raise ValueError(
+                f"model.relative_max_distance = {self.relative_max_distance} is too small for "
+                f"model.relative_buckets = {self.relative_buckets}, of which the first {exact} are "
+                f"for one distance each; set model.relative_max_distance = {exact + 1} or more, or "
+                "fewer buckets"
+            )
         self._check_positions()
         self.check_experts(self.num_layers, self.period)
         self.check_latent(self.num_heads, self.num_kv_heads, self.head_dim)
