@@ -125,7 +125,7 @@ REFUSED = [
     ),
     (
         "model.family=qwen3_moe layout.tensor=4 model.expert_d_ff=34",
-        "model.expert_d_ff = 34 does not divide over layout.tensor = 4",
+        "model.expert_d_ff (or model.d_ff) = 34 does not divide over layout.tensor = 4",
     ),
     (
         "model.family=mixtral layout.expert=16",

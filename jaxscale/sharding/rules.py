@@ -66,7 +66,7 @@ SETTINGS = {
     "mlp": "model.d_ff",
     "layers": "model.num_layers",
     "experts": "model.num_experts",
-    "expert_mlp": "model.expert_d_ff",
+    "expert_mlp": "model.expert_d_ff (or model.d_ff)",  # which not every family has, or 0
     "shared_mlp": "model.shared_d_ff",
 }
 """The setting that gives the size of a dimension, where there is one."""
