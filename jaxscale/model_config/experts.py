@@ -97,10 +97,11 @@ class ExpertOptions:
                 "at least one of them E, such as 'DE'"
             )
         if rest := pattern and (num_layers - dense) % len(pattern):
+            below, above = num_layers - rest, num_layers - rest + len(pattern)
+            nearest = f"{below} or {above}" if below > dense else f"{above}"
             raise ValueError(
                 f"model.expert_pattern = {pattern!r} does not divide the {num_layers - dense} "
-                f"layers after model.dense_layers = {dense}; set model.num_layers = "
-                f"{num_layers - rest} or {num_layers - rest + len(pattern)}"
+                f"layers after model.dense_layers = {dense}; set model.num_layers = {nearest}"
             )
         if pattern and period > 1:
             raise ValueError(

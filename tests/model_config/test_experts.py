@@ -38,6 +38,10 @@ SHIPPED = {"family": "mixtral", "num_layers": 4}
             "does not divide the 4 layers after model.dense_layers = 0; set model.num_layers = 3",
         ),
         (
+            OWN | {"expert_pattern": "DDDDE"},
+            "the 4 layers after model.dense_layers = 0; set model.num_layers = 5",
+        ),
+        (
             OWN | {"expert_pattern": "DE", "layer_pattern": "LG", "sliding_window": 4},
             "model.expert_pattern = 'DE' with model.layer_pattern is not available; set one of",
         ),
