@@ -54,7 +54,7 @@ PARTS = {
     "walk_end": "gradients waiting for reduction",
     "zeros": "attention accumulators",
     "restacked": "gradients of experts, for their reduce-scatter",
-    "between_stacks": "encoder's output, and its gradient",
+    "between_stacks": "between stacks, as of an encoder or dense layers",
     "attention": "activations of attention's backward",
     "moments_copy": "copy of the moments",
     "group": "accumulation group of micro-batches",
