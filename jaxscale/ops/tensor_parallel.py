@@ -5,6 +5,7 @@ dimensions of x, c those that are contracted, o the outputs.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,8 +40,16 @@ def linear(
 def columns(
     x_BTD: Array, weights: Sequence[Array], *, dtype: str = "", platform: str = ""
 ) -> tuple[Array, ...]:
-    """Matmuls out of the residual stream: [B, T, D] x [D, *o] -> [B, T, *o] for each weight."""
-    return tuple(linear(x_BTD, weight, dtype=dtype, platform=platform) for weight in weights)
+    """Matmuls out of the residual stream: [B, T, D] x [D, *o] -> [B, T, *o] for each weight.
+
+    On "gpu" narrow ones, such as queries, keys and values, have their gradients from two matmuls
+    with all weights side by side: the gradient of x is one sum, where that of several is written,
+    and read again, for each.
+    """
+    how = _Matmul(1, dtype, platform)
+    if platform == "gpu" and _are_narrow(weights):
+        return _side_by_side(how, x_BTD, tuple(weights))
+    return tuple(_linear(how, x_BTD, weight) for weight in weights)
 
 
 def rows(x_BT: Array, weight: Array, *, dtype: str = "", platform: str = "") -> Array:
@@ -193,6 +202,39 @@ def _backward(how: _Matmul, residuals, dy: Array):
 
 
 _linear.defvjp(_forward, _backward)
+
+
+def _are_narrow(weights: Sequence[Array]) -> bool:
+    """Whether gradients of outputs are smaller than what their being side by side saves. XLA may
+    compute elementwise work that several have in common, as those of gate and up, for each."""
+    features, outputs = weights[0].shape[0], sum(weight[0].size for weight in weights)
+    return outputs < 2 * (len(weights) - 1) * features
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _side_by_side(how: _Matmul, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+    return _side_by_side_forward(how, x, weights)[0]
+
+
+def _side_by_side_forward(how: _Matmul, x: Array, weights: tuple[Array, ...]):
+    ys, residuals = zip(*(_forward(how, x, weight) for weight in weights))
+    return ys, (x, weights, [scale for _, _, scale in residuals])
+
+
+def _side_by_side_backward(how: _Matmul, residuals, dys: tuple[Array, ...]):
+    x, weights, scales = residuals
+    dy = jnp.concatenate([dy.reshape(*x.shape[:-1], -1) for dy in dys], -1)
+    weight = jnp.concatenate([weight.reshape(x.shape[-1], -1) for weight in weights], -1)
+    scale = functools.reduce(jnp.minimum, scales) if how.dtype == "float8" else None
+    dims = [dy.ndim - 1], [1]
+    dx = matmul(dy, weight, dims, dtype=how.dtype, role=INPUT_GRADIENT, of_y=scale)
+    dweight = _weight_gradient(x, dy, x.ndim - 1, how.dtype)
+    ends = itertools.accumulate(weight[0].size for weight in weights[:-1])
+    parts = jnp.split(dweight, list(ends), axis=-1)
+    return dx, tuple(part.reshape(weight.shape) for part, weight in zip(parts, weights))
+
+
+_side_by_side.defvjp(_side_by_side_forward, _side_by_side_backward)
 
 
 def _gathered(spread: Spread, x_BTD: Array) -> Array:

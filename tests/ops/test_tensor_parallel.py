@@ -48,6 +48,36 @@ def test_linear_is_einsum(x_shape, weight_shape, contracted, equation):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), one, wanted)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "matmuls"), [([(16, 4, 8), (16, 1, 8), (16, 1, 8)], 3 + 2), ([(16, 24)] * 2, 2 + 4)]
+)
+@pytest.mark.parametrize("dtype", ["", "float8"])
+def test_on_a_gpu_narrow_columns_have_their_gradients_side_by_side(shapes, matmuls, dtype):
+    keys = iter(jax.random.split(jax.random.key(0), 1 + 2 * len(shapes)))
+    x = jax.random.normal(next(keys), (2, 12, 16))
+    weights = tuple(jax.random.normal(next(keys), shape) for shape in shapes)
+    dys = tuple(jax.random.normal(next(keys), (2, 12, *shape[1:])) for shape in shapes)
+
+    def run(platform, x, weights, dys):
+        ys, pullback = jax.vjp(
+            functools.partial(columns, dtype=dtype, platform=platform), x, weights
+        )
+        return ys, pullback(dys)
+
+    on_gpu = functools.partial(run, "gpu")
+    got, wanted = on_gpu(x, weights, dys), run("", x, weights, dys)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12), got, wanted)
+    traced = jax.make_jaxpr(on_gpu)(x, weights, dys).jaxpr
+    names = [one.primitive.name for one, _ in equations(traced)]
+    assert names.count("dot_general") == matmuls
+    if matmuls == 5 and not dtype:  # one sum in float32, rounded once
+        narrow, exact = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (x, weights, dys)), []
+        for weight, dy in zip(*jax.tree.map(lambda x: np.asarray(x, np.float64), narrow[1:])):
+            exact.append(np.tensordot(dy, weight, (range(2, dy.ndim), range(1, weight.ndim))))
+        of_x = np.asarray(on_gpu(*narrow)[1][0], np.float64)
+        np.testing.assert_allclose(of_x, sum(exact), rtol=2**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize("platform", ["", "cpu"])
 def test_gradients_of_a_bfloat16_product_are_rounded_once(platform):
     """A sum of 4,096 products, in bfloat16 to its own precision: it is accumulated in float32."""
