@@ -103,7 +103,7 @@ class Recorder:
             config=configs.to_dict(config),
         )
         self._rate = engine.learning_rate
-        self._flops = engine.flops
+        self._flops = engine.count_flops()
         self._by_layer = config.run.metrics_by_layer
         self._skip_bad_steps = config.run.skip_bad_steps
         self._skipped = 0  # in a row

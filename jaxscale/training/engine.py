@@ -83,7 +83,7 @@ class Engine:
     stages: PipelineStages | None  # of a pipeline
     batch_sharding: NamedSharding
     attention: str  # the implementation in use
-    flops: StepFlops
+    count_flops: Callable[[], StepFlops]  # of a token; traces models without a formula
     learning_rate: Callable[[Any], Any] | None  # of an update's number; None: the optimizer's own
 
     def __repr__(self) -> str:
@@ -202,7 +202,9 @@ def make_engine(
         stages=stages,
         batch_sharding=batch_sharding(mesh),
         attention=attention_text(layout, attention),
-        flops=step_flops(config, models.counted, stages.recomputed if stages else 0.0),
+        count_flops=functools.partial(
+            step_flops, config, models.counted, stages.recomputed if stages else 0.0
+        ),
         learning_rate=rate,
     )
 

@@ -88,7 +88,7 @@ def open_recorder(config, workdir, device_kind, platform):
     model = Decoder(config.model, plain_kernels())
     engine = SimpleNamespace(
         mesh=SimpleNamespace(devices=devices),
-        flops=step_flops(config, model, recomputed=0.5),
+        count_flops=lambda: step_flops(config, model, recomputed=0.5),
         learning_rate=None,
     )
     train = SimpleNamespace(example_digest=lambda rows: "", progress=lambda last: [])
