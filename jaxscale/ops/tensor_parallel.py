@@ -38,16 +38,22 @@ def linear(
 
 
 def columns(
-    x_BTD: Array, weights: Sequence[Array], *, dtype: str = "", platform: str = ""
+    x_BTD: Array,
+    weights: Sequence[Array],
+    *,
+    dtype: str = "",
+    platform: str = "",
+    side_by_side: bool = False,
 ) -> tuple[Array, ...]:
     """Matmuls out of the residual stream: [B, T, D] x [D, *o] -> [B, T, *o] for each weight.
 
-    On "gpu" narrow ones, such as queries, keys and values, have their gradients from two matmuls
-    with all weights side by side: the gradient of x is one sum, where that of several is written,
-    and read again, for each.
+    Args:
+      side_by_side: whether narrow weights, such as those of queries, keys and values, have their
+        gradients from two matmuls with all of them: the gradient of x is one sum, where that of
+        several is written, and read again, for each.
     """
     how = _Matmul(1, dtype, platform)
-    if platform == "gpu" and _are_narrow(weights):
+    if side_by_side and _are_narrow(weights):
         return _side_by_side(how, x_BTD, tuple(weights))
     return tuple(_linear(how, x_BTD, weight) for weight in weights)
 

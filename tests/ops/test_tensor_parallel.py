@@ -52,29 +52,28 @@ def test_linear_is_einsum(x_shape, weight_shape, contracted, equation):
     ("shapes", "matmuls"), [([(16, 4, 8), (16, 1, 8), (16, 1, 8)], 3 + 2), ([(16, 24)] * 2, 2 + 4)]
 )
 @pytest.mark.parametrize("dtype", ["", "float8"])
-def test_on_a_gpu_narrow_columns_have_their_gradients_side_by_side(shapes, matmuls, dtype):
+def test_narrow_columns_have_their_gradients_side_by_side(shapes, matmuls, dtype):
     keys = iter(jax.random.split(jax.random.key(0), 1 + 2 * len(shapes)))
     x = jax.random.normal(next(keys), (2, 12, 16))
     weights = tuple(jax.random.normal(next(keys), shape) for shape in shapes)
     dys = tuple(jax.random.normal(next(keys), (2, 12, *shape[1:])) for shape in shapes)
 
-    def run(platform, x, weights, dys):
-        ys, pullback = jax.vjp(
-            functools.partial(columns, dtype=dtype, platform=platform), x, weights
-        )
+    def run(side_by_side, x, weights, dys):
+        ours = functools.partial(columns, dtype=dtype, side_by_side=side_by_side)
+        ys, pullback = jax.vjp(ours, x, weights)
         return ys, pullback(dys)
 
-    on_gpu = functools.partial(run, "gpu")
-    got, wanted = on_gpu(x, weights, dys), run("", x, weights, dys)
+    together = functools.partial(run, True)
+    got, wanted = together(x, weights, dys), run(False, x, weights, dys)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12), got, wanted)
-    traced = jax.make_jaxpr(on_gpu)(x, weights, dys).jaxpr
+    traced = jax.make_jaxpr(together)(x, weights, dys).jaxpr
     names = [one.primitive.name for one, _ in equations(traced)]
     assert names.count("dot_general") == matmuls
     if matmuls == 5 and not dtype:  # one sum in float32, rounded once
         narrow, exact = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (x, weights, dys)), []
         for weight, dy in zip(*jax.tree.map(lambda x: np.asarray(x, np.float64), narrow[1:])):
             exact.append(np.tensordot(dy, weight, (range(2, dy.ndim), range(1, weight.ndim))))
-        of_x = np.asarray(on_gpu(*narrow)[1][0], np.float64)
+        of_x = np.asarray(together(*narrow)[1][0], np.float64)
         np.testing.assert_allclose(of_x, sum(exact), rtol=2**-8, atol=1e-5)
 
 
