@@ -114,5 +114,5 @@ def test_matmuls_on_a_gpu_write_residuals_into_the_arrays_of_all_layers(monkeypa
     assert moved < 0.95 * copied
     # Layers that are written out move and hold less: what each saves, and no more, in arrays of its
     # own, and what the gradients of one layer's weights are of.
-    assert written_out < 0.87 * moved
+    assert written_out < 0.9 * moved
     assert unrolled.temp_bytes < 0.87 * report.temp_bytes
