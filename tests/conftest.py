@@ -1,8 +1,8 @@
 """Eight virtual CPU devices and float64 for every test, set before JAX is imported.
 
-Programs here run for milliseconds and compile for seconds, so LLVM optimises nothing: XLA's own
-passes, and with them memory and collectives, are as always. Eight devices share two cores, so that
-a collective may wait long for its last rank.
+Programs here run for milliseconds and compile for seconds, so LLVM and ptxas optimise nothing:
+XLA's own passes, and with them memory and collectives, are as always. Eight devices share two
+cores, so that a collective may wait long for its last rank.
 """
 
 import ctypes
@@ -27,6 +27,7 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # of operations in program
 os.environ["XLA_FLAGS"] = " ".join(
     (
         "--xla_backend_optimization_level=0",
+        "--xla_gpu_disable_gpuasm_optimizations=true",
         "--xla_cpu_collective_call_terminate_timeout_seconds=300",
     )
 )
