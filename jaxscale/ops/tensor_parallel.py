@@ -211,8 +211,9 @@ _linear.defvjp(_forward, _backward)
 
 
 def _are_narrow(weights: Sequence[Array]) -> bool:
-    """Whether gradients of outputs are smaller than what their being side by side saves. XLA may
-    compute elementwise work that several have in common, as those of gate and up, for each."""
+    """Whether gradients side by side pay: they save writing and reading a gradient of x for all
+    weights but one, and cost at most the reading of all outputs' gradients. XLA would compute for
+    each what the gradients of several have in common, as those of gate and up."""
     features, outputs = weights[0].shape[0], sum(weight[0].size for weight in weights)
     return outputs < 2 * (len(weights) - 1) * features
 

@@ -59,7 +59,7 @@ def make_kernels(
     # With context the compiler spreads a sequence, and would gather it to merge its dimensions.
     in_parts = platform == "cpu" and layout.context > 1
     how = {"dtype": matmul_dtype, "platform": "" if in_parts else platform}
-    # With collectives XLA hid less of them: in float8, fsdp 8, 28 ms were exposed in place of 3.
+    # With collectives XLA hid less of them: in float8, fsdp 8, 29 ms were exposed in place of 3.
     alone = platform == "gpu" and layout.num_devices == 1
     replaced: dict[str, Any] = {
         "columns": functools.partial(columns, **how, side_by_side=alone),
