@@ -1,6 +1,7 @@
 """A batch of layouts: integer settings are arrays, other settings are common to all."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -90,3 +91,12 @@ def stack_layouts(layouts: list[Layout]) -> LayoutBatch:
         name: np.array([getattr(one, name) for one in layouts]) for name in INTEGER_FIELDS
     }
     return LayoutBatch(**common, **integers)
+
+
+def join_batches(batches: Sequence[LayoutBatch]) -> LayoutBatch:
+    """The layouts of several batches, with the other settings of the first."""
+    integers: dict[str, Any] = {
+        name: np.concatenate([np.broadcast_to(getattr(one, name), (len(one),)) for one in batches])
+        for name in INTEGER_FIELDS
+    }
+    return dataclasses.replace(batches[0], **integers)

@@ -17,6 +17,7 @@ from jaxscale.planner.model.layout_batch import LayoutBatch, stack_layouts
 from jaxscale.planner.search.pipeline_batch import (
     batch_buffers,
     batch_step_seconds,
+    least_peaks,
     make_pipelines,
     uneven_cost,
 )
@@ -66,6 +67,11 @@ def _guesses(
     if not fast.any():
         return
     layouts, kept = layouts.take(fast), kept.take(fast)
+    (peaks,) = least_peaks(query, [layouts])  # none fits that does not with every pass recomputed
+    roomy = peaks <= query.limit_bytes
+    if not roomy.any():
+        return
+    layouts, kept = layouts.take(roomy), kept.take(roomy)
     # The tables without recompute are cached already: they leave fewer to build.
     kept_pipelines = make_pipelines(query.planned_model, kept)
     quick = batch_step_seconds(query, kept, kept_pipelines)

@@ -3,13 +3,15 @@
 Layouts that differ in other axes share their table, so each distinct pipeline is worked out once.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
-from jaxscale.planner.model.layout_batch import LayoutBatch
+from jaxscale.planner.model.layout_batch import LayoutBatch, join_batches
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import Query
 from jaxscale.planner.search.trainable_model import TrainableModel
@@ -17,6 +19,8 @@ from jaxscale.planner.tables.pipeline_slots import (
     RankBuffers,
     busiest_rank_buffers,
     default_stage_layers,
+    join_buffers,
+    most_slots,
     stack_buffers,
 )
 from jaxscale.planner.tables.state_ticks import state_ticks
@@ -38,6 +42,58 @@ class PipelineBatch(NamedTuple):
 
 def make_pipelines(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> PipelineBatch:
     """The pipelines, one for each combination of ranks, micro-batches and virtual stages."""
+    specs, index = _distinct_tables(layouts)
+    schedule, layers, buffers = layouts.schedule_spec, [], []
+    for spec in specs:  # all that needs its table in turn: the tables are too many to keep
+        layers.append(schedule.layers or default_stage_layers(spec, model.stacks, model.head_cost))
+        buffers.append(busiest_rank_buffers(spec, layers[-1], model.stacks))
+        state_ticks(spec)
+    return PipelineBatch(specs, layers, buffers, index)
+
+
+def least_peaks(query: Query, batches: Sequence[LayoutBatch]) -> list[np.ndarray]:
+    """For each batch float [N]: bytes that the peak on a device is at least, whatever the split of
+    the layers, by tables of few micro-batches.
+
+    Args:
+      batches: whose string settings are equal but for the schedule.
+    """
+    if not batches:
+        return []
+    model, joined = query.planned_model, join_batches(batches)
+    buffers = join_buffers([_least_buffers(model, layouts) for layouts in batches])
+    peaks = np.broadcast_to(model.memory(joined, buffers, query.back_end).peak, (len(joined),))
+    return np.split(peaks, np.cumsum([len(layouts) for layouts in batches])[:-1])
+
+
+def _least_buffers(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> RankBuffers:
+    """Buffers of which the busiest rank of each pipeline has at least as many; fields are int
+    [N]."""
+    specs, index = _distinct_tables(layouts)
+    slots = [most_slots(_with_few_microbatches(spec)) for spec in specs]
+    ranks, stages = np.array([(one.ranks, one.stages) for one in specs]).T[:, index]
+    layers = [stack.num_layers for stack in model.stacks]
+    return RankBuffers(
+        # A stack of s stages has s / ranks chunks on some rank, each of its layers / s or more.
+        tuple(-(-count // ranks) for count in layers),
+        tuple(-(-count // stages) for count in layers),
+        **{name: np.array([one[name] for one in slots])[index] for name in slots[0]},
+        chunks=stages // ranks,
+    )
+
+
+def _with_few_microbatches(spec: TableSpec) -> TableSpec:
+    """A pipeline whose ranks need no more slots: with more micro-batches the shipped schedules need
+    no fewer. About as many as there are ranks suffice for most to need all of theirs."""
+    if is_foreign(spec.schedule) or spec.schedule.endswith(".csv") or spec.keep:
+        return spec
+    serves, numbers = find_schedule(spec.schedule).serves, range(spec.ranks, spec.microbatches)
+    enough = (m for m in numbers if serves(spec.ranks, m, spec.virtual_stages, 1))
+    return spec._replace(microbatches=next(enough, spec.microbatches))
+
+
+def _distinct_tables(layouts: LayoutBatch) -> tuple[list[TableSpec], np.ndarray]:
+    """What determines the tables of a batch, and int [N], which of them each layout has."""
     schedule, keep = layouts.schedule_spec, layouts.remat_policy.kept_passes
     columns = [
         np.broadcast_to(getattr(layouts, field), (len(layouts),))
@@ -47,12 +103,7 @@ def make_pipelines(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> 
     specs = [
         TableSpec(schedule.name, p, m, v, schedule.fused, keep) for p, m, v in distinct.tolist()
     ]
-    layers, buffers = [], []
-    for spec in specs:  # all that needs its table in turn: the tables are too many to keep
-        layers.append(schedule.layers or default_stage_layers(spec, model.stacks, model.head_cost))
-        buffers.append(busiest_rank_buffers(spec, layers[-1], model.stacks))
-        state_ticks(spec)
-    return PipelineBatch(specs, layers, buffers, index.reshape(-1))
+    return specs, index.reshape(-1)
 
 
 def batch_buffers(pipelines: PipelineBatch) -> RankBuffers:

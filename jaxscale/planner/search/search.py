@@ -3,7 +3,10 @@ time."""
 
 import collections
 import dataclasses
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +17,7 @@ from jaxscale.planner.search.pipeline_batch import (
     PipelineBatch,
     batch_buffers,
     batch_step_seconds,
+    least_peaks,
     make_pipelines,
     uneven_cost,
 )
@@ -32,7 +36,7 @@ class SearchResult:
     seconds: list[float]  # of a step
     considered: int
     rejected: dict[str, int]  # by reason
-    smallest: Layout | None  # of those that do not fit, the one that needs least memory
+    smallest: Layout | None  # where none fits, the one that needs least memory
     messages: dict[str, str]  # by reason, the error message of one refused layout
 
 
@@ -46,35 +50,30 @@ def search_layouts(query: Query, top: int = 10) -> SearchResult:
     messages: dict[str, str] = {}
     sizes = enumerate_sizes(query, rejected, messages)
     best: list[TimedLayout] = []
-    large: list[tuple[float, Layout]] = []
+    large = _TooLarge([], [])
     recomputed: list[LayoutBatch] = []
     considered = 0
-    for options in enumerate_options(query):
-        layouts = combine(query, sizes, options, rejected)
-        if layouts is None:
-            continue
-        considered += len(layouts)
-        pipelines = None
-        if options["pipelined"]:
-            if layouts.remat == "full" and "remat" not in query.pins:
-                recomputed.append(layouts)
-            # Those that are too slow even without a bubble need no table.
-            slow = uneven_cost(query, layouts).bound() > (
-                best[-1][0] if len(best) == top else np.inf
-            )
-            rejected[TOO_SLOW] += int(slow.sum())
-            if slow.all():
+    for options, alike in itertools.groupby(enumerate_options(query), _but_schedule):
+        pipelined = options["pipelined"]
+        combined = (combine(query, sizes, each, rejected) for each in alike)
+        batches = [layouts for layouts in combined if layouts is not None]
+        considered += sum(map(len, batches))
+        if pipelined:
+            if options["remat"] == "full" and "remat" not in query.pins:
+                recomputed += batches
+            limit = best[-1][0] if len(best) == top else np.inf
+            # Those that are too slow even without a bubble, or too large even with the least
+            # buffers, need no table.
+            batches = _may_fit(query, _may_rank(query, batches, limit, rejected), rejected, large)
+        for layouts in batches:
+            pipelines = make_pipelines(query.planned_model, layouts) if pipelined else None
+            fits = _fits(query, layouts, pipelines, rejected, large)
+            if not fits.any():
                 continue
-            layouts = layouts.take(~slow)
-            pipelines = make_pipelines(query.planned_model, layouts)
-        fits, smallest = _fits(query, layouts, pipelines, rejected)
-        large += smallest
-        if not fits.any():
-            continue
-        layouts = layouts.take(fits)
-        if pipelines:
-            pipelines = pipelines.take(fits)
-        best = _distinct([*best, *_fastest(query, layouts, pipelines, top)])[:top]
+            layouts = layouts.take(fits)
+            if pipelines:
+                pipelines = pipelines.take(fits)
+            best = _distinct([*best, *_fastest(query, layouts, pipelines, top)])[:top]
     best = _distinct(search_partial_remat(query, recomputed, best, top))[:top]
     late = (TOO_LARGE, TOO_LARGE_FOR_HOST, TOO_SLOW)  # reasons of layouts already counted
     return SearchResult(
@@ -82,9 +81,54 @@ def search_layouts(query: Query, top: int = 10) -> SearchResult:
         seconds=[seconds for seconds, _ in best],
         considered=considered + rejected.total() - sum(rejected[reason] for reason in late),
         rejected={reason: count for reason, count in rejected.most_common() if count},
-        smallest=min(large, key=lambda one: one[0])[1] if large else None,
+        smallest=None if best else _smallest(query, large),
         messages=messages,
     )
+
+
+class _TooLarge(NamedTuple):
+    """Of each batch of layouts that do not fit on a device, the one that needs least memory."""
+
+    measured: list[tuple[float, Layout]]  # its bytes
+    bounded: list[tuple[float, LayoutBatch]]  # where no tables were made: bytes that it exceeds
+
+
+def _but_schedule(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options without those that memory depends on through a rank's buffers alone."""
+    return {name: options[name] for name in options if name not in ("schedule", "virtual_stages")}
+
+
+def _may_rank(
+    query: Query, batches: list[LayoutBatch], limit: float, rejected: collections.Counter
+) -> list[LayoutBatch]:
+    """Pipelines that take no longer than `limit` seconds a step, if no rank ever idled."""
+    fast = []
+    for layouts in batches:
+        good = uneven_cost(query, layouts).bound() <= limit
+        rejected[TOO_SLOW] += int((~good).sum())
+        if good.any():
+            fast.append(layouts.take(good))
+    return fast
+
+
+def _may_fit(
+    query: Query, batches: list[LayoutBatch], rejected: collections.Counter, large: _TooLarge
+) -> list[LayoutBatch]:
+    """Pipelines that fit on a device with the least buffers.
+
+    Args:
+      batches: that differ in the schedule.
+    """
+    roomy = []
+    for layouts, peaks in zip(batches, least_peaks(query, batches)):
+        good = peaks <= query.limit_bytes
+        rejected[TOO_LARGE] += int((~good).sum())
+        if good.any():
+            roomy.append(layouts.take(good))
+        if not good.all():
+            n = int(np.where(good, np.inf, peaks).argmin())
+            large.bounded.append((float(peaks[n]), layouts.take([n])))
+    return roomy
 
 
 def _fits(
@@ -92,9 +136,9 @@ def _fits(
     layouts: LayoutBatch,
     pipelines: PipelineBatch | None,
     rejected: collections.Counter,
-) -> tuple[np.ndarray, list[tuple[float, Layout]]]:
-    """Which layouts fit, bool [N]; and the smallest of those too large for a device, with its
-    bytes, if there is one."""
+    large: _TooLarge,
+) -> np.ndarray:
+    """Which layouts fit, bool [N]."""
     needs = query.planned_model.memory(
         layouts, batch_buffers(pipelines) if pipelines else None, query.back_end
     )
@@ -104,9 +148,22 @@ def _fits(
     )
     rejected[TOO_LARGE] += int((~fits).sum())
     rejected[TOO_LARGE_FOR_HOST] += int((fits & ~fits_host).sum())
-    n = int(np.where(fits, np.inf, peaks).argmin())
-    smallest = [] if fits.all() else [(float(peaks[n]), layouts.layout(int(n)))]
-    return fits & fits_host, smallest
+    if not fits.all():
+        n = int(np.where(fits, np.inf, peaks).argmin())
+        large.measured.append((float(peaks[n]), layouts.layout(n)))
+    return fits & fits_host
+
+
+def _smallest(query: Query, large: _TooLarge) -> Layout | None:
+    """The layout that needs least memory, of those that do not fit."""
+    found, model = sorted(large.measured, key=lambda one: one[0])[:1], query.planned_model
+    for bound, layouts in sorted(large.bounded, key=lambda one: one[0]):
+        if found and bound >= found[0][0]:
+            break
+        buffers = batch_buffers(make_pipelines(model, layouts))
+        peak = float(np.ravel(model.memory(layouts, buffers, query.back_end).peak)[0])
+        found = sorted([*found, (peak, layouts.layout(0))], key=lambda one: one[0])[:1]
+    return found[0][1] if found else None
 
 
 def _fastest(

@@ -228,7 +228,7 @@ def _stages(pins: Mapping[str, Any], ranks: int) -> Sequence[int]:
 
 def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
     """String settings of a batch of layouts, and "pipelined": first without a pipeline, then with
-    one."""
+    one, where those that differ in the schedule alone follow each other."""
     pins, remats, offloads = query.pins, query.planned_model.remats, query.planned_model.offloads
     if query.back_end == "cpu" or not query.cluster.chip.host_bytes_per_second:
         # It has no separate host memory, or the rate of its link is not known.
@@ -248,8 +248,8 @@ def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
             "pipelined": False,
         }
     gathers = _pinned(pins, "pipeline_gather", PIPELINE_GATHERS)
-    for (schedule, chunks), remat, offload, gather in itertools.product(
-        _schedules(pins), remats, offloads, gathers
+    for remat, offload, gather, (schedule, chunks) in itertools.product(
+        remats, offloads, gathers, tuple(_schedules(pins))
     ):
         yield {
             "remat": remat,

@@ -69,6 +69,19 @@ def stack_buffers(each: Sequence[RankBuffers], index: Any) -> RankBuffers:
     return RankBuffers(**several, **slots)
 
 
+def join_buffers(batches: Sequence[RankBuffers]) -> RankBuffers:
+    """The buffers of several batches of layouts, whose fields are arrays, as those of one."""
+    several: dict[str, Any] = {
+        name: tuple(np.concatenate(one) for one in zip(*(getattr(each, name) for each in batches)))
+        for name in ("rows", "capacity")
+    }
+    slots: dict[str, Any] = {
+        name: np.concatenate([getattr(each, name) for each in batches])
+        for name in (*SLOTS, "chunks")
+    }
+    return RankBuffers(**several, **slots)
+
+
 def stack_layers(model: ModelConfig) -> tuple[StackLayers, ...]:
     """The stacks of a model, as a pipeline divides them."""
     return tuple(StackLayers(name, count, model.period) for name, count in stack_sizes(model))
