@@ -87,9 +87,10 @@ def _with_few_microbatches(spec: TableSpec) -> TableSpec:
     no fewer. About as many as there are ranks suffice for most to need all of theirs."""
     if is_foreign(spec.schedule) or spec.schedule.endswith(".csv") or spec.keep:
         return spec
-    serves, numbers = find_schedule(spec.schedule).serves, range(spec.ranks, spec.microbatches)
-    enough = (m for m in numbers if serves(spec.ranks, m, spec.virtual_stages, 1))
-    return spec._replace(microbatches=next(enough, spec.microbatches))
+    schedule, ranks = find_schedule(spec.schedule), spec.ranks
+    fewer = range(ranks, spec.microbatches)
+    served = (m for m in fewer if schedule.serves(ranks, m, spec.virtual_stages, 1))
+    return spec._replace(microbatches=next(served, spec.microbatches))
 
 
 def _distinct_tables(layouts: LayoutBatch) -> tuple[list[TableSpec], np.ndarray]:

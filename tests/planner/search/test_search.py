@@ -416,14 +416,15 @@ def test_pins_that_no_plan_has_are_refused(pin, said):
         check_pins(query(30.0, pipeline=2, **pin))
 
 
-def test_what_does_not_fit_is_counted_and_the_smallest_named():
-    found = search_layouts(query(0.1, pipeline=1), 5)
+@pytest.mark.parametrize("pins", [{"pipeline": 1}, {"pipeline": 2, "schedule": "1f1b"}])
+def test_what_does_not_fit_is_counted_and_the_smallest_named(pins):
+    found = search_layouts(query(0.1, **pins), 5)
     assert not found.layouts
     assert found.rejected[TOO_LARGE] > 100
     assert found.smallest is not None
     peak = step_memory(with_layout(found.smallest), "gpu", own_host=True).peak
     # Nothing that fits needs more than this one.
-    assert search_layouts(query(1.001 * peak / 1e9, pipeline=1), 1).layouts
+    assert search_layouts(query(1.001 * peak / 1e9, **pins), 1).layouts
 
 
 def test_what_the_engine_refuses_is_counted_in_its_words():
