@@ -264,6 +264,12 @@ class Config:
                 f"data.target_len = {self.data.target_len} is for an encoder's decoder, which "
                 f"model.family = {model.family!r} does not have; set data.target_len = 0"
             )
+        if model.num_encoder_layers and not self.data.target_len:
+            raise ValueError(
+                f"data.target_len = 0, and model.family = {model.family!r} has an encoder: set "
+                "data.target_len to the tokens that its decoder writes, such as "
+                f"{max(1, self.data.seq_len // 4)}"
+            )
 
     @property
     def schedule_steps(self) -> int:
