@@ -30,7 +30,7 @@ COLORS = {
     "gray": "#8a8a8a",
 }
 HELD = {"weights": "blue", "gradients": "green", "optimizer state": "orange", "batch": "purple"}
-SENT = dict(zip(KINDS, ("blue", "green", "orange", "purple", "sky")))
+SENT = dict(zip(KINDS, ("blue", "green", "orange", "purple", "yellow", "sky"), strict=True))
 """Label of a panel or bar -> its colour."""
 
 EMPTY, EDGE = "#f1f1f3", "#9a9aa2"

@@ -6,6 +6,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale import config as configs
 from jaxscale import plots
+from jaxscale.compiled.collectives import KINDS
 from jaxscale.layout import Layout
 from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.sharding.mesh import make_mesh
@@ -51,6 +52,30 @@ def test_a_row_of_tiles_for_each_layout():
     assert sum("whole" in word for word in words) == 3
     (empty,) = {len(panel.patches) for panel in figure.axes[4:5]}
     assert empty == 8 * (2 + 2)  # a square and its edge, a box for each of two layers
+
+
+class Compiled:
+    """A step that is nothing but a collective of each kind, of 1,000 floats."""
+
+    def as_text(self):
+        pairs, groups = "source_target_pairs={{0,1}}", "replica_groups={{0,1,2,3,4,5,6,7}}"
+        lines = [
+            f"  %y{n} = f32[{125 if kind == 'reduce-scatter' else 1000}]{{0}} {kind}(%x, %x), "
+            f"{pairs if kind == 'collective-permute' else groups}"
+            for n, kind in enumerate(KINDS)
+        ]
+        entry = "ENTRY %main (x: f32[1000]) -> f32[1000] {"
+        return "\n".join([entry, "  %x = f32[1000]{0} parameter(0)", *lines, "}"])
+
+
+def test_a_bar_of_traffic_has_every_kind_of_collective():
+    figure = plots.traffic_figure({"a": engine_of("layout.data=8")}, {"a": Compiled()})
+    (panel,) = figure.axes
+    assert panel.get_legend_handles_labels()[1] == list(KINDS)
+    bars: list = list(panel.patches)
+    assert [bar.get_width() for bar in bars] == pytest.approx([0.004] * len(KINDS))
+    assert len({bar.get_facecolor() for bar in bars}) == len(KINDS)
+    assert panel.texts[0].get_text().strip() == "0.024 MB"
 
 
 def test_losses_and_plans_say_what_they_show(tmp_path):
