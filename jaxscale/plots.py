@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from matplotlib.axes import Axes as Panel
 from matplotlib.figure import Figure
@@ -16,7 +18,8 @@ from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import KINDS, Collective, collectives
 from jaxscale.formatting import human_bytes
 from jaxscale.planner.search.plan import Plan
-from jaxscale.sharding.resolve import resolve
+from jaxscale.sharding.resolve import leaf_name, resolve
+from jaxscale.sharding.rules import Axes, Rules
 from jaxscale.training.engine import Engine
 
 COLORS = {
@@ -35,6 +38,8 @@ SENT = dict(zip(KINDS, ("blue", "green", "orange", "purple", "yellow", "sky"), s
 
 EMPTY, EDGE = "#f1f1f3", "#9a9aa2"
 Spans = tuple[tuple[int, int], ...]
+Dims = tuple[int | None, ...]
+"""Those that a square shows as layers, as experts, across and down; None is none."""
 
 
 def placement_figure(
@@ -44,11 +49,15 @@ def placement_figure(
     device.
 
     A square is the whole array, and its coloured part the shard of one device. The layers of a
-    stack are bands, in which the first dimension runs across and the second down.
+    stack, and the experts of a layer, are bands, in which the first dimension runs across and the
+    second down. A dimension that is never sharded, as head_dim, is not shown if there are others.
 
     Args:
       engines: title -> engine.
       parameter: the path of one in the tree of parameters.
+
+    Raises:
+      ValueError: a model has no such parameter.
     """
     inches = 0.6 + 1.45 * len(engines)
     figure = Figure(figsize=(12, inches), dpi=110)
@@ -63,12 +72,13 @@ def placement_figure(
     grid = figure.subplots(len(engines), len(HELD), squeeze=False)
     for row, (title, engine) in zip(grid, engines.items()):
         row[0].set_ylabel(title, rotation=0, ha="right", va="center", fontsize=10, labelpad=10)
-        for panel, (what, (sharding, shape, layered, width)) in zip(
-            row, _arrays(engine, parameter).items()
-        ):
-            _tiles(panel, sharding, shape, layered, COLORS[HELD[what]])
-            size = math.prod(sharding.shard_shape(shape)) * width
-            whole = math.prod(shape) * width
+        for panel, (what, (arrays, dims)) in zip(row, _arrays(engine, parameter).items()):
+            _tiles(panel, arrays[0], dims, COLORS[HELD[what]])
+            whole = sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays)
+            size = sum(
+                math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize
+                for one in arrays
+            )
             share = round(whole / size)
             panel.set_xlabel(
                 f"{human_bytes(size)} each" + (f", 1/{share}" if share > 1 else ", whole"),
@@ -80,54 +90,82 @@ def placement_figure(
     return figure
 
 
-def _arrays(engine: Engine, parameter: Sequence[str]) -> dict[str, tuple]:
-    """Label -> sharding, shape, whether it is a stack of layers, bytes per element."""
-    leaf, axes, zero = engine.abstract_state.params, engine.state_axes.params, engine.zero
-    for name in parameter:
-        leaf, axes = leaf[name], axes[name]
-    single = engine.layout.single_visit
-    rules = {
-        "weights": zero.state_rules,
-        "gradients": zero.accumulator_rules(single_visit=single),
-        "optimizer state": zero.state_rules,
-    }
-    widths = {"gradients": zero.accumulation_dtype.itemsize}
-    found: dict[str, tuple] = {
-        what: (
-            NamedSharding(engine.mesh, resolve(axes, these, zero.sizes)),
-            leaf.shape,
-            axes[0] == "layers",
-            widths.get(what, leaf.dtype.itemsize),
+def _arrays(engine: Engine, parameter: Sequence[str]) -> dict[str, tuple[list[Any], Dims]]:
+    """Label -> arrays with shardings, and the dims of the first, which is shown.
+
+    An optimizer may have several for a parameter, or none of its shape: the largest is first.
+    """
+    state, axes, zero = engine.abstract_state, engine.state_axes, engine.zero
+    known = {name: (leaf, names) for name, leaf, names in _leaves(state.params, axes.params)}
+    wanted = "/".join(parameter)
+    if wanted not in known:
+        raise ValueError(
+            f"parameter = {parameter!r} is none of the model's; pass the parts of one of "
+            f"{', '.join(known)}, as {tuple(next(iter(known)).split('/'))}"
         )
-        for what, these in rules.items()
+    weights, names = known[wanted]
+    rules = zero.accumulator_rules(single_visit=engine.layout.single_visit)
+    summed = NamedSharding(engine.mesh, resolve(names, rules, zero.sizes))
+    grads = jax.ShapeDtypeStruct(weights.shape, zero.accumulation_dtype, sharding=summed)
+    moments = [
+        (leaf, names)
+        for name, leaf, names in _leaves(state.opt_state, axes.opt_state)
+        if name.endswith(f"/{wanted}")
+    ]
+    moments.sort(key=lambda moment: -math.prod(moment[0].shape))
+    shape = engine.config.data.global_batch_size, engine.config.data.seq_len
+    batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=engine.batch_sharding)
+    dims = _dims(names, zero.rules)
+    return {
+        "weights": ([weights], dims),
+        "gradients": ([grads], dims),
+        "optimizer state": ([leaf for leaf, _ in moments], _dims(moments[0][1], zero.rules)),
+        "batch": ([batch], (None, None, 1, 0)),
     }
-    data = engine.config.data
-    shape = data.global_batch_size, data.seq_len
-    return found | {"batch": (engine.batch_sharding, shape, False, 4)}
 
 
-def _tiles(
-    panel: Panel, sharding: NamedSharding, shape: tuple[int, ...], layered: bool, color: str
-) -> None:
+def _leaves(tree: Any, axes: Any) -> list[tuple[str, Any, Axes]]:
+    """Name, array and logical axes of each; the axes of a scalar are an empty tuple."""
+    found = []
+    jax.tree_util.tree_map_with_path(
+        lambda path, leaf, names: found.append((leaf_name(path), leaf, names)), tree, axes
+    )
+    return found
+
+
+def _dims(names: Axes, rules: Rules) -> Dims:
+    """Layers and experts are bands; of the others two are shown, if possible sharded ones."""
+    bands = [names.index(name) if name in names else None for name in ("layers", "experts")]
+    others = [dim for dim in range(len(names)) if dim not in bands]
+    shown = sorted(sorted(others, key=lambda dim: not rules[names[dim]])[:2])
+    across, down, *_ = *shown, None, None
+    return (*bands, across, down)
+
+
+def _tiles(panel: Panel, array: Any, dims: Dims, color: str) -> None:
     """A square per device, in two rows."""
-    places = sharding.devices_indices_map(shape)
+    places = array.sharding.devices_indices_map(array.shape)
     devices = list(places)
     columns = -(-len(devices) // 2) if len(devices) > 1 else 1
+    layers = 1 if dims[0] is None else array.shape[dims[0]]
     for n, device in enumerate(devices):
         left, top = 1.12 * (n % columns), 1.2 * (n // columns)
         if len(devices) == 1:
             left, top = 1.68, 0.6
         panel.add_patch(Rectangle((left, top), 1, 1, facecolor=EMPTY, linewidth=0))
-        spans = tuple(part.indices(size)[:2] for part, size in zip(places[device], shape))
-        for x, y, width, height in _boxes(spans, shape, layered):
-            panel.add_patch(
-                Rectangle((left + x, top + y), width, height, facecolor=color, linewidth=0)
-            )
+        spans = tuple(part.indices(size)[:2] for part, size in zip(places[device], array.shape))
+        boxes = _boxes(spans, array.shape, dims)
+        for x, y, width, height in boxes:
+            part = Rectangle((left + x, top + y), width, height, facecolor=color, linewidth=0)
+            part.set_snap(len(boxes) < 32)  # of more a pixel holds several, or none
+            panel.add_patch(part)
         panel.add_patch(
             Rectangle((left, top), 1, 1, facecolor="none", edgecolor=EDGE, linewidth=0.8)
         )
-        for band in range(1, shape[0] if layered else 1):
-            panel.plot([left, left + 1], [top + band / shape[0]] * 2, color="white", linewidth=0.8)
+        for band in range(1, layers):
+            # Lines between many layers would cover them.
+            width = min(0.8, 8 / layers)
+            panel.plot([left, left + 1], [top + band / layers] * 2, color="white", linewidth=width)
     panel.set(xlim=(-0.05, 1.12 * max(columns, 4) - 0.07), ylim=(2.25, -0.05))
     panel.set_aspect("equal")
     panel.set_xticks([])
@@ -136,17 +174,20 @@ def _tiles(
 
 
 def _boxes(
-    spans: Spans, shape: tuple[int, ...], layered: bool
+    spans: Spans, shape: tuple[int, ...], dims: Dims
 ) -> list[tuple[float, float, float, float]]:
     """x, y, width and height of a shard's parts, in a square of side 1."""
-    if not layered:
-        (y0, y1), (x0, x1) = spans[:2]
-        return [(x0 / shape[1], y0 / shape[0], (x1 - x0) / shape[1], (y1 - y0) / shape[0])]
-    (x0, x1), (y0, y1) = spans[1:3]
-    layers, across, down = shape[:3]
+    (l0, l1, layers), (e0, e1, experts), (x0, x1, across), (y0, y1, down) = (
+        (0, 1, 1) if dim is None else (*spans[dim], shape[dim]) for dim in dims
+    )
+    x, width = x0 / across, (x1 - x0) / across
+    # Down whole experts in one.
+    whole = y1 - y0 == down
+    parts = [(e0, e1 - e0)] if whole else [(e + y0 / down, (y1 - y0) / down) for e in range(e0, e1)]
     return [
-        (x0 / across, (band + y0 / down) / layers, (x1 - x0) / across, (y1 - y0) / down / layers)
-        for band in range(*spans[0])
+        (x, (layer + y / experts) / layers, width, height / experts / layers)
+        for layer in range(l0, l1)
+        for y, height in parts
     ]
 
 

@@ -13,17 +13,17 @@ from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 
 
-def engine_of(*overrides):
-    config = configs.load("configs/tiny.py", overrides)
+def engine_of(*overrides, config="tiny"):
+    config = configs.load(config, overrides)
     return make_engine(config, make_mesh(config.layout))
 
 
-def area(sharding, shape, layered):
+def area(sharding, shape, dims):
     """Of what is coloured, for each device: the share of the array that it holds."""
     places = sharding.devices_indices_map(shape).values()
     for place in places:
         spans = tuple(part.indices(size)[:2] for part, size in zip(place, shape))
-        boxes = plots._boxes(spans, shape, layered)
+        boxes = plots._boxes(spans, shape, dims)
         assert all(
             x >= 0 and y >= 0 and x + w <= 1.0001 and y + h <= 1.0001 for x, y, w, h in boxes
         )
@@ -36,8 +36,9 @@ def test_the_coloured_part_is_the_shard(spec):
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     shape = (4, 8, 6)
     share = np.prod(sharding.shard_shape(shape)) / np.prod(shape)
-    for layered in (True, False) if len(spec) < 3 else (True,):
-        assert list(area(sharding, shape, layered)) == pytest.approx([share] * 8)
+    flat = [(None, None, 1, 0), (None, None, 0, 1)] if len(spec) < 3 else []
+    for dims in ((0, None, 1, 2), (None, 0, 1, 2), (None, 1, 0, 2), *flat):
+        assert list(area(sharding, shape, dims)) == pytest.approx([share] * 8)
 
 
 def test_a_row_of_tiles_for_each_layout():
@@ -52,6 +53,39 @@ def test_a_row_of_tiles_for_each_layout():
     assert sum("whole" in word for word in words) == 3
     (empty,) = {len(panel.patches) for panel in figure.axes[4:5]}
     assert empty == 8 * (2 + 2)  # a square and its edge, a box for each of two layers
+
+
+SMALL = ["model.vocab_size=512", "model.num_layers=2", "data.global_batch_size=16"]
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "parameter"),
+    [
+        ("moe_tiny", ["layout.data=1", "layout.expert=2"], ("layers", "mlp", "up")),
+        (
+            "mt5_small",
+            ["layout.data=2", "layout.microbatches=1", "model.num_encoder_layers=2"],
+            ("decoder", "cross", "out"),
+        ),
+    ],
+)
+def test_the_shard_of_every_parameter_is_shown(config, overrides, parameter):
+    """Of experts, of heads, of vectors, and of the moments of an optimizer without one for each
+    element."""
+    sizes = ["layout.fsdp=2", "layout.tensor=2", "model.num_heads=8", "model.num_kv_heads=8"]
+    engine = engine_of(*SMALL, *sizes, *overrides, config=config)
+    state, names = engine.abstract_state, engine.state_axes
+    for tree, axes in ((state.params, names.params), (state.opt_state, names.opt_state)):
+        for name, leaf, logical in plots._leaves(tree, axes):
+            dims = plots._dims(logical, engine.zero.rules)
+            shard = np.prod(leaf.sharding.shard_shape(leaf.shape))
+            share = shard / np.prod(leaf.shape)
+            assert list(area(leaf.sharding, leaf.shape, dims)) == pytest.approx([share] * 8), name
+    (panels,) = [plots.placement_figure({"a": engine}, parameter).axes]
+    ranks = 8 if config == "moe_tiny" else 4
+    assert panels[0].get_xlabel().endswith(f"each, 1/{ranks}")
+    with pytest.raises(ValueError, match=r"parameter = \('embed',\) .* parts of one of .*/up, "):
+        plots.placement_figure({"a": engine}, ("embed",))
 
 
 class Compiled:
