@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from matplotlib.axes import Axes as Panel
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import KINDS, Collective, collectives
@@ -59,6 +60,7 @@ def placement_figure(
     Raises:
       ValueError: a model has no such parameter.
     """
+    _check_some("engines", engines)
     inches = 0.6 + 1.45 * len(engines)
     figure = Figure(figsize=(12, inches), dpi=110)
     figure.subplots_adjust(
@@ -200,10 +202,12 @@ def traffic_figure(engines: Mapping[str, Engine], steps: Mapping[str, Any]) -> F
       engines: title -> engine.
       steps: title -> its step, compiled.
     """
+    _check_some("engines", engines)
     programs = {title: _collectives(engine, steps[title]) for title, engine in engines.items()}
     figure = Figure(figsize=(9.5, 1.2 + 0.42 * len(programs)), layout="constrained", dpi=110)
     panel = figure.add_subplot()
     titles = list(programs)[::-1]
+    rows = range(len(titles))
     totals = [0.0] * len(titles)
     for kind, color in SENT.items():
         sizes = [
@@ -211,20 +215,26 @@ def traffic_figure(engines: Mapping[str, Engine], steps: Mapping[str, Any]) -> F
             for title in titles
         ]
         if any(sizes):
-            panel.barh(titles, sizes, left=totals, color=COLORS[color], label=kind, height=0.7)
+            panel.barh(rows, sizes, left=totals, color=COLORS[color], label=kind, height=0.7)
             totals = [total + size for total, size in zip(totals, sizes)]
-    for row, total in enumerate(totals):
+    for row, total in zip(rows, totals):
         panel.text(
             total, row, f"  {total:.3g} MB" if total else "  nothing", va="center", fontsize=9
         )
-    panel.set_xlim(0, 1.14 * max([*totals, 1e-9]))
+    panel.set_yticks(rows, titles)
+    panel.set(xlim=(0, 1.14 * (max(totals) or 1)), ylim=(-0.5, len(rows) - 0.5))
     panel.set_xlabel("MB per step, of whole arrays: gathered, or before the scatter")
     panel.set_title("Communication of a step")
     panel.spines[["top", "right"]].set_visible(False)
     panel.tick_params(axis="y", length=0)
-    handles, _ = panel.get_legend_handles_labels()
-    figure.legend(loc="outside lower center", ncols=max(1, len(handles)), frameon=False, fontsize=9)
+    if count := len(panel.get_legend_handles_labels()[0]):
+        figure.legend(loc="outside lower center", ncols=count, frameon=False, fontsize=9)
     return figure
+
+
+def _check_some(name: str, given: Mapping) -> None:
+    if not given:
+        raise ValueError(f"{name} is empty; a figure needs at least one entry, of title and value")
 
 
 def _collectives(engine: Engine, compiled: Any) -> list[Collective]:
@@ -238,15 +248,15 @@ def loss_figure(curves: Mapping[str, Sequence[float]]) -> Figure:
     Args:
       curves: title -> the loss of every step, in nats per token.
     """
+    _check_some("curves", curves)
     figure = Figure(figsize=(11.5, 3.8), layout="constrained", dpi=110)
     left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
     colors = list(COLORS.values())
     (first, base), *others = curves.items()
-    steps = range(1, len(base) + 1)
     for n, (title, curve) in enumerate(curves.items()):
         wide = 1 + 2 * (len(curves) - n)  # so that curves below are visible
         left.plot(
-            steps,
+            range(1, len(curve) + 1),
             curve,
             color=colors[n % len(colors)],
             linewidth=wide,
@@ -254,7 +264,7 @@ def loss_figure(curves: Mapping[str, Sequence[float]]) -> Figure:
             solid_capstyle="round",
         )
     left.set(xlabel="step", ylabel="loss, nats per token", title="The same loss in every layout")
-    left.set_xticks(steps)
+    left.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     patches = [Patch(color=line.get_color(), label=line.get_label()) for line in left.get_lines()]
     left.legend(handles=patches, frameon=False, fontsize=8, handlelength=0.8, handleheight=0.8)
     titles = [title for title, _ in others][::-1]
@@ -262,12 +272,14 @@ def loss_figure(curves: Mapping[str, Sequence[float]]) -> Figure:
     floor = 1e-9
     right.barh(titles, [max(x, floor) for x in far], color=COLORS["blue"], height=0.6)
     for row, x in enumerate(far):
-        right.text(3e-7, row, f"{x:.1e}" if x else "bitwise equal", va="center", fontsize=9)
+        words = f"{x:.1e}" if x else "bitwise equal"
+        right.text(1.2 * max(2.5e-7, x), row, words, va="center", fontsize=9)
     right.axvline(2.0**-23, color=COLORS["vermilion"], linewidth=1.2)
     right.text(2.6e-7, len(far) - 0.58, "float32 resolution", color=COLORS["vermilion"], fontsize=8)
     right.set_ylim(-0.5, len(far) - 0.3)
     right.set_xscale("log")
-    right.set_xlim(floor, 1e-5)
+    right.set_xlim(floor, 40 * max([2.5e-7, *filter(math.isfinite, far)]))
+    right.set_visible(bool(others))
     right.set(xlabel=f"largest relative difference from {first}", title="Difference by rounding")
     for panel in (left, right):
         panel.spines[["top", "right"]].set_visible(False)
@@ -309,6 +321,7 @@ BYTES = {
 
 def step_time_figure(plans: Mapping[str, Plan]) -> Figure:
     """Step time by term: a bar per plan."""
+    _check_some("plans", plans)
     bars = {title: one.terms for title, one in plans.items()}
     figure = _stacked(bars, SECONDS, 1.0, "{:.2f} s")
     figure.axes[0].set(xlabel="seconds per step", title="Step time")
@@ -317,6 +330,7 @@ def step_time_figure(plans: Mapping[str, Plan]) -> Figure:
 
 def memory_figure(plans: Mapping[str, Plan]) -> Figure:
     """Peak memory of a device by part: a bar per plan, and the limit."""
+    _check_some("plans", plans)
     bars = {title: one.memory.at_peak for title, one in plans.items()}
     figure = _stacked(bars, BYTES, 1e-9, "{:.0f} GB")
     panel = figure.axes[0]

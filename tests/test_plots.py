@@ -112,9 +112,54 @@ def test_a_bar_of_traffic_has_every_kind_of_collective():
     assert panel.texts[0].get_text().strip() == "0.024 MB"
 
 
+class Silent:
+    """The step of one device."""
+
+    def as_text(self):
+        return "ENTRY %main (x: f32[8]) -> f32[8] {\n  ROOT %x = f32[8]{0} parameter(0)\n}"
+
+
+def test_a_step_that_sends_nothing_has_a_row():
+    engine = engine_of("layout.data=8")
+    (panel,) = plots.traffic_figure({"a": engine, "b": engine}, dict.fromkeys("ab", Silent())).axes
+    assert [text.get_text().strip() for text in panel.texts] == ["nothing"] * 2
+    assert [text.get_text() for text in panel.get_yticklabels()] == ["b", "a"]
+    assert panel.get_xlim()[1] > 1
+
+
+@pytest.mark.parametrize(
+    ("figure", "arguments"),
+    [
+        (plots.placement_figure, ({},)),
+        (plots.traffic_figure, ({}, {})),
+        (plots.loss_figure, ({},)),
+        (plots.step_time_figure, ({},)),
+        (plots.memory_figure, ({},)),
+    ],
+)
+def test_a_figure_of_nothing_is_refused(figure, arguments):
+    """As after a cell that failed before it had filled them."""
+    with pytest.raises(ValueError, match="is empty; a figure needs at least one entry"):
+        figure(*arguments)
+
+
 def test_losses_and_plans_say_what_they_show(tmp_path):
     figure = plots.loss_figure({"one": [3.0, 2.0], "two": [3.0, 2.000001]})
     assert next(text.get_text() for text in figure.axes[1].texts) == "5.0e-07"
+    for curves in (
+        {"one": [3.0] * 300, "two": [3.3] * 300},  # as in bfloat16, or not
+        {"one": [np.nan, np.nan], "two": [np.nan, np.nan]},
+        {"one": [3.0, 2.0]},
+    ):
+        figure = plots.loss_figure(curves)
+        figure.canvas.draw()
+        left, right = figure.axes
+        assert len(left.get_xticks()) < 12
+        assert right.get_visible() == (len(curves) > 1)
+        bars: list = list(right.patches)
+        for bar, text in zip(bars, right.texts):
+            assert not text.get_position()[0] <= bar.get_width()  # beside it
+            assert not bar.get_width() > right.get_xlim()[1]
     answer = plan_layouts(
         "configs/llama2_7b.py", "H100-SXM", 8, top=1, pins={"pipeline": 1, "tensor": 1}
     )
