@@ -295,6 +295,7 @@ NAMES = [
     ("configs/quickstrat.py", "did you mean 'configs/quickstart.py'?"),
     ("quickstrat", "there is no such file; did you mean 'quickstart'? The shipped configurations"),
     ("Llama-3.2-1B", "did you mean 'llama32_1b'?"),
+    ("elsewhere/configs/tiny.py", "there is no such file; did you mean 'tiny'? The shipped"),
     ("no/such/folder.py", "--config no/such/folder.py: there is no such file"),
     ("configs", "--config configs: there is no such file"),
     ("", "--config : there is no such file"),
