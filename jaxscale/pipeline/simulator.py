@@ -25,7 +25,7 @@ class Costs(NamedTuple):
     r: float | tuple[float, ...] = 0.0
 
 
-EQUAL = Costs()
+EQUAL = Costs(r=1.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Run:
 
 
 def simulate(table: Table, costs: Costs = EQUAL) -> Run:
-    """Simulates a table.
+    """Simulates a table; each operation costs 1 by default, those that recompute too.
 
     >>> from jaxscale.pipeline.orders import make_order
     >>> from jaxscale.pipeline.table import compile_order
