@@ -135,10 +135,15 @@ def check_kind(name: str, got: object, kind: type | tuple[type, ...], advice: st
 
 def check_count(name: str, got: object, least: int) -> None:
     """Raises ValueError for an argument that is not a whole number, or is below `least`."""
+    if check_whole(name, got) < least:
+        raise ValueError(f"{name} = {got} is too small; at least {least}")
+
+
+def check_whole(name: str, got: object) -> int:
+    """Raises ValueError for an argument that is not a whole number."""
     if isinstance(got, bool) or not isinstance(got, numbers.Integral):
         raise ValueError(f"{name} = {got!r} is not a whole number")
-    if got < least:
-        raise ValueError(f"{name} = {got} is too small; at least {least}")
+    return int(got)
 
 
 def check_at_least(section: str, record: object, **least: float) -> None:

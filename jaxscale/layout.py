@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxscale.choices import check_choice, nearest_divisors
+from jaxscale.choices import check_choice, check_kind, check_whole, nearest_divisors
 from jaxscale.pipeline_schedules.shipped import check_known, is_foreign
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
@@ -111,6 +111,7 @@ class Layout:
     offload: str = "none"  # what lives in host memory
 
     def __post_init__(self) -> None:
+        self._check_types()
         for axis in MESH_AXES:
             size = getattr(self, axis)
             if size < 1 and size != -1:
@@ -159,6 +160,17 @@ class Layout:
                 f"layout.sequence_chunks = {self.sequence_chunks} is not available in this "
                 "version; set layout.sequence_chunks = 1"
             )
+
+    def _check_types(self) -> None:
+        """Refuses what a config cannot hold, as 8 / 2 for a size."""
+        for field in dataclasses.fields(self):
+            name, value = f"layout.{field.name}", getattr(self, field.name)
+            if isinstance(field.default, bool):
+                check_kind(name, value, bool, "give True or False")
+            elif isinstance(field.default, str):
+                check_kind(name, value, str, f"give text, such as {field.default!r}")
+            else:
+                check_whole(name, value)
 
     def _check_tensor_rows(self) -> None:
         """Refuses rows that do not divide tensor, and what they are not combined with."""

@@ -18,6 +18,7 @@ from jaxscale.layout import (
     resolve_sizes,
 )
 from jaxscale.pipeline.stages import open_stages
+from jaxscale.planner.search.space import check_fields
 
 
 def test_the_mesh_axes_are_the_fields_of_a_layout_in_order():
@@ -55,6 +56,26 @@ def test_a_resolved_layout_splits_the_batch_over_data_and_fsdp():
 def test_sizes_that_do_not_multiply_to_the_devices_are_refused(layout, devices, fragment):
     with pytest.raises(ValueError, match=re.escape(fragment)):
         resolve_sizes(layout, devices)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"data": 8 / 2}, "layout.data = 4.0 is not a whole number"),
+        ({"tensor": "8"}, "layout.tensor = '8' is not a whole number"),
+        ({"tensor_rows": "2"}, "layout.tensor_rows = '2' is not a whole number"),
+        ({"zero_stage": True}, "layout.zero_stage = True is not a whole number"),
+        ({"remat": None}, "layout.remat is of type NoneType; give text, such as 'none'"),
+        ({"schedule": 1}, "layout.schedule is of type int; give text, such as '1f1b'"),
+        ({"unroll_layers": "yes"}, "layout.unroll_layers is of type str; give True or False"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused(setting, said):
+    """As a script or a pin of the planner may have it."""
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        Layout(**setting)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_fields(setting, "--pin")
 
 
 def test_a_layout_that_is_left_to_the_planner(tmp_path):

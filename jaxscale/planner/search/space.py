@@ -380,9 +380,10 @@ def check_fields(pins: Mapping[str, Any], flag: str) -> None:
 
 def _beside(name: str, value: Any) -> dict[str, Any]:
     """Sizes without which a layout cannot have a setting that it can have otherwise."""
-    if name == "remat" and parse_remat(value).kept_passes:
+    if name == "remat" and isinstance(value, str) and parse_remat(value).kept_passes:
         return {"pipeline": 2}  # partial recompute exists in pipelines only
-    return {"tensor": max(1, value)} if name == "tensor_rows" else {}
+    is_count = isinstance(value, int) and value > 0
+    return {"tensor": value} if name == "tensor_rows" and is_count else {}
 
 
 def check_pins(query: Query) -> None:
