@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxscale.choices import divisors
 from jaxscale.formatting import gigabytes
-from jaxscale.layout import MESH_AXES, OFFLOADS, PIPELINE_GATHERS, Layout
+from jaxscale.layout import MESH_AXES, OFFLOADS, PIPELINE_GATHERS, READ_WITH, Layout
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.shipped import RUNNABLE
 from jaxscale.planner.report.text_report import PARTS, comparison, layout_text
@@ -31,7 +31,7 @@ def explain_why_not(answer: RankedPlans, pins: dict[str, Any]) -> str:
     if found.layouts:
         one = predict_plan(query, found.layouts[0])
         if one.layout == best.layout:
-            return f"why not {asked}: the best plan has it"
+            return f"why not {asked}: {_unread(best.layout, pins) or 'the best plan has it'}"
         slower = one.step_seconds / best.step_seconds - 1
         return (
             f"why not {asked}: feasible; the fastest such layout is "
@@ -46,6 +46,20 @@ def explain_why_not(answer: RankedPlans, pins: dict[str, Any]) -> str:
     if change:
         text += f"\nsmallest change: {change[0]}, for a step of {change[1].step_seconds:.3f} s"
     return text
+
+
+def _unread(layout: Layout, pins: Mapping[str, Any]) -> str:
+    """That the layout does not read one of the settings; "" where it has all of them."""
+    for axis, names in READ_WITH.items():
+        for name in names:
+            if getattr(layout, axis) == 1 and pins.get(name, getattr(layout, name)) != getattr(
+                layout, name
+            ):
+                return (
+                    f"the best plan has layout.{axis} = 1, where layout.{name} is not read; ask "
+                    f"with a larger {axis} too, as {axis}=2 {name}={pins[name]}"
+                )
+    return ""
 
 
 def _refused(query: Query, found: SearchResult) -> str:

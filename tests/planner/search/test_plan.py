@@ -130,6 +130,11 @@ def test_why_not_of_settings():
     assert "% slower than the best" in why_not.explain_why_not(
         found, {"remat": "full", "tensor": 4}
     )
+    free = dataclasses.replace(found, query=dataclasses.replace(found.query, pins={}))
+    assert why_not.explain_why_not(free, {"schedule": "zb_h1"}) == (
+        "why not schedule=zb_h1: the best plan has layout.pipeline = 1, where layout.schedule is "
+        "not read; ask with a larger pipeline too, as pipeline=2 schedule=zb_h1"
+    )
     one_row = {"tensor": 8, "tensor_rows": 1}
     assert "does not divide over layout.tensor = 8" in why_not.explain_why_not(found, one_row)
     assert "no mesh of 8 devices has pipeline 1 x tensor 3" in why_not.explain_why_not(
