@@ -3,7 +3,13 @@
 Nothing here imports JAX: a mistyped key must be refused in a fraction of a second.
 """
 
-from jaxscale.config.read_config import from_dict, load, read_sections, to_dict
+from jaxscale.config.read_config import (
+    from_dict,
+    load,
+    read_sections,
+    shipped_configs,
+    to_dict,
+)
 from jaxscale.config.records import (
     CONFIG_ADVICE,
     OBJECTIVES,
@@ -27,5 +33,6 @@ __all__ = [
     "leaves",
     "load",
     "read_sections",
+    "shipped_configs",
     "to_dict",
 ]

@@ -206,11 +206,16 @@ def _read(path: str) -> ml_collections.ConfigDict:
     return values
 
 
+def shipped_configs() -> dict[str, pathlib.Path]:
+    """Name -> file."""
+    return {file.stem: file for file in sorted(SHIPPED.glob("*.py"))}
+
+
 def _existing(name: str) -> pathlib.Path:
     """The file of this name, or the shipped configuration."""
     if pathlib.Path(name).is_file():
         return pathlib.Path(name)
-    shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.py"))}
+    shipped = shipped_configs()
     if name not in shipped and (file := pathlib.Path(name, "config.json")).is_file():
         raise FileNotFoundError(f"--config {name} is a folder; name the file in it, {file}")
     if name not in shipped:

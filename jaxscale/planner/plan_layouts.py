@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale import config as configs
-from jaxscale.choices import check_kind
+from jaxscale.choices import check_count, check_kind
 from jaxscale.config import Config
 from jaxscale.formatting import gigabytes
 from jaxscale.planner.cost.cluster import make_cluster
-from jaxscale.planner.model.named_models import check_shape, find_shape
+from jaxscale.planner.model.named_models import check_shape, find_shape, has_shape
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.report.why_not import nothing_fits
 from jaxscale.planner.search.balance_layers import rebalance_layers
@@ -42,9 +42,10 @@ def plan_layouts(
     4
 
     Args:
-      model: a Config or a config file, whose layout is ignored; or the sizes of a model that this
-        version may not be able to train: a `planner.model.shape.ModelShape`, a name of
-        `planner.model.named_models.NAMED`, or a JSON file of a ModelShape's fields.
+      model: a Config, a config file or the name of a shipped one, whose layout is ignored; or the
+        sizes of a model that this version may not be able to train: a
+        `planner.model.shape.ModelShape`, a name of `planner.model.named_models.NAMED` (before a
+        shipped config of that name), or a JSON file of a ModelShape's fields.
       hardware: a device of `hardware.csv`, or a CSV or JSON file of its columns.
       pins: fixed fields of the layout, such as {"tensor": 8}.
       max_memory_bytes: per device, at most its own; 0 for what a program may use of it.
@@ -57,6 +58,8 @@ def plan_layouts(
         no layout that fits; says what would.
     """
     pins = dict(pins or {})
+    check_count("devices", devices, 1)
+    check_count("top", top, 1)
     asked = resolve_model(model, batch_tokens, seq_len)
     cluster = make_cluster(hardware, devices, **overrides)
     if max_memory_bytes > cluster.memory_bytes:
@@ -86,7 +89,8 @@ def resolve_model(
     """
     name = model if isinstance(model, str) else "the model"
     if isinstance(model, str):
-        model = configs.load(model) if ".py" in model else find_shape(model)
+        shipped = not has_shape(model) and model in configs.shipped_configs()
+        model = configs.load(model) if shipped or ".py" in model else find_shape(model)
     if isinstance(model, Config):
         if seq_len:
             raise ValueError(

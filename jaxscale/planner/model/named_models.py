@@ -205,6 +205,11 @@ def _normalised(model: str) -> str:
     return model.lower().replace("_", "-").replace("nemotron3", "nemotron-3")
 
 
+def has_shape(model: str) -> bool:
+    """Whether a model is a name of `NAMED`, or a JSON file of sizes."""
+    return model.endswith(".json") or _normalised(model) in NAMED
+
+
 def find_shape(model: str) -> ModelShape:
     """The shape of a name, in any case and with _ for -, or of a user's JSON file.
 

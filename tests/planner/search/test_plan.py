@@ -172,6 +172,8 @@ def test_what_is_asked_wrongly_is_refused():
     ):
         with pytest.raises(ValueError, match=said):
             plan_layouts(CONFIG, "a100-40", 8, pins=pins)
+    with pytest.raises(ValueError, match="top = 0 is too small; at least 1"):
+        plan_layouts(CONFIG, "a100-40", 8, top=0)
     asked = {"pins": {"offload": "optimizer"}, "host_bytes_per_second": 0.0}
     with pytest.raises(ValueError, match="no rate of the link to the host; give host_gb_per_sec"):
         plan_layouts(CONFIG, "a100-40", 8, **asked)

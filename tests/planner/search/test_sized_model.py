@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from jaxscale.config import load
 from jaxscale.layout import Layout
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.model.named_models import NAMED
 from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.plan_layouts import plan_layouts
+from jaxscale.planner.plan_layouts import plan_layouts, resolve_model
 from jaxscale.planner.report import text_report, why_not
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import Query, check_pins
@@ -145,6 +146,7 @@ def test_a_shape_can_be_given_as_it_is():
     shape = ModelShape(8, 1024, 8, 4, 128, 4096, gated=True, vocab=32000, tied=False, seq_len=1024)
     answer = plan_layouts(shape, "a100-40", 8, batch_tokens=2**16, top=1, pins={"pipeline": 1})
     assert answer.query.planned_model.sequences == 64
+    assert resolve_model("llama2_7b", 0, 0) == load("llama2_7b")  # shipped, and no named shape
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         (shape, {}, "--batch_tokens is missing"),
         (
