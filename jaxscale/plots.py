@@ -323,22 +323,24 @@ def step_time_figure(plans: Mapping[str, Plan]) -> Figure:
     """Step time by term: a bar per plan."""
     _check_some("plans", plans)
     bars = {title: one.terms for title, one in plans.items()}
-    figure = _stacked(bars, SECONDS, 1.0, "{:.2f} s")
+    figure = _stacked(bars, SECONDS, 1.0, "s")
     figure.axes[0].set(xlabel="seconds per step", title="Step time")
     return figure
 
 
 def memory_figure(plans: Mapping[str, Plan]) -> Figure:
-    """Peak memory of a device by part: a bar per plan, and the limit."""
+    """Peak memory of a device by part: a bar per plan, and the limit of its device."""
     _check_some("plans", plans)
     bars = {title: one.memory.at_peak for title, one in plans.items()}
-    figure = _stacked(bars, BYTES, 1e-9, "{:.0f} GB")
+    figure = _stacked(bars, BYTES, 1e-9, "GB")
     panel = figure.axes[0]
-    limit = next(iter(plans.values())).limit_bytes / 1e9
-    panel.set(xlabel="GB per device", title="Peak memory")
-    panel.axvline(limit, color=COLORS["vermilion"], linewidth=1.5)
-    panel.text(limit, -0.62, " limit", color=COLORS["vermilion"], fontsize=9, va="center")
-    panel.set_xlim(0, max(panel.get_xlim()[1], 1.08 * limit))
+    limits = [plan.limit_bytes / 1e9 for plan in plans.values()]
+    panel.set_xlabel("GB per device")
+    panel.set_title("Peak memory", pad=14)  # above the word at the limit
+    for row, limit in enumerate(limits):
+        panel.vlines(limit, row - 0.6, row + 0.4, color=COLORS["vermilion"], linewidth=1.5)
+    panel.text(limits[0], -0.62, " limit", color=COLORS["vermilion"], fontsize=9, va="center")
+    panel.set_xlim(0, max(panel.get_xlim()[1], 1.08 * max(limits)))
     return figure
 
 
@@ -346,7 +348,7 @@ def _stacked(
     bars: Mapping[str, Mapping[str, float]],
     groups: Mapping[str, tuple[str, tuple[str, ...]]],
     unit: float,
-    form: str,
+    word: str,
 ) -> Figure:
     figure = Figure(figsize=(10.5, 1.3 + 0.5 * len(bars)), layout="constrained", dpi=110)
     panel = figure.add_subplot()
@@ -359,7 +361,7 @@ def _stacked(
         totals = [total + size for total, size in zip(totals, sizes)]
     for row, total in zip(rows, totals):
         panel.annotate(
-            form.format(total),
+            f"{total:{'.3g' if total < 100 else ',.0f'}} {word}",
             (total, row),
             (6, 0),
             textcoords="offset points",

@@ -1,5 +1,7 @@
 """Pictures of layouts show the shards that the devices have, and name what they show."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -11,6 +13,8 @@ from jaxscale.layout import Layout
 from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
+
+BARS = plots.step_time_figure, plots.memory_figure
 
 
 def engine_of(*overrides, config="tiny"):
@@ -164,10 +168,15 @@ def test_losses_and_plans_say_what_they_show(tmp_path):
         "configs/llama2_7b.py", "H100-SXM", 8, top=1, pins={"pipeline": 1, "tensor": 1}
     )
     (best,) = answer.plans
-    for draw, unit in ((plots.step_time_figure, "seconds"), (plots.memory_figure, "GB")):
+    for draw, unit in zip(BARS, ("seconds", "GB")):
         figure = draw({"best": best})
         assert unit in figure.axes[0].get_xlabel()
         plots.save_figure(figure, str(tmp_path / "a.png"))
+    larger = dataclasses.replace(best, limit_bytes=2 * best.limit_bytes)
+    figure = plots.memory_figure({"one": best, "another": larger})
+    lines: list = list(figure.axes[0].collections)
+    limits = [line.get_segments()[0][0][0] for line in lines]
+    assert limits == pytest.approx([best.limit_bytes / 1e9, larger.limit_bytes / 1e9])
     bars: list = list(plots.step_time_figure({"b": best}).axes[0].patches)
     widths = sum(bar.get_width() for bar in bars)
     assert widths == pytest.approx(best.step_seconds, rel=0.01)
@@ -175,6 +184,10 @@ def test_losses_and_plans_say_what_they_show(tmp_path):
 
 def test_every_term_of_a_plan_has_a_colour():
     best = plan_layouts("configs/tiny.py", "H100-SXM", 8, top=1).plans[0]
+    labels = [draw({"tiny": best}).axes[0].texts[0].get_text().split() for draw in BARS]
+    assert [unit for _, unit in labels] == ["s", "GB"]
+    assert float(labels[0][0]) == pytest.approx(best.step_seconds, rel=0.01)  # of a millisecond
+    assert float(labels[1][0]) == pytest.approx(best.memory_bytes / 1e9, rel=0.01)
     named = {name for _, names in plots.SECONDS.values() for name in names}
     assert set(best.seconds.terms) == named
     held = {name for _, names in plots.BYTES.values() for name in names}
