@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from jaxscale.config import Config
-from jaxscale.layout import Layout
+from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.pipeline_schedules.operations import F, R
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.energy import RunCost, mean_watts, run_cost
@@ -156,12 +156,16 @@ class RankedPlans:
 
 
 def predict_plan(query: Query, layout: Layout) -> Plan:
-    """Step time and memory of a resolved layout that the engine accepts.
+    """Step time and memory of a layout.
 
     Raises:
-      ValueError: no such pipeline exists.
+      ValueError: its sizes do not multiply to the devices of the cluster, the engine refuses it for
+        the model or the batch, or no such pipeline exists.
     """
     model = query.planned_model
+    layout = resolve_sizes(layout, query.cluster.num_devices)
+    if said := model.refusal(layout)[1]:
+        raise ValueError(said)
     parallelism = model.parallelism(layout)
     layers, buffers = (), None
     if layout.pipeline == 1:

@@ -164,6 +164,16 @@ def test_nothing_fits_is_explained():
         )
 
 
+def test_a_layout_that_the_cluster_or_the_model_cannot_have_is_not_predicted():
+    assert predict_plan(QUERY, Layout(fsdp=2)) == predict_plan(QUERY, Layout(data=4, fsdp=2))
+    for layout, said in (
+        (Layout(data=2, fsdp=2), "(data 2 x fsdp 2) needs 4 devices and there are 8"),
+        (Layout(fsdp=8, microbatches=64), "does not split into layout.data 1 x layout.fsdp 8 x "),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            predict_plan(QUERY, layout)
+
+
 def test_what_is_asked_wrongly_is_refused():
     for pins, said in (
         ({"tensr": 2}, "did you mean 'tensor'"),
