@@ -75,6 +75,9 @@ def placement_figure(
     for row, (title, engine) in zip(grid, engines.items()):
         row[0].set_ylabel(title, rotation=0, ha="right", va="center", fontsize=10, labelpad=10)
         for panel, (what, (arrays, dims)) in zip(row, _arrays(engine, parameter).items()):
+            if not arrays:  # of an optimizer without moments, as plain SGD
+                panel.set_axis_off()
+                continue
             _tiles(panel, arrays[0], dims, COLORS[HELD[what]])
             whole = sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays)
             size = sum(
@@ -95,7 +98,8 @@ def placement_figure(
 def _arrays(engine: Engine, parameter: Sequence[str]) -> dict[str, tuple[list[Any], Dims]]:
     """Label -> arrays with shardings, and the dims of the first, which is shown.
 
-    An optimizer may have several for a parameter, or none of its shape: the largest is first.
+    An optimizer may have several for a parameter, or none, or of another shape: the largest is
+    first.
     """
     state, axes, zero = engine.abstract_state, engine.state_axes, engine.zero
     known = {name: (leaf, names) for name, leaf, names in _leaves(state.params, axes.params)}
@@ -115,13 +119,14 @@ def _arrays(engine: Engine, parameter: Sequence[str]) -> dict[str, tuple[list[An
         if name.endswith(f"/{wanted}")
     ]
     moments.sort(key=lambda moment: -math.prod(moment[0].shape))
+    shown = _dims(moments[0][1] if moments else (), zero.rules)
     shape = engine.config.data.global_batch_size, engine.config.data.seq_len
     batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=engine.batch_sharding)
     dims = _dims(names, zero.rules)
     return {
         "weights": ([weights], dims),
         "gradients": ([grads], dims),
-        "optimizer state": ([leaf for leaf, _ in moments], _dims(moments[0][1], zero.rules)),
+        "optimizer state": ([leaf for leaf, _ in moments], shown),
         "batch": ([batch], (None, None, 1, 0)),
     }
 

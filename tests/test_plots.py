@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -57,6 +58,13 @@ def test_a_row_of_tiles_for_each_layout():
     assert sum("whole" in word for word in words) == 3
     (empty,) = {len(panel.patches) for panel in figure.axes[4:5]}
     assert empty == 8 * (2 + 2)  # a square and its edge, a box for each of two layers
+
+
+def test_an_optimizer_without_moments_has_no_squares():
+    config = configs.load("tiny", ["layout.data=8"])
+    engine = make_engine(config, make_mesh(config.layout), optimizer=optax.sgd(1e-3))
+    panels = plots.placement_figure({"a": engine}).axes
+    assert [panel.axison for panel in panels] == [True, True, False, True]
 
 
 SMALL = ["model.vocab_size=512", "model.num_layers=2", "data.global_batch_size=16"]
