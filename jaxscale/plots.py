@@ -1,5 +1,6 @@
 """Figures of layouts for notebooks and talks: placement, traffic, losses, step time, memory.
 
+A notebook shows them after `%matplotlib inline`; without it, a cell ends in the size of its figure.
 Colours are the colour-blind-safe palette of Okabe and Ito.
 """
 
