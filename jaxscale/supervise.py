@@ -1,4 +1,5 @@
-"""python -m jaxscale.supervise [--log FILE] [--failures N] [--layouts LAYOUT ...] -- COMMAND
+"""python -m jaxscale.supervise [--log FILE] [--failures N] [--layouts LAYOUT ...]
+       [--pass_over_after N] [--wait_seconds S] -- COMMAND
 
 Starts a command again when it fails, and says why it gave up.
 """
@@ -64,9 +65,10 @@ def main(argv: Sequence[str]) -> int:
     with command_line.refusals():
         workdir = _workdir(command)
     log = options.log or (workdir or pathlib.Path()) / "incidents.jsonl"
-    with command_line.refusals():
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.open("a").close()
+    if options.log or log.parent.exists():  # else the folder of a run that may yet be refused
+        with command_line.refusals():
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.open("a").close()
     return _Supervisor(command, workdir, log, options).run()
 
 
@@ -198,8 +200,11 @@ class _Supervisor:
             "bad_hosts": self._bad_hosts,
             "stderr": list(self._tail),
         }
-        with contextlib.suppress(OSError), self._log.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        with contextlib.suppress(OSError):
+            if status != REFUSED:  # such as for a mistyped --config, which is to leave no folder
+                self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("a") as file:
+                file.write(json.dumps(record) + "\n")
 
     @contextlib.contextmanager
     def _passing_on(self) -> Iterator[None]:
@@ -313,7 +318,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.supervise",
         usage="python -m jaxscale.supervise [--log FILE] [--failures N] [--layouts LAYOUT ...] "
-        "-- COMMAND",
+        "[--pass_over_after N] [--wait_seconds S] -- COMMAND",
         description="Starts a command again when it fails; what resumes by itself, as training "
         "does, then continues.",
         epilog="The status is that of the last attempt: 0 complete, 143 asked to stop, 2 refused.",

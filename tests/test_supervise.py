@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -163,6 +164,26 @@ def test_a_command_that_is_not_there_is_one_line(tmp_path):
         assert done.returncode == 2
         assert done.stderr.startswith("error: ")
         assert said in done.stderr
+
+
+def test_a_mistyped_config_leaves_no_folder(tmp_path):
+    """Nor a log in it; a run that failed has both, also where it made no folder itself."""
+    command = [sys.executable, "-m", "jaxscale.supervise", "--failures=1", "--"]
+    train = [*command, sys.executable, "-m", "jaxscale.train", "--config=tinny"]
+    done = subprocess.run(train, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "error: --config tinny: there is no such file; did you mean 'tiny'?" in done.stderr
+    assert not list(tmp_path.iterdir())
+    fails = [*command, sys.executable, "-c", "raise SystemExit(1)", f"--workdir={tmp_path / 'run'}"]
+    assert subprocess.run(fails).returncode == 1
+    assert json.loads((tmp_path / "run" / "incidents.jsonl").read_text())["status"] == 1
+
+
+def test_the_usage_names_every_flag():
+    parser = supervise._parser()
+    flags = {flag for each in parser._actions for flag in each.option_strings} - {"-h", "--help"}
+    for text in (parser.format_usage(), supervise.__doc__):
+        assert set(re.findall(r"--\w+", text or "")) == flags
 
 
 def test_the_folder_of_a_command_is_found():
