@@ -15,15 +15,22 @@ have `greedy.json`, what `generate` writes after three prompts. Each has the set
 `jaxscale.model_families` knows. The golden "adamw" is one file, of torch's AdamW.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import pathlib
 import shutil
 import sys
 
-import torch  # pyright: ignore[reportMissingImports]
-import transformers  # pyright: ignore[reportMissingImports]
-from safetensors.torch import save_file  # pyright: ignore[reportMissingImports]
+try:
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+    from safetensors.torch import save_file  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError as error:
+    MISSING = error.name  # --help needs no library
+else:
+    MISSING = ""
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "tests" / "goldens"
 BATCH, TIME = 3, 24
@@ -607,6 +614,16 @@ def main() -> None:
         "jaxscale.convert --to_hf wrote, there, and no goldens",
     )
     options = parser.parse_args()
+    known = (*CASES, "adamw")
+    if unknown := [name for name in options.names if name not in known]:
+        parser.error(f"no case is called {', '.join(unknown)}; there are {', '.join(known)}")
+    if options.logits and not (options.logits / "config.json").is_file():
+        parser.error(f"--logits {options.logits} holds no model (no config.json)")
+    if MISSING:
+        parser.error(
+            f"{MISSING} is not installed here; the first lines of {__file__} make an environment "
+            "that has it"
+        )
     if options.logits:
         config = transformers.AutoConfig.from_pretrained(options.logits)
         model = auto_class(config).from_pretrained(
@@ -614,7 +631,7 @@ def main() -> None:
         )
         write_logits(model.eval(), options.logits)
         return
-    for name in options.names or (*CASES, "adamw"):
+    for name in options.names or known:
         if name == "adamw":
             write_adamw()
         else:

@@ -3,6 +3,7 @@
 docs/zb_h1.png is drawn by the schedule command: `zb_h1 --stages 4 --microbatches 8 --png FILE`.
 """
 
+import argparse
 import pathlib
 
 from jaxscale import plots
@@ -19,6 +20,9 @@ PINS = {
 
 def main() -> None:
     """Plans Llama 3 8B on 64 H100s in each, and draws the terms of a step."""
+    argparse.ArgumentParser(
+        description="Draws docs/waterfall.png, where the seconds of predicted steps go."
+    ).parse_args()
     plans = {
         title: plan_layouts(
             str(ROOT / "configs/llama3_8b.py"), "h100-sxm", 64, pins={"context": 1, **pins}, top=1

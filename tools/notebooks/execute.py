@@ -4,6 +4,9 @@ Runs notebooks, all by default, and writes their outputs into them. Eight virtua
 folder of their own, so that no path of this machine is kept.
 """
 
+from __future__ import annotations
+
+import argparse
 import base64
 import copy
 import io
@@ -12,10 +15,15 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-import nbformat
-from nbclient import NotebookClient
-from PIL import Image
-from traitlets.config import Config
+try:
+    import nbformat
+    from nbclient import NotebookClient
+    from PIL import Image
+    from traitlets.config import Config
+except ModuleNotFoundError as error:
+    MISSING = error.name  # --help needs no library
+else:
+    MISSING = ""
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -23,8 +31,20 @@ ROOT = HERE.parents[1]
 
 def main(argv: Sequence[str]) -> int:
     """Returns 1 when a cell fails, with its traceback on stderr."""
+    parser = argparse.ArgumentParser(
+        prog="python tools/notebooks/execute.py",
+        description="Runs notebooks, and writes their outputs into them.",
+    )
+    parser.add_argument(
+        "files", nargs="*", metavar="FILE", type=pathlib.Path, help="default all of tools/notebooks"
+    )
+    options = parser.parse_args(argv)
+    if missing := [str(path) for path in options.files if not path.is_file()]:
+        parser.error(f"there is no file {', '.join(missing)}")
+    if MISSING:
+        parser.error(f"{MISSING} is not installed here; pip install 'jaxscale[dev]' has it")
     os.environ |= environment()
-    for path in [pathlib.Path(word) for word in argv] or sorted(HERE.glob("*.ipynb")):
+    for path in options.files or sorted(HERE.glob("*.ipynb")):
         notebook = run(path)
         shrink(notebook)
         nbformat.write(notebook, path)
