@@ -47,7 +47,7 @@ if [[ "$3" == jaxscale.supervise && -n "$SLURM_JOB_ID" ]]; then
     exec {sys.executable} -u -m jaxscale.supervise --wait_seconds=0 "${{@:4}}"
 fi
 {{ env | grep -E '^(SLURM_|JAXSCALE_TOKEN)'; echo "ARGUMENTS=$*"; }} > "task_$SLURM_PROCID"
-trap 'exit 143' TERM USR1
+trap 'exit ${{ENDS:-143}}' TERM USR1
 if [[ "$*" == *fail ]]; then exit 2; fi
 if [[ "$*" == *breaks ]]; then
     echo "error: process 2 on gpu8 failed, so this one ends: no more" >&2
@@ -68,10 +68,15 @@ def job(tmp_path):
 
     def start(*arguments, **environ):
         environ |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
-        environ |= {"SLURM_JOB_NUM_NODES": "2", "PYTHONPATH": str(FOLDER.parents[1])}
-        process = subprocess.Popen(
-            [FOLDER / "slurm.sh", *arguments], env=environ, cwd=tmp_path, start_new_session=True
-        )
+        environ = {"SLURM_JOB_NUM_NODES": "2", "PYTHONPATH": str(FOLDER.parents[1])} | environ
+        with (tmp_path / "stderr").open("w") as stderr:
+            process = subprocess.Popen(
+                [FOLDER / "slurm.sh", *arguments],
+                env=environ,
+                cwd=tmp_path,
+                stderr=stderr,
+                start_new_session=True,
+            )
         started.append(process)
         return process
 
@@ -104,21 +109,33 @@ def test_the_tasks_of_the_slurm_script_find_each_other(job, tmp_path):
     assert len(called(tmp_path)) == 1, "what is refused is not tried again"
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGUSR1, 143), (signal.SIGUSR1, 1), (signal.SIGTERM, 143)]
+)
 def test_before_its_time_is_up_a_slurm_job_saves_and_goes_back_into_the_queue(
-    job, tmp_path, number
+    job, tmp_path, number, status
 ):
-    """SIGUSR1 says that its time is up; after SIGTERM it is to end."""
-    process = job("--config", "x")
+    """SIGUSR1 says that its time is up, and that save may fail; after SIGTERM it is to end."""
+    process = job("--config", "x", ENDS=str(status))
     for process_id in range(3):
         deadline = time.monotonic() + 60
         while not (tmp_path / f"ready_{process_id}").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(60) == 143
+    assert process.wait(60) == status
     back = ["scontrol requeue 4711"] if number == signal.SIGUSR1 else []
     assert called(tmp_path)[1:] == back
+
+
+def test_a_slurm_script_that_no_job_can_run_is_refused(job, tmp_path):
+    for environ, said in (
+        ({"SLURM_JOB_NUM_NODES": ""}, "error: this is the script of a job, which sbatch --nodes=N"),
+        ({"SPARE_NODES": "2"}, "error: SPARE_NODES = 2 leaves none of 2 nodes to train on"),
+    ):
+        assert job("--config", "x", **environ).wait(60) == 2
+        assert said in (tmp_path / "stderr").read_text()
+    assert not (tmp_path / "called").exists()
 
 
 @pytest.mark.parametrize("before", ["", "gpu2"])

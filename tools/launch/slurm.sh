@@ -46,12 +46,21 @@ requeue_without() {
     scontrol release "$SLURM_JOB_ID"
 }
 
+if [ -z "$SLURM_JOB_NUM_NODES" ]; then
+    echo "error: this is the script of a job, which sbatch --nodes=N $0 ... starts" >&2
+    exit 2
+fi
+nodes=$((SLURM_JOB_NUM_NODES - ${SPARE_NODES:-0}))
+if [ "${nodes:-0}" -lt 1 ]; then
+    echo "error: SPARE_NODES = $SPARE_NODES leaves none of $SLURM_JOB_NUM_NODES nodes to train on" >&2
+    exit 2
+fi
+
 # Only processes that know it take part.
 JAXSCALE_TOKEN=${JAXSCALE_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
 export JAXSCALE_TOKEN
 
 python=${PYTHON:-python}
-nodes=$((SLURM_JOB_NUM_NODES - ${SPARE_NODES:-0}))
 incidents=${SLURM_JOB_NAME:-jaxscale}-$SLURM_JOB_ID.incidents.jsonl
 # When one process dies the others end by themselves, having said which one it was; srun waits for
 # that, and does not kill them at once.
@@ -72,15 +81,15 @@ bad=$(sed -n '$s/.*"bad_hosts": \[\([^]]*\)\].*/\1/p' "$incidents" 2>/dev/null |
 excluded=$(scontrol show job --oneliner "$SLURM_JOB_ID" |
     sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p') # "(null)" for none
 case $status in
-0 | 2 | 130) ;; # complete, refused, ended by hand
-143)            # stopped by SIGTERM, saved
-    [ $requeue = no ] || requeue_without "$bad"
-    ;;
-*) # The supervisor gave up. Where more than an eighth of the nodes fail it is rather the program.
+0 | 2 | 130) requeue=no ;; # complete, refused, ended by hand
+143) ;; # stopped and saved: by SIGTERM, unless its time is up
+*) # An attempt failed just when its time was up, or the supervisor gave up: then it goes back if
+    # there are nodes to leave out. Where more than an eighth fail it is rather the program.
     all=$(scontrol show hostnames "$bad${bad:+${excluded:+,}}$excluded" | wc -l)
     if [ -n "$bad" ] && [ "$all" -le $(((nodes + 7) / 8)) ]; then
-        requeue_without "$bad"
+        requeue=yes
     fi
     ;;
 esac
+[ $requeue = no ] || requeue_without "$bad"
 exit $status
