@@ -232,6 +232,13 @@ def test_a_tpu_slice_starts_one_supervised_process_on_each_host(tmp_path):
     assert len(environ["JAXSCALE_TOKEN"]) == 32
 
 
+@pytest.mark.parametrize("words", [[], ["my-slice", "--config", "tiny"], ["my-slice", "zone"]])
+def test_a_tpu_slice_without_a_zone_or_arguments_is_refused(words):
+    done = subprocess.run([FOLDER / "tpu_vm.sh", *words], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: expected the name of a slice, its zone, and the")
+
+
 def test_the_pods_of_the_manifest_find_each_other(monkeypatch):
     service, job = yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text())
     spec = job["spec"]
