@@ -357,6 +357,15 @@ def test_names(name, fragment):
     assert fragment in refusal(config.load, name)
 
 
+def test_without_a_checkout_the_shipped_name_is_meant(tmp_path, monkeypatch):
+    """As in an image that has the package alone, where configs/tiny.py is not there."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("configs/tiny.py", "configs/tinny.py", "tinny"):
+        assert f"--config {name}: there is no such file; did you mean 'tiny'?" in refusal(
+            config.load, name
+        )
+
+
 @pytest.mark.parametrize(("sections", "fragment"), SAVED)
 def test_saved(sections, fragment):
     assert fragment in refusal(config.from_dict, sections)

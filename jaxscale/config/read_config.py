@@ -220,8 +220,9 @@ def _existing(name: str) -> pathlib.Path:
         raise FileNotFoundError(f"--config {name} is a folder; name the file in it, {file}")
     if name not in shipped:
         found = {str(file) for file in pathlib.Path(name).parent.glob("*.py")}
-        hint = did_you_mean(name, sorted(found | shipped.keys()), cutoff=0.5)
-        # From another folder configs/tiny.py is no file, and `tiny` is the shipped one everywhere.
+        found |= {str(file) for file in pathlib.Path("configs").glob("*.py")} | shipped.keys()
+        hint = did_you_mean(name, sorted(found), cutoff=0.5)
+        # Without a checkout configs/tiny.py is no file, and `tiny` is the shipped one everywhere.
         hint = hint or did_you_mean(pathlib.PurePath(name).stem, sorted(shipped), cutoff=0.5)
         raise FileNotFoundError(
             f"--config {name}: there is no such file{hint or '.'} The shipped configurations are "

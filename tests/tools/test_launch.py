@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from jaxscale import supervise
+from jaxscale.config.read_config import SHIPPED
 from jaxscale.distributed import launcher
 
 FOLDER = pathlib.Path("tools/launch").resolve()
@@ -158,6 +159,9 @@ def test_a_slurm_job_goes_on_without_nodes_that_fail(job, tmp_path, before):
 def check_command(container):
     """Supervised, and with a token from a secret."""
     assert container["command"] == ["python", *SUPERVISED.split()]
+    flag, name = container["args"][:2]
+    assert flag == "--config"
+    assert (SHIPPED / f"{name}.py").is_file(), "the image has the package, and no checkout"
     (token,) = (each for each in container["env"] if each["name"] == "JAXSCALE_TOKEN")
     assert token["valueFrom"] == {"secretKeyRef": {"name": "jaxscale", "key": "token"}}
 
