@@ -14,22 +14,23 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
+from jaxscale import command_line  # noqa: E402 - which imports no JAX
+
 
 def main(argv: Sequence[str]) -> int:
     """Returns 1 when a program sends over data or fsdp what theory does not know."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", default="configs/tiny.py")
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--stages", type=int, nargs="*", default=[0, 1, 2, 3])
-    options, rest = parser.parse_known_args(argv)
+    parser.add_argument("--config", default="tiny")
+    parser.add_argument("--devices", type=command_line.whole(1, 4096), default=8)
+    parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=range(4))
+    options, overrides = command_line.parse(parser, argv)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(options.devices)
     os.environ["JAX_PLATFORMS"] = "cpu"
 
     from jaxscale.formatting import human_bytes, table  # noqa: PLC0415 - after the devices are set
 
-    overrides = [text.removeprefix("--config.") for text in rest]
     agree = True
     for stage in options.stages:
         rows, agrees = stage_rows(options.config, [*overrides, f"layout.zero_stage={stage}"])
@@ -62,7 +63,8 @@ def stage_rows(path: str, overrides: Sequence[str]) -> tuple[list[tuple], bool]:
     from jaxscale.planner.memory.zero_traffic import step_traffic  # noqa: PLC0415
     from jaxscale.run.setup.layout import open_engine  # noqa: PLC0415
 
-    config, engine = open_engine(configs.load(path, overrides))
+    with command_line.refusals():
+        config, engine = open_engine(configs.load(path, overrides))
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     program = hlo.parse_hlo(lowered.compile().as_text())
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
+from jaxscale import command_line
 from jaxscale.plots import save_figure
 
 PANELS = {
@@ -24,8 +25,11 @@ def main(argv: Sequence[str]) -> None:
     """Reads `metrics.jsonl` of each run."""
     parser = argparse.ArgumentParser(description="Draws the losses of runs in one figure.")
     parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN")
-    parser.add_argument("--png", required=True, metavar="FILE")
+    parser.add_argument("--png", required=True, metavar="FILE", type=command_line.output_file)
     options = parser.parse_args(argv)
+    for run in options.runs:
+        if not (run / "metrics.jsonl").is_file():
+            parser.error(f"{run} holds no run (no metrics.jsonl)")
     figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=110)
     for panel, (name, title) in zip(figure.subplots(1, 2), PANELS.items()):
         for run in options.runs:

@@ -15,6 +15,8 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from jaxscale import command_line  # noqa: E402 - which imports no JAX
+
 LAYOUTS = (
     {"fsdp": 4},
     {"expert": 4},
@@ -31,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=command_line.whole(1, 1000), default=10)
     parser.add_argument(
         "--dtype",
         default="bfloat16",

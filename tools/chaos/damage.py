@@ -62,7 +62,7 @@ def campaign(folder: pathlib.Path, flips: int, draw: random.Random) -> dict[str,
     from jaxscale.run.resume import find_newest, resume  # noqa: PLC0415
     from jaxscale.training.checkpoint import Checkpoints  # noqa: PLC0415
 
-    config = configs.load("configs/tiny.py", SETTINGS)
+    config = configs.load("tiny", SETTINGS)
     run = trainer.open_trainer(config, folder / "run")
     assert run
     training_loop.fit(run, trackers=())

@@ -59,9 +59,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--address", default="", help="of the run, in place of a folder")
     options = parser.parse_args(argv)
+    if options.processes < 1:
+        parser.error(f"--processes = {options.processes}; at least 1")
+    if options.address:
+        fs, path = fsspec.core.url_to_fs(options.address)
+        if fs.exists(path):  # a run that is complete is removed, and begun again
+            parser.error(f"--address {options.address} exists; give one that does not")
     folder = pathlib.Path(tempfile.mkdtemp(prefix="chaos_"))
     os.environ["JAXSCALE_CACHE"] = str(folder / "compiled")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    try:
+        found = campaign(folder, options)
+    finally:
+        shutil.rmtree(folder)
+    print(json.dumps({**vars(options), **found}))
+    return int(bool(found["faults"]))
+
+
+def campaign(folder: pathlib.Path, options: argparse.Namespace) -> dict:
+    """An undisturbed run, one under signals, and whether their last states are equal."""
     alone = folder / "alone"
     run(alone, options.processes, options.steps)  # fills the cache of compiled programs
     shutil.rmtree(alone)
@@ -71,9 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found["equal"] = state(str(alone), options.steps) == state(disturbed, options.steps)
     if not found["equal"]:
         found["faults"].append("the last state is not that of the undisturbed run")
-    shutil.rmtree(folder)
-    print(json.dumps({**vars(options), "attempt_seconds": round(typical[0], 1), **found}))
-    return int(bool(found["faults"]))
+    return {"attempt_seconds": round(typical[0], 1), **found}
 
 
 def disturb(
@@ -173,7 +187,7 @@ class Attempt(subprocess.Popen):
 
 def start(workdir: pathlib.Path | str, count: int, steps: int) -> list[Attempt]:
     """The processes of one attempt."""
-    command = [sys.executable, "-u", "-m", "jaxscale.train", "--config", "configs/tiny.py"]
+    command = [sys.executable, "-u", "-m", "jaxscale.train", "--config", "tiny"]
     command += [*SETTINGS, f"--config.run.steps={steps}", "--workdir", str(workdir)]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
