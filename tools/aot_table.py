@@ -150,6 +150,8 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has it")
     parser.add_argument("--fresh", action="store_true", help="take them again")
     options = parser.parse_args()
+    if not any(options.only in case.name for case in (*CASES, *STAGES)):
+        parser.error(f"--only {options.only} is in the name of no case")
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     for case in (*CASES, *STAGES):
         if options.only in case.name and (options.fresh or case.name not in kept):

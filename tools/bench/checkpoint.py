@@ -27,6 +27,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 import jax
 import jax.numpy as jnp
 
+from jaxscale import command_line
 from jaxscale.storage import durable
 from jaxscale.training import checkpoint
 
@@ -37,10 +38,17 @@ ARRAYS = 8
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the medians."""
     parser = argparse.ArgumentParser(description="Measures saves and loads of a state.")
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="of the state; default 2")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--gigabytes",
+        type=command_line.real(0, 1e6, above=True),
+        default=2.0,
+        help="of the state; default 2",
+    )
+    parser.add_argument("--repeats", type=command_line.whole(1, 10**6), default=5)
     parser.add_argument("--folder", type=pathlib.Path, help="on the disk to measure")
     options = parser.parse_args(argv)
+    if options.folder and not options.folder.is_dir():
+        parser.error(f"--folder {options.folder} is no folder")
     state = make_state(options.gigabytes)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="checkpoint_", dir=options.folder))
     rounds = []

@@ -20,6 +20,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
+from jaxscale import command_line  # noqa: E402
 from jaxscale.config import (  # noqa: E402
     OBJECTIVES,
     Config,
@@ -111,9 +112,12 @@ def main(argv: Sequence[str]) -> int:
         metavar="X",
         help="what the step consumes, instead of measuring it",
     )
-    parser.add_argument("--json", metavar="FILE", help="append a line for each case")
+    parser.add_argument(
+        "--json", metavar="FILE", type=command_line.output_file, help="append a line for each case"
+    )
     options = parser.parse_args(argv)
-    config = load(options.config)
+    with command_line.refusals():
+        config = load(options.config)
     with tempfile.TemporaryDirectory() as temporary:
         workdir = pathlib.Path(options.workdir or temporary)
         data = config.data

@@ -22,6 +22,8 @@ sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
 from provenance import provenance  # noqa: E402
 
+from jaxscale import command_line  # noqa: E402 - which imports no JAX
+
 STAGES = (0, 1, 2, 3)
 ACCUMULATIONS = ("sequential", "layered")
 
@@ -44,14 +46,16 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--fsdp", type=int, default=4)
-    parser.add_argument("--data", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--num_layers", type=int, default=6)
+    parser.add_argument("--fsdp", type=command_line.whole(1, 10**6), default=4)
+    parser.add_argument("--data", type=command_line.whole(1, 10**6), default=2)
+    parser.add_argument("--microbatches", type=command_line.whole(1, 10**6), default=8)
+    parser.add_argument("--num_layers", type=command_line.whole(1, 10**6), default=6)
     parser.add_argument("--d_model", type=int, default=256)
-    parser.add_argument("--seq_len", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", metavar="FILE", help="append a line for each case")
+    parser.add_argument("--seq_len", type=command_line.whole(1, 10**6), default=16)
+    parser.add_argument("--rounds", type=command_line.whole(1, 10**6), default=7)
+    parser.add_argument(
+        "--json", metavar="FILE", type=command_line.output_file, help="append a line for each case"
+    )
     options = parser.parse_args(argv)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(options.fsdp * options.data)
     os.environ["JAX_PLATFORMS"] = "cpu"

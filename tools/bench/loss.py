@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
+from jaxscale import command_line  # noqa: E402
 from jaxscale.compiled import hlo, topology  # noqa: E402
 from jaxscale.compiled.bytes_moved import bytes_moved  # noqa: E402
 from jaxscale.compiled.flops import computation_costs, instruction_cycles  # noqa: E402
@@ -213,6 +214,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", metavar="FILE", help="append a line for each size")
     options = parser.parse_args(argv)
     if options.compile:
+        with command_line.refusals():
+            topology.platform_of(options.compile)
         write(
             options.json, [{"benchmark": "loss", **one} for one in compile_sizes(options.compile)]
         )

@@ -70,10 +70,21 @@ def main(argv: Sequence[str]) -> int:
         default=["full", "minimal"],
         help="MaxText's remat policies, each a subject; ours is the config's",
     )
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a process")
-    parser.add_argument("--repeats", type=int, default=3, help="processes of each subject")
-    parser.add_argument("--json", metavar="FILE", help="append a line of JSON for each subject")
+    parser.add_argument(
+        "--steps", type=command_line.whole(1, 10**6), default=5, help="timed steps of a process"
+    )
+    parser.add_argument(
+        "--repeats", type=command_line.whole(1, 10**6), default=3, help="processes of each subject"
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=command_line.output_file,
+        help="append a line of JSON for each subject",
+    )
     options, overrides = command_line.parse(parser, argv)
+    with command_line.refusals():
+        configs.load(options.config)
     python = options.environment / "bin" / "python"
     if options.install:
         install(options.environment)

@@ -27,6 +27,8 @@ sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
 from provenance import provenance  # noqa: E402
 
+from jaxscale import command_line  # noqa: E402 - which imports no JAX
+
 RANKS = 2
 UNIT_TIMES = 4
 SCHEDULES = ("1f1b", "1f1b:fused", "gpipe", "zb_h1")
@@ -51,12 +53,16 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--microbatches", default="2,4,8,16")
-    parser.add_argument("--num_layers", type=int, default=8)
+    parser.add_argument("--num_layers", type=command_line.whole(1, 10**6), default=8)
     parser.add_argument("--d_model", type=int, default=512)
-    parser.add_argument("--seq_len", type=int, default=128)
-    parser.add_argument("--sequences", type=int, default=2, help="of a micro-batch")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="append a line for each case")
+    parser.add_argument("--seq_len", type=command_line.whole(1, 10**6), default=128)
+    parser.add_argument(
+        "--sequences", type=command_line.whole(1, 10**6), default=2, help="of a micro-batch"
+    )
+    parser.add_argument("--rounds", type=command_line.whole(1, 10**6), default=5)
+    parser.add_argument(
+        "--json", metavar="FILE", type=command_line.output_file, help="append a line for each case"
+    )
     options = parser.parse_args(argv)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(RANKS)
     os.environ["JAX_PLATFORMS"] = "cpu"

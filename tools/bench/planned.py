@@ -16,6 +16,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
+from jaxscale import command_line  # noqa: E402
 from jaxscale import config as configs  # noqa: E402
 from jaxscale.planner.cost.cluster import make_cluster  # noqa: E402
 from jaxscale.planner.plan_layouts import plan_layouts  # noqa: E402
@@ -31,6 +32,9 @@ def main() -> int:
     parser.add_argument("records", nargs="?", type=pathlib.Path, default=RECORDS)
     parser.add_argument("--hardware", default="h200")
     options = parser.parse_args()
+    with command_line.refusals():
+        options.records.open().close()
+        make_cluster(options.hardware, 1)
     names = ["model", "sequences", "remat", "matmuls", "attention"]
     print(row_of([*names, "s a step", "planned", "", "peak", "planned"]))
     print(row_of(["---"] * 10))

@@ -22,6 +22,7 @@ import tokenizers
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
+from jaxscale import command_line  # noqa: E402
 from jaxscale.data.text.documents import cut, read_documents  # noqa: E402
 from jaxscale.data.text.text_files import find_files  # noqa: E402
 from jaxscale.data.tokens.prepare import prepare  # noqa: E402
@@ -61,9 +62,13 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input", nargs="+", default=["{stdlib}/**/*.py"], metavar="PATH")
     parser.add_argument("--vocab_size", type=int, default=32_000)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE", help="append a line for each")
+    parser.add_argument("--repeats", type=command_line.whole(1, 10**6), default=3)
+    parser.add_argument(
+        "--json", metavar="FILE", type=command_line.output_file, help="append a line for each"
+    )
     options = parser.parse_args(argv)
+    with command_line.refusals():
+        find_files(options.input)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         save_tokenizer(load_tokenizer(f"bpe:{options.vocab_size}", options.input), folder)

@@ -37,19 +37,22 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", default="configs/tiny.py")
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--trials", type=int, default=24)
-    parser.add_argument("--random", type=int, default=16)
+    parser.add_argument("--config", default="tiny")
+    parser.add_argument("--devices", type=command_line.whole(1, 4096), default=8)
+    parser.add_argument("--trials", type=command_line.whole(1, 10**6), default=24)
+    parser.add_argument("--random", type=command_line.whole(1, 10**6), default=16)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--png", metavar="FILE", type=pathlib.Path)
-    parser.add_argument("--json", metavar="FILE", help="append a line")
+    parser.add_argument("--png", metavar="FILE", type=command_line.output_file)
+    parser.add_argument(
+        "--json", metavar="FILE", type=command_line.output_file, help="append a line"
+    )
     options, overrides = command_line.parse(parser, argv)
     os.environ["JAX_NUM_CPU_DEVICES"] = str(options.devices)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["PYTHONPATH"] = str(ROOT)
 
-    config = configs.load(options.config, overrides)
+    with command_line.refusals():
+        config = configs.load(options.config, overrides)
     devices = search.find_devices()
     drawn = iter(draw(config, devices.devices, options.seed))
     by_chance: list[tuple[float, Layout]] = []

@@ -323,24 +323,37 @@ def main(argv: Sequence[str]) -> int:
         "--against",
         nargs="+",
         metavar="NAME",
+        choices=("loop", "scan", "none"),
         default=["loop", "scan"],
         help="plain versions to compare with: loop, scan, or none",
     )
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a process")
+    parser.add_argument(
+        "--steps", type=command_line.whole(1, 10**6), default=5, help="timed steps of a process"
+    )
     parser.add_argument(
         "--seconds",
         type=float,
         default=math.inf,
         help="begin no further step after so many of a round, start and compiling included",
     )
-    parser.add_argument("--repeats", type=int, default=3, help="processes of each subject")
+    parser.add_argument(
+        "--repeats", type=command_line.whole(1, 10**6), default=3, help="processes of each subject"
+    )
     parser.add_argument(
         "--trace",
         metavar="FOLDER",
         help="trace two more steps of ours there, and say where their time went",
     )
-    parser.add_argument("--json", metavar="FILE", help="append a line of JSON for each subject")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=command_line.output_file,
+        help="append a line of JSON for each subject",
+    )
     options, overrides = command_line.parse(parser, argv)
+    with command_line.refusals():
+        for file in options.config:
+            configs.load(file)
     names = [OURS, *(f"plain {name}" for name in options.against if name != "none")]
     failed = False
     for file, layout, dtype in itertools.product(options.config, options.layouts, options.dtypes):
