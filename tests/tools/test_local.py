@@ -126,10 +126,12 @@ def test_gpus_are_dealt_out(visible, shares, monkeypatch):
     assert [local.gpus(i, 2).get("CUDA_VISIBLE_DEVICES") for i in range(2)] == shares
 
 
-def test_gpus_that_do_not_divide_are_refused(monkeypatch):
+def test_gpus_that_do_not_divide_are_refused(monkeypatch, capsys):
+    """With the status after which no supervisor tries again."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    with pytest.raises(SystemExit, match="3 GPUs do not divide over 2 processes"):
-        local.gpus(0, 2)
+    monkeypatch.setenv("JAXSCALE_TOKEN", "token")
+    assert local.main(["2", "--", "true"]) == 2
+    assert capsys.readouterr().err.startswith("error: 3 GPUs do not divide over 2 processes")
 
 
 @pytest.mark.parametrize("argv", [["2"], ["0", "--", "true"], ["--", "true"]])

@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
         return 2
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: end(started, signal.SIGTERM))
     printing = [
@@ -103,14 +106,18 @@ def end_with_parent(parent: int) -> None:
 
 
 def gpus(process_id: int, count: int) -> dict[str, str]:
-    """The share of the GPUs of this machine, in equal parts."""
+    """The share of the GPUs of this machine, in equal parts.
+
+    Raises:
+      ValueError: they do not divide over the processes.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         files = [name for name in os.listdir("/dev") if name[:6] == "nvidia" and name[6:].isdigit()]
         visible = ",".join(map(str, range(len(files))))
     names = visible.split(",") if visible else []
     if len(names) % count:
-        raise SystemExit(
+        raise ValueError(
             f"{len(names)} GPUs do not divide over {count} processes; set "
             "CUDA_VISIBLE_DEVICES to those to use, or to '' for none"
         )
