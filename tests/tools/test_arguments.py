@@ -53,6 +53,7 @@ def test_help_needs_no_optional_library(library, script, wrong):
         ("bench/train.py --steps 0", "--steps: 0 is not from 1 to 1000000"),
         ("bench/train.py --against plain", "--against: invalid choice: 'plain' (choose from"),
         ("bench/layouts.py --json no/x", "--json: no/x: there is no folder no"),
+        ("bench/pipeline.py --microbatches 2,x", "--microbatches: 'x' is not a whole number"),
         ("routing.py --steps 0", "--steps: 0 is not from 1 to 1000"),
         ("chaos/kills.py --processes 0", "--processes = 0; at least 1"),
         ("chaos/kills.py --address file:///tmp", "--address file:///tmp exists; give one that"),

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--microbatches", default="2,4,8,16")
+    parser.add_argument("--microbatches", type=counts, default="2,4,8,16")
     parser.add_argument("--num_layers", type=command_line.whole(1, 10**6), default=8)
     parser.add_argument("--d_model", type=int, default=512)
     parser.add_argument("--seq_len", type=command_line.whole(1, 10**6), default=128)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     )
 
     cases, unit = [], units(options)
-    for m in map(int, options.microbatches.split(",")):
+    for m in options.microbatches:
         cases += [ours(options, schedule, m) for schedule in SCHEDULES]
         cases += [ours(options, "1f1b", m, remat=remat) for remat in REMATS]
         cases += [usual(options, m), usual(options, m, remat=True)]
@@ -82,6 +82,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"round {number + 1} of {options.rounds}", flush=True)
     report(cases, unit, options)
     return 0
+
+
+def counts(text: str) -> list[int]:
+    """The type of --microbatches."""
+    return list(map(command_line.whole(1, 10**4), text.split(",")))
 
 
 def seconds(run: Callable[[], Any]) -> float:

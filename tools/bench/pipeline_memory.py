@@ -15,6 +15,8 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
+from jaxscale import command_line  # noqa: E402 - which imports no JAX
+
 SCHEDULES = {
     "gpipe": 1,
     "1f1b": 1,
@@ -32,8 +34,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--pipeline", type=int, default=4)
-    parser.add_argument("--microbatches", default="16,32")
+    parser.add_argument("--pipeline", type=command_line.whole(1, 64), default=4)
+    parser.add_argument("--microbatches", type=counts, default="16,32")
     parser.add_argument("--d_model", type=int, default=128)
     parser.add_argument("--seq_len", type=int, default=512)
     options = parser.parse_args(argv)
@@ -46,9 +48,14 @@ def main(argv: Sequence[str]) -> int:
     for remat in ("none", "full"):
         work = None
         for schedule in SCHEDULES:
-            for microbatches in map(int, options.microbatches.split(",")):
+            for microbatches in options.microbatches:
                 work = line(options, schedule, remat, microbatches, work)
     return 0
+
+
+def counts(text: str) -> list[int]:
+    """The type of --microbatches."""
+    return list(map(command_line.whole(1, 10**4), text.split(",")))
 
 
 def line(
