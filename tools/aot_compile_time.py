@@ -16,6 +16,7 @@ import time
 
 import matplotlib.pyplot as plt
 
+from jaxscale import command_line
 from jaxscale.compiled.compile_ahead import compile_for
 from jaxscale.config import from_dict
 
@@ -28,9 +29,9 @@ BOUND = 0.1
 def main() -> int:
     """Measures, prints, and returns 1 where compile time grows by more than the bound."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--png", type=pathlib.Path)
+    parser.add_argument("--repeat", type=command_line.whole(1, 1000), default=3)
+    parser.add_argument("--json", metavar="FILE", type=command_line.output_file)
+    parser.add_argument("--png", metavar="FILE", type=command_line.output_file)
     options = parser.parse_args()
     seconds(8, 8, "v5p:2x2x2")  # what is done once a process
     names = {(n, 8): LAYERS[n] for n in LAYERS} | {(8, n): DEVICES[n] for n in DEVICES}

@@ -67,11 +67,11 @@ def main(argv: Sequence[str]) -> int:
         "--json", metavar="FILE", type=command_line.output_file, help="append a line for each"
     )
     options = parser.parse_args(argv)
-    with command_line.refusals():
-        find_files(options.input)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        save_tokenizer(load_tokenizer(f"bpe:{options.vocab_size}", options.input), folder)
+        with command_line.refusals():
+            learnt = load_tokenizer(f"bpe:{options.vocab_size}", options.input)
+        save_tokenizer(learnt, folder)
         path = str(folder / "tokenizer.json")
         to_jsonl(options.input, folder / "lines.jsonl")
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
