@@ -51,6 +51,21 @@ def test_one_call_has_time_for_what_is_aimed_at_with_and_without_a_loop(gpu):
     assert sum("float8" in name for name in large) == 1
 
 
+def test_a_part_fails_by_what_it_says_not_by_an_error_that_it_measured(gpu):
+    """As loss.py does; memory that runs out is no failure."""
+    program = "import sys; open(sys.argv[2], 'w').write('{\"error\": %s}'); sys.exit(%d)"
+    for error, status, well in (
+        ("1e-7", 0, True),
+        ("1e-2", 1, False),
+        (f'\\"{gpu.OUT_OF_MEMORY}\\"', 1, True),
+        ('\\"differs\\"', 1, False),
+    ):
+        part = gpu.Part("loss", ["-c", program % (error, status)], 30)
+        records, found = gpu.run(part, 30, None)
+        assert found == well
+        assert len(records) == (2 if error == "1e-2" else 1), "which says how it ended"
+
+
 def test_steps_end_in_their_time_with_what_they_measured(gpu, monkeypatch):
     """Steps of 30 seconds after a start of 40: a third would end after 130."""
     import train  # noqa: PLC0415

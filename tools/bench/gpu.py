@@ -191,7 +191,8 @@ def run(
             with tarfile.open(trace, "w:gz") as archive:
                 archive.add(found, trace.name.partition(".")[0])
     records = [json.loads(line) for line in lines]
-    errors = [record["error"] for record in records if "error" in record]
+    # Where it is a number, as loss.py measures it, nothing went wrong.
+    errors = [record["error"] for record in records if isinstance(record.get("error"), str)]
     if trouble and not errors:
         records.append({"error": trouble})
     command = shlex.join(["python", *part.program])
