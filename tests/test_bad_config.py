@@ -256,6 +256,11 @@ OVERRIDES = [
         "is written; set run.checkpoint_every = 30",
     ),
     (
+        "model.family=mt5 model.num_encoder_layers=2 data.objective=ul2 data.seq_len=64",
+        "data.target_len = 0, and model.family = 'mt5' has an encoder: set data.target_len to the "
+        "tokens that its decoder writes, such as 16",
+    ),
+    (
         "run.keep_every=30 run.checkpoint_every=20",
         "run.keep_every = 30 is not a multiple of run.checkpoint_every = 20, so no such checkpoint "
         "is written; set run.keep_every = 40",
@@ -295,7 +300,6 @@ NAMES = [
     ("configs/quickstrat.py", "did you mean 'configs/quickstart.py'?"),
     ("quickstrat", "there is no such file; did you mean 'quickstart'? The shipped configurations"),
     ("Llama-3.2-1B", "did you mean 'llama32_1b'?"),
-    ("elsewhere/configs/tiny.py", "there is no such file; did you mean 'tiny'? The shipped"),
     ("no/such/folder.py", "--config no/such/folder.py: there is no such file"),
     ("configs", "--config configs: there is no such file"),
     ("", "--config : there is no such file"),
