@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.choices import check_choice, did_you_mean
+from jaxscale.formatting import changed_fields
 
 RECORD_FORMATS = ("jsonl", "parquet", "arrow", "arrayrecord", "fasta")
 FORMATS = ("text", *RECORD_FORMATS, "shards")
@@ -48,6 +49,9 @@ class Source:
     skip_share: float = 0.0  # share of an entry's documents that may be bad, and are left out
     weight: Weight | None = None
     name: str = ""  # of a validation set
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
     def __post_init__(self) -> None:
         if not self.path or "" in self.path:

@@ -1,8 +1,10 @@
 """Numbers and tables as readable text."""
 
+import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def human_bytes(size: float) -> str:
@@ -74,6 +76,24 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(
         "  " + "  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows
     )
+
+
+def changed_fields(record: Any, defaults: Mapping[str, Any] | None = None) -> str:
+    """A dataclass as its constructor is called, without the fields that have their defaults: all of
+    a config's, as the last line of a cell in a notebook, would fill a page.
+
+    Args:
+      defaults: of fields that have others than those of their class.
+    """
+    changed = []
+    for field in dataclasses.fields(record):
+        value, default = getattr(record, field.name), field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        default = (defaults or {}).get(field.name, default)
+        if default is dataclasses.MISSING or value != default:
+            changed.append(f"{field.name}={value!r}")
+    return f"{type(record).__name__}({', '.join(changed)})"
 
 
 def printable(text: str) -> str:

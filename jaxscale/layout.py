@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.choices import check_choice, check_kind, check_whole, nearest_divisors
+from jaxscale.formatting import changed_fields
 from jaxscale.pipeline_schedules.shipped import check_known, is_foreign
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
@@ -109,6 +110,9 @@ class Layout:
     unroll_layers: bool = False  # writes each layer out, where a loop over layers compiles faster
     remat: str = "none"  # what a layer saves for its backward pass
     offload: str = "none"  # what lives in host memory
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
     def __post_init__(self) -> None:
         self._check_types()

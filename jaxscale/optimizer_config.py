@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.choices import check_at_least, check_choice
+from jaxscale.formatting import changed_fields
 from jaxscale.model_config import DTYPES
 
 OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
@@ -81,6 +82,9 @@ class OptimizerConfig:
     reduction_dtype: str = ""  # of their sums over ranks; "" is accumulation_dtype
     keep_state: bool = False  # a new run also takes the moments of the run in model.init_from
     groups: tuple[ParamGroup, ...] = ()  # parameters with a rate or decay of their own, or frozen
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
     def __post_init__(self) -> None:
         check_choice("optimizer.name", self.name, OPTIMIZERS)

@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from jaxscale import config
+from jaxscale.config import records
 from jaxscale.data_source import Source
+from jaxscale.layout import Layout
 from jaxscale.model_config import ModelConfig
 
 CONFIGS = sorted(pathlib.Path("configs").glob("*.py"))
@@ -41,6 +43,15 @@ EMPTY = "import ml_collections\n\n\ndef get_config():\n    return ml_collections
 )
 def test_parameter_counts_are_those_published(name, published):
     assert config.load(f"configs/{name}.py").model.published_params == published
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_shows_what_is_not_a_default_and_no_more(path):
+    """Its text makes it again, and fits the last line of a cell."""
+    loaded = config.load(str(path))
+    names = {"Layout": Layout, "ModelConfig": ModelConfig, "Source": Source, **vars(records)}
+    assert eval(repr(loaded), names) == loaded
+    assert len(repr(loaded)) < 600
 
 
 @pytest.mark.parametrize(

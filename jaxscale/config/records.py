@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxscale.choices import check_at_least, check_choice
 from jaxscale.data_source import Source, to_sources, to_validation
+from jaxscale.formatting import changed_fields
 from jaxscale.layout import Layout
 from jaxscale.model_config import ModelConfig
 from jaxscale.model_config.rope_scaling import BY_LENGTH
@@ -60,6 +61,9 @@ class DataConfig:
     objective: str = "causal"
     workers: int = 0  # processes that prefetch batches; 0 prefetches in a thread
     validation: tuple[Source, ...] = ()  # sets with a name, evaluated as a whole
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
     def __post_init__(self) -> None:
         check_choice("data.objective", self.objective, OBJECTIVES)
@@ -145,6 +149,9 @@ class RunConfig:
     max_hours: float = 0.0  # stop with a checkpoint after this long; 0 is never
     hang_seconds: float = 0.0  # end when nothing goes on for this long; 0: learnt from the run
 
+    def __repr__(self) -> str:
+        return changed_fields(self)
+
     def __post_init__(self) -> None:
         check_at_least(
             "run",
@@ -194,6 +201,9 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     layout: Layout = field(default_factory=Layout)
     run: RunConfig = field(default_factory=RunConfig)
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
     def __post_init__(self) -> None:
         if self.optimizer.warmup_steps > self.schedule_steps:

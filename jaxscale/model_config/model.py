@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.choices import check_at_least, check_choice, nearest_divisors
+from jaxscale.formatting import changed_fields
 from jaxscale.layout import BLOCK_TENSORS, parse_remat
 from jaxscale.model_config.experts import ExpertOptions
 from jaxscale.model_config.latent_attention import LatentOptions
@@ -110,6 +111,9 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
     matmul_dtype: str = ""  # of the operands of layers' matmuls; "" is compute_dtype
     init_from: str = ""  # a Hugging Face model, or a run, whose weights a new run starts from
 
+    def __repr__(self) -> str:
+        return changed_fields(self, self._family_defaults())
+
     def __post_init__(self) -> None:
         self._take_family()
         for name, choices in CHOICES.items():
@@ -194,21 +198,27 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         """Fills in the options that are left out, and refuses those that the family does not
         have."""
         family = None if is_own_family(self.family) else find_family(self.family)
-        for one in dataclasses.fields(self):
-            if "plain" not in one.metadata:
-                continue
-            given = getattr(self, one.name)
-            if family is None:
-                value = one.metadata["plain"] if given is None else given
-            elif one.name in family.settings:
-                value = family.settings[one.name] if given is None else given
-            else:
-                value = family.fixed.get(one.name, one.metadata["plain"])
-                if given is not None and given != value:
-                    raise ValueError(refuse_setting(family, one.name))
-            object.__setattr__(self, one.name, value)
+        for name, value in self._family_defaults().items():
+            given = getattr(self, name)
+            if given is None:
+                object.__setattr__(self, name, value)
+            elif family and name not in family.settings and given != value:
+                raise ValueError(refuse_setting(family, name))
         if self.positions == "learned" and not self.max_seq_len:
             object.__setattr__(self, "max_seq_len", 2048)
+
+    def _family_defaults(self) -> dict[str, Any]:
+        """The options, as they are where they are left out."""
+        plain = {
+            one.name: one.metadata["plain"]
+            for one in dataclasses.fields(self)
+            if "plain" in one.metadata
+        }
+        if is_own_family(self.family):
+            return plain
+        family = find_family(self.family)
+        own = {**family.fixed, **family.settings}
+        return {name: own.get(name, value) for name, value in plain.items()}
 
     def _check_positions(self) -> None:
         if self.rope_theta <= 0:

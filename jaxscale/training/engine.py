@@ -87,7 +87,7 @@ class Engine:
     learning_rate: Callable[[Any], Any] | None  # of an update's number; None: the optimizer's own
 
     def __repr__(self) -> str:
-        """In a line or two; all fields would be hundreds."""
+        """In a line; all fields would be hundreds."""
         return f"Engine(model={type(self.model).__name__}, layout={self.layout})"
 
     def shard(self, batch: Batch, *, global_batch_size: int | None = None) -> ShardedBatch:

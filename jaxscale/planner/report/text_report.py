@@ -174,9 +174,12 @@ def _pair(first: float, second: float) -> tuple[str, str, str]:
 
 def params_text(model: TrainableModel | SizedModel) -> str:
     """ "46.7 B parameters, 12.9 B active per token"."""
-    active = model.shape.active_params / 1e9
-    of_token = f", {active:.1f} B active per token" if model.shape.experts else ""
-    return f"{model.num_params / 1e9:.1f} B parameters{of_token}"
+    active = f", {_count(model.shape.active_params)} active per token"
+    return f"{_count(model.num_params)} parameters{active if model.shape.experts else ''}"
+
+
+def _count(params: float) -> str:
+    return f"{params / 1e9:.1f} B" if params >= 5e7 else f"{params / 1e6:.2f} M"
 
 
 def batch_text(model: TrainableModel | SizedModel) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from jaxscale.config import Config
+from jaxscale.formatting import gigabytes
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.pipeline_schedules.operations import F, R
 from jaxscale.planner.cost.cluster import Cluster
@@ -36,6 +37,11 @@ class Plan:
     memory: Memory  # per device; all ranks of a pipeline have the same buffers
     limit_bytes: float  # of device memory
     back_end: str  # "gpu", "tpu" or "cpu"
+
+    def __repr__(self) -> str:
+        """In a line, for notebooks; all fields would be a hundred."""
+        needs = gigabytes(self.memory_bytes)
+        return f"Plan({self.layout}, {self.step_seconds:.4g} s a step, {needs} a device)"
 
     @property
     def config(self) -> Config:
@@ -147,6 +153,10 @@ class RankedPlans:
     query: Query
     plans: tuple[Plan, ...]
     found: SearchResult
+
+    def __repr__(self) -> str:
+        best = f", the best {self.plans[0]}" if self.plans else ""
+        return f"RankedPlans({len(self.plans)} of {self.found.considered:,}{best})"
 
     @property
     def note(self) -> str:

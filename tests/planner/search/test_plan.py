@@ -263,6 +263,14 @@ def pipelined() -> RankedPlans:
     )
 
 
+def test_plans_are_shown_in_a_line():
+    loop = pipelined()
+    plan = loop.plans[1]
+    said = f"Plan(Layout(data=2, fsdp=4), {plan.step_seconds:.4g} s a step, "
+    assert repr(plan).startswith(said)
+    assert repr(loop).startswith(f"RankedPlans(2 of {loop.found.considered:,}, the best Plan(")
+
+
 def test_unrolled_layers_come_with_a_caveat():
     loop = pipelined()
     query = dataclasses.replace(QUERY, pins={"unroll_layers": True})
