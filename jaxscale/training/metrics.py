@@ -246,8 +246,11 @@ def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     steps = [record["step"] for record in train]
     losses = [record["loss"] for record in train]
-    top.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="train")
-    top.plot(steps, smoothed(losses), color="#08519c", linewidth=1.8, label="train, smoothed")
+    dot = {"marker": "o", "markersize": 4} if len(steps) == 1 else {}  # a line has no length
+    top.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="train", **dot)
+    top.plot(
+        steps, smoothed(losses), color="#08519c", linewidth=1.8, label="train, smoothed", **dot
+    )
     for (name, (at, found)), color in zip(evaluations.items(), itertools.cycle(_COLORS)):
         top.plot(at, found, color=color, marker="o", markersize=4, linewidth=1.2, label=name)
     top.set_ylabel("loss (nats per token)")
@@ -258,6 +261,7 @@ def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
         [record["learning_rate"] for record in rates],
         color="#636363",
         linewidth=1.2,
+        **dot,
     )
     bottom.set_ylim(bottom=0)
     bottom.set_ylabel("learning rate")

@@ -96,6 +96,10 @@ def test_the_picture_of_a_short_run_has_whole_steps(monkeypatch, tmp_path: Path)
     metrics.plot(tmp_path / "loss.png", [RECORD | {"step": step} for step in (1, 2, 3, 4, 5)])
     assert len(drawn) == 2
     assert all(tick == int(tick) for axes in drawn for tick in axes.get_xticks())
+    assert {line.get_marker() for axes in drawn for line in axes.lines} == {"None"}
+    drawn.clear()
+    metrics.plot(tmp_path / "loss.png", [RECORD | {"step": 1}])
+    assert {line.get_marker() for axes in drawn for line in axes.lines} == {"o"}
 
 
 def test_finish_draws_and_writes_tensorboard(tmp_path: Path) -> None:
