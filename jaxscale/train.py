@@ -303,7 +303,9 @@ def _show_sample(trainer: Any, params: Any) -> None:
             trainer.engine, params, tokenizer, [prompt], num_tokens=num_tokens, top_p=0.95
         )
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        # A refusal, as of experts that choose their tokens, is a sentence by itself.
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reason = f"{kind}{error}".splitlines()[0][:300]
         log.warning(f"\nwarning: no sample of the trained model could be drawn ({reason})")
         return
     text = printable(read + text)
