@@ -220,5 +220,5 @@ def test_a_sample_that_fails_is_one_line(monkeypatch, capsys):
     )
     command_line.log_to_stdout()
     train._show_sample(done, None)
-    line = "warning: no sample of the trained model could be drawn (ValueError: no text)"
+    line = "warning: no sample of the trained model could be drawn (no text)"
     assert capsys.readouterr().out == f"\n{line}\n"
