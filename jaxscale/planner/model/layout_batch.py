@@ -80,6 +80,12 @@ class LayoutBatch:
         return Layout(**fields)
 
 
+SETTINGS = tuple(
+    field.name for field in dataclasses.fields(LayoutBatch) if field.name not in INTEGER_FIELDS
+)
+"""Fields that all layouts of a batch have in common."""
+
+
 def stack_layouts(layouts: list[Layout]) -> LayoutBatch:
     """A batch of layouts whose settings are equal but for integer ones."""
     common: dict[str, Any] = {

@@ -18,8 +18,8 @@ from jaxscale.planner.search.pipeline_batch import (
     batch_buffers,
     batch_step_seconds,
     least_peaks,
+    least_seconds,
     make_pipelines,
-    uneven_cost,
 )
 from jaxscale.planner.search.space import Query
 from jaxscale.planner.tables.pipeline_slots import RankBuffers
@@ -45,8 +45,9 @@ def search_partial_remat(
     def limit() -> float:
         return found[top - 1][0] if len(found) >= top else np.inf
 
+    hopeful = _hopeful(query, recomputed, limit())
     guesses = sorted(
-        (guess for layouts in recomputed for guess in _guesses(query, layouts, limit())),
+        (guess for layouts in hopeful for guess in _guesses(query, layouts, limit())),
         key=lambda guess: guess[0],
     )
     for seconds, keep, layout in guesses[:MAX_SIMULATED]:
@@ -57,21 +58,24 @@ def search_partial_remat(
     return found
 
 
+def _hopeful(
+    query: Query, recomputed: list[LayoutBatch], limit_seconds: float
+) -> list[LayoutBatch]:
+    """Layouts that could beat the limit with every pass kept, and fit with every one recomputed;
+    by bounds, without tables."""
+    kept = [dataclasses.replace(layouts, remat="none") for layouts in recomputed]
+    fast = [bound < limit_seconds for bound in least_seconds(query, kept)]
+    some = [layouts.take(good) for layouts, good in zip(recomputed, fast) if good.any()]
+    roomy = [peak <= query.limit_bytes for peak in least_peaks(query, some)]
+    return [layouts.take(good) for layouts, good in zip(some, roomy) if good.any()]
+
+
 def _guesses(
     query: Query, layouts: LayoutBatch, limit_seconds: float
 ) -> Iterator[tuple[float, int, Layout]]:
     """Estimated seconds, passes to keep, and the layout that recomputes every pass; of layouts that
     could beat the limit, fit with some passes kept, and do not fit with all of them kept."""
     kept = dataclasses.replace(layouts, remat="none")
-    fast = uneven_cost(query, kept).bound() < limit_seconds
-    if not fast.any():
-        return
-    layouts, kept = layouts.take(fast), kept.take(fast)
-    (peaks,) = least_peaks(query, [layouts])  # none fits that does not with every pass recomputed
-    roomy = peaks <= query.limit_bytes
-    if not roomy.any():
-        return
-    layouts, kept = layouts.take(roomy), kept.take(roomy)
     # The tables without recompute are cached already: they leave fewer to build.
     kept_pipelines = make_pipelines(query.planned_model, kept)
     quick = batch_step_seconds(query, kept, kept_pipelines)

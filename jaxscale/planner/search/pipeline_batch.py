@@ -3,15 +3,16 @@
 Layouts that differ in other axes share their table, so each distinct pipeline is worked out once.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
-from jaxscale.planner.model.layout_batch import LayoutBatch, join_batches
+from jaxscale.planner.model.layout_batch import SETTINGS, LayoutBatch, join_batches
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import Query
 from jaxscale.planner.search.trainable_model import TrainableModel
@@ -51,19 +52,43 @@ def make_pipelines(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> 
     return PipelineBatch(specs, layers, buffers, index)
 
 
+def least_seconds(query: Query, batches: Sequence[LayoutBatch]) -> list[np.ndarray]:
+    """For each batch float [N]: seconds that a step takes at least, as if no rank ever idled."""
+    found = []
+    for several in _alike(batches, lambda layouts: layouts.schedule_spec.name):
+        found += _split(uneven_cost(query, join_batches(several)).bound(), several)
+    return found
+
+
 def least_peaks(query: Query, batches: Sequence[LayoutBatch]) -> list[np.ndarray]:
     """For each batch float [N]: bytes that the peak on a device is at least, whatever the split of
-    the layers, by tables of few micro-batches.
+    the layers, by tables of few micro-batches."""
+    model, found = query.planned_model, []
+    for several in _alike(batches):
+        joined = join_batches(several)
+        buffers = join_buffers([_least_buffers(model, layouts) for layouts in several])
+        peaks = model.memory(joined, buffers, query.back_end).peak
+        found += _split(np.broadcast_to(peaks, (len(joined),)), several)
+    return found
 
-    Args:
-      batches: whose string settings are equal but for the schedule.
-    """
-    if not batches:
-        return []
-    model, joined = query.planned_model, join_batches(batches)
-    buffers = join_buffers([_least_buffers(model, layouts) for layouts in batches])
-    peaks = np.broadcast_to(model.memory(joined, buffers, query.back_end).peak, (len(joined),))
-    return np.split(peaks, np.cumsum([len(layouts) for layouts in batches])[:-1])
+
+def _alike(
+    batches: Sequence[LayoutBatch], more: Callable[[LayoutBatch], Any] = lambda layouts: None
+) -> Iterator[list[LayoutBatch]]:
+    """Batches that follow each other, and whose settings, but for integer ones and the schedule,
+    are equal."""
+
+    def settings(layouts: LayoutBatch) -> tuple:
+        others = (getattr(layouts, name) for name in SETTINGS if name != "schedule")
+        return (more(layouts), *others)
+
+    for _, several in itertools.groupby(batches, settings):
+        yield list(several)
+
+
+def _split(joined: np.ndarray, batches: Sequence[LayoutBatch]) -> list[np.ndarray]:
+    """What was found of joined batches, for each."""
+    return np.split(joined, np.cumsum([len(layouts) for layouts in batches])[:-1])
 
 
 def _least_buffers(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> RankBuffers:

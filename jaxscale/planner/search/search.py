@@ -18,8 +18,8 @@ from jaxscale.planner.search.pipeline_batch import (
     batch_buffers,
     batch_step_seconds,
     least_peaks,
+    least_seconds,
     make_pipelines,
-    uneven_cost,
 )
 from jaxscale.planner.search.space import Query, combine, enumerate_options, enumerate_sizes
 
@@ -103,8 +103,8 @@ def _may_rank(
 ) -> list[LayoutBatch]:
     """Pipelines that take no longer than `limit` seconds a step, if no rank ever idled."""
     fast = []
-    for layouts in batches:
-        good = uneven_cost(query, layouts).bound() <= limit
+    for layouts, seconds in zip(batches, least_seconds(query, batches)):
+        good = seconds <= limit
         rejected[TOO_SLOW] += int((~good).sum())
         if good.any():
             fast.append(layouts.take(good))
