@@ -21,6 +21,9 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 FACTORED_SIZE = 128
 """Adafactor keeps whole second moments of matrices with a smaller side (arXiv 1804.04235)."""
 
+LEAST_EPSILON = 2.0**-126
+"""The smallest float32 number that devices do not round to 0."""
+
 UNUSED = {
     "lion": ("epsilon", "second_moment_dtype"),
     "adafactor": ("b1", "b2", "epsilon", "moment_dtype"),
@@ -105,8 +108,13 @@ class OptimizerConfig:
             b2=0,
             weight_decay=0,
             clip_norm=0,
-            epsilon=0,
         )
+        if not self.epsilon >= LEAST_EPSILON:
+            raise ValueError(
+                f"optimizer.epsilon = {self.epsilon} is too small; at least {LEAST_EPSILON:.3g}, "
+                "such as 1e-8: with 0 the update of a parameter without a gradient, such as an "
+                "unused token's, is 0 / 0"
+            )
         self._check_unused()
         object.__setattr__(self, "groups", to_param_groups(self.groups))
         if self.schedule_steps is not None:

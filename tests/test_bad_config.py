@@ -180,6 +180,14 @@ OVERRIDES = [
     ("optimizer.final_learning_rate=2", "optimizer.final_learning_rate = 2.0 is a share of"),
     ("optimizer.b1=1", "optimizer.b1 = 1.0 must be below 1"),
     ("optimizer.b2=1.5", "optimizer.b2 = 1.5 must be below 1"),
+    (
+        "optimizer.epsilon=0",
+        "optimizer.epsilon = 0.0 is too small; at least 1.18e-38, such as 1e-8",
+    ),
+    (
+        "optimizer.epsilon=1e-46",
+        "of a parameter without a gradient, such as an unused token's, is 0 / 0",
+    ),
     ("optimizer.clip_norm=-1", "optimizer.clip_norm = -1.0 is too small"),
     ("optimizer.warmup_steps=-1", "optimizer.warmup_steps = -1 is too small"),
     ("optimizer.warmup_steps=200", "than run.steps = 100; lower optimizer.warmup_steps, or raise"),
