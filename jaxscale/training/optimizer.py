@@ -104,15 +104,12 @@ def frozen_params(groups: Sequence[ParamGroup], axes: Any, names: Sequence[str] 
       names: parameters that the model itself wants frozen.
 
     Raises:
-      ValueError: a group or a name matches no parameter, or every parameter is frozen.
+      ValueError: a group changes nothing, a name matches no parameter, or every parameter is
+        frozen.
     """
     known = [leaf_name(path) for path, _ in _leaves(axes, is_leaf=is_axes)]
-    for i, group in enumerate(groups):
-        if not fnmatch.filter(known, group.params):
-            raise ValueError(
-                f"optimizer.groups[{i}] = {group.params!r} matches no parameter; they are "
-                f"{', '.join(known)}"
-            )
+    for i in range(len(groups)):
+        _check_group(i, groups, known, names)
     if unknown := set(names) - set(known):
         raise ValueError(
             f"the model's frozen {sorted(unknown)} are not among its parameters: {known}"
@@ -128,6 +125,35 @@ def frozen_params(groups: Sequence[ParamGroup], axes: Any, names: Sequence[str] 
             "out for those that a run trains"
         )
     return found
+
+
+def _check_group(
+    place: int, groups: Sequence[ParamGroup], known: Sequence[str], names: Sequence[str]
+) -> None:
+    """Refuses a group that would change nothing.
+
+    Args:
+      place: its index in `groups`.
+      known: the names of all parameters.
+      names: of those that the model itself wants frozen.
+    """
+    group, before = groups[place], groups[:place]
+    title = f"optimizer.groups[{place}] = {group.params!r}"
+    matching = fnmatch.filter(known, group.params)
+    if not matching:
+        raise ValueError(f"{title} matches no parameter; they are {', '.join(known)}")
+    left = [x for x in matching if not any(fnmatch.fnmatchcase(x, one.params) for one in before)]
+    if not left:
+        raise ValueError(
+            f"{title} changes nothing: entries before it match {', '.join(matching)}, and the "
+            "first that matches counts; move it before them, or leave it out"
+        )
+    if group != ParamGroup(group.params, frozen=group.frozen) and set(left) <= set(names):
+        raise ValueError(
+            f"{title} changes nothing: learning_rate_scale and weight_decay are for what the "
+            f"optimizer updates, and the model itself moves {', '.join(left)}; leave it out, or "
+            "set frozen = True there, which holds them"
+        )
 
 
 def state_axes(

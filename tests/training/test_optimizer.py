@@ -128,8 +128,8 @@ GROUPS = (
     {"params": "layers/attention/*", "frozen": True},
     {"params": "layers/mlp/up", "learning_rate_scale": 0.5, "weight_decay": 0.0},
     {"params": "*/positions", "weight_decay": 0.25},
-    {"params": "head/*", "learning_rate_scale": 0.0},
-    {"params": "head/output", "weight_decay": 9.0},  # the line before has matched it
+    {"params": "head/output", "learning_rate_scale": 0.0},
+    {"params": "head/*", "weight_decay": 0.0},  # the line before has matched head/output
 )
 
 
@@ -158,8 +158,9 @@ def test_groups_change_their_parameters_only(name: str) -> None:
     still = part(frozen, "layers", "attention")
     assert all(still.values())
     assert_trees_equal(part(got, "layers", "attention"), part(params, "layers", "attention"))
-    assert_trees_equal(part(got, "head"), part(params, "head"))
-    for path in (("layers", "attention_norm"), ("layers", "mlp", "down"), ("embed", "tokens")):
+    assert_trees_equal(part(got, "head", "output"), part(params, "head", "output"))
+    untouched = "layers/attention_norm", "layers/mlp/down", "embed/tokens", "head/norm"
+    for path in (name.split("/") for name in untouched):
         assert_trees_equal(part(got, *path), part(plain, *path))
     up = ("layers", "mlp", "up")
     assert_trees_equal(change(got, *up), 0.5 * change(bare, *up), 1e-14)
@@ -189,6 +190,30 @@ def test_groups_that_match_nothing_are_refused() -> None:
     assert optim.frozen_params((), AXES, ("head/output",))["head"]["output"]
     with pytest.raises(ValueError, match=r"groups freeze every parameter, and nothing would be"):
         optim.frozen_params(config("adamw", groups=[{"params": "*", "frozen": True}]).groups, AXES)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (
+            [{"params": "head/*", "weight_decay": 0.5}, {"params": "head/norm/*", "frozen": True}],
+            r"groups\[1\] = 'head/norm/\*' changes nothing: entries before it match head/norm/sc",
+        ),
+        (
+            [{"params": "*/up_bias", "learning_rate_scale": 0.1}],
+            r"groups\[0\] = '\*/up_bias' changes nothing: .* the model itself moves layers/mlp/up",
+        ),
+    ],
+)
+def test_groups_that_change_nothing_are_refused(groups: Any, message: str) -> None:
+    moved = ("layers/mlp/up_bias",)
+    with pytest.raises(ValueError, match=message):
+        optim.frozen_params(config("adamw", groups=groups).groups, AXES, moved)
+    for wider in (
+        {"params": "*bias", "weight_decay": 0.1},
+        {"params": "*/up_bias", "frozen": True},
+    ):
+        optim.frozen_params(config("adamw", groups=[wider]).groups, AXES, moved)
 
 
 def test_adamw_is_torchs() -> None:
