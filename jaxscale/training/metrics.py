@@ -199,7 +199,7 @@ def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float)
         _place(record["step"], steps),
         f"loss {'n/a' if record['loss'] is None else format(record['loss'], '.4f')}",
         f"grad norm {record['grad_norm']:.3f}",
-        f"lr {record['learning_rate']:.2e}" if "learning_rate" in record else "",
+        *([f"lr {record['learning_rate']:.2e}"] if "learning_rate" in record else []),
         f"{quantity(record['tokens_per_second'])} tokens/s",
         f"MFU {'n/a' if mfu is None else f'{mfu:.1%}'}",
         f"input wait {duration(record['data_seconds'])}",
