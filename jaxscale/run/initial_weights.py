@@ -70,6 +70,7 @@ class RunWeights:
     step: int
     has_state: bool  # of an optimizer; a converted model has none
     optimizer: Mapping[str, Any]  # its section of the run's config.json
+    own_optimizer: bool = False  # a rule that was given in Python
 
     @property
     def dtype(self) -> str:
@@ -158,9 +159,10 @@ def open_weights(
         if step is None:
             raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
         has_state = "opt_state" in checkpoints.parts(step)
+        own_optimizer = checkpoints.metadata(step).get("own_optimizer", False)
     context = max(config.data.seq_len, getattr(config.model, "max_seq_len", 0))
     optimizer = sections.get("optimizer", {})
-    return RunWeights(directory, config.model, context, step, has_state, optimizer)
+    return RunWeights(directory, config.model, context, step, has_state, optimizer, own_optimizer)
 
 
 def may_differ(model: ModelConfig) -> set[str]:
@@ -268,12 +270,14 @@ def _check_state(config: Config, engine: Engine, weights: Weights, why: str) -> 
             f"above the {weights.config.vocab_size} of {why}: new tokens have no moments; set "
             "optimizer.keep_state = False"
         )
-    ours, theirs = config.optimizer.settings, weights.optimizer
+    ours, theirs, own = config.optimizer.settings, weights.optimizer, engine.own_optimizer
     differ = [
         f"optimizer.{name} = {ours[name]!r} here, {theirs[name]!r} there"
         for name in ("name", "moment_dtype", "second_moment_dtype")
-        if name in ours and name in theirs and ours[name] != theirs[name]
+        if name in ours and name in theirs and ours[name] != theirs[name] and not own
     ]
+    if own != weights.own_optimizer:
+        differ = ["one of its own, given in Python, " + ("here" if own else "there") + " only"]
     if differ:
         raise ValueError(
             f"optimizer.keep_state = True, and {why} has the state of another optimizer: "
@@ -281,7 +285,13 @@ def _check_state(config: Config, engine: Engine, weights: Weights, why: str) -> 
         )
     with contextlib.closing(Checkpoints(weights.directory / CHECKPOINTS)) as checkpoints:
         saved = checkpoints.arrays(weights.step, "opt_state").keys()
-    if saved != named_arrays(engine.placement.canonical.opt_state).keys():
+    wanted = named_arrays(engine.placement.canonical.opt_state).keys()
+    if saved != wanted and own:
+        raise ValueError(
+            f"optimizer.keep_state = True, and {why} has the state of another optimizer, such as "
+            f"{min(saved ^ wanted)}; pass the same optimizer=, or set optimizer.keep_state = False"
+        )
+    if saved != wanted:
         raise ValueError(
             f"optimizer.keep_state = True, and {why} has moments of other parameters: it was "
             f"trained with optimizer.groups = {theirs.get('groups', ())}; freeze the same, or set "

@@ -14,6 +14,7 @@ from jaxscale.data.dataset import Examples
 from jaxscale.data.passed_over import pass_over, with_ranges
 from jaxscale.distributed import phases, processes
 from jaxscale.model_config import ModelConfig
+from jaxscale.optimizer_config import OptimizerConfig
 from jaxscale.run.both_tiers import (
     all_steps,
     fetch_everywhere,
@@ -117,7 +118,7 @@ def resume(
     log.info(f"resuming at step {step} of {config.run.steps}")
     for line in describe_difference(metadata["config"], resolved):
         log.info(f"  changed since: {line}")
-    if change := rate_change(metadata["config"], config, step):
+    if not engine.own_optimizer and (change := rate_change(metadata["config"], config, step)):
         log.info(f"  {change}")
     return step, state, dataclasses.replace(text, train=train)
 
@@ -166,11 +167,25 @@ def check_same_state(
     """Refuses settings, such as another optimizer, with which the checkpoint holds other arrays.
 
     Raises:
-      ValueError: with a line for each array, and for each setting that differs.
+      ValueError: the optimizer is one's own, and was not, or the reverse; or with a line for each
+        array, and for each setting that differs.
     """
+    before, now = found.metadata.get("own_optimizer"), engine.own_optimizer
+    if before not in (None, now):
+        change = "pass the same optimizer= to open_trainer" if before else "leave optimizer= out"
+        raise ValueError(
+            f"checkpoint {found.step} was trained with {_rule(before, found.metadata['config'])}, "
+            f"and this run has {_rule(now, configs.to_dict(config))}; {change}, or start a new "
+            "--workdir, whose model.init_from can name this run's"
+        )
     wanted, without = _wanted(checkpoints, found.step, engine)
     resolved = configs.to_dict(config)
     checkpoints.check_fits(found.step, wanted, config=resolved, without=without)
+
+
+def _rule(own: bool, config: dict[str, dict]) -> str:
+    name = config.get("optimizer", {}).get("name", OptimizerConfig.name)
+    return "an optimizer of its own, given in Python" if own else f"optimizer.name = {name!r}"
 
 
 def _steps_to(last: int, checkpoints: Checkpoints) -> list[int]:

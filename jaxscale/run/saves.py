@@ -48,6 +48,7 @@ class Saves:
 
     Args:
       begin: the step that the run began at, which is saved.
+      own_optimizer: whether the update rule is not that of `config`, which is saved too.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class Saves:
         text: Text,
         checkpoints: Checkpoints,
         begin: int,
+        own_optimizer: bool,
     ) -> None:
         self._config, self._placement, self._text = config, placement, text
+        self._own_optimizer = own_optimizer
         self._checkpoints = checkpoints
         self._begun = begin  # the step of the last save
         self._writing = False
@@ -121,4 +124,8 @@ class Saves:
             "passed_over": ranges_of(self._text.train),
             "tokenizer": self._text.tokenizer.fingerprint,
         }
-        return {"config": configs.to_dict(self._config), "data": data}
+        return {
+            "config": configs.to_dict(self._config),
+            "data": data,
+            "own_optimizer": self._own_optimizer,
+        }

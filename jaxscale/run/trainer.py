@@ -122,7 +122,7 @@ def open_trainer(
     if not skip_memory_check:
         check_memory(engine)
     _check_local_room(run, engine, checkpoints)
-    if found.step == 0 and (line := early_end(config)):
+    if found.step == 0 and not engine.own_optimizer and (line := early_end(config)):
         log.warning(f"warning: {line}")
     if _is_complete(run, found.step, workdir):
         checkpoints.close()

@@ -201,7 +201,8 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
         engine, text.train, data.global_batch_size, start_step=trainer.begin, workers=data.workers
     )
     stops = _Stops()
-    saves = Saves(config, engine.placement, text, trainer.checkpoints, trainer.begin)
+    own = engine.own_optimizer
+    saves = Saves(config, engine.placement, text, trainer.checkpoints, trainer.begin, own)
 
     def stop(step: int, request: str) -> NoReturn:
         phases.enter_phase("saving", step)

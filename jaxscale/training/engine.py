@@ -86,6 +86,11 @@ class Engine:
     count_flops: Callable[[], StepFlops]  # of a token; traces models without a formula
     learning_rate: Callable[[Any], Any] | None  # of an update's number; None: the optimizer's own
 
+    @property
+    def own_optimizer(self) -> bool:
+        """Whether the update rule was given in place of `config.optimizer`'s."""
+        return self.learning_rate is None
+
     def __repr__(self) -> str:
         """In a line; all fields would be hundreds."""
         return f"Engine(model={type(self.model).__name__}, layout={self.layout})"

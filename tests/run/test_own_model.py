@@ -5,6 +5,7 @@ import json
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jaxscale import evaluate
@@ -22,8 +23,13 @@ def texts(tmp_path_factory):
     return path
 
 
-def train(texts, workdir, layout: dict, **changes):
-    """The parameters after a step."""
+def train(texts, workdir, layout: dict, *, steps=1, own=None, keep_state=False, **changes):
+    """The parameters after so many steps.
+
+    Args:
+      own: an update rule of one's own.
+      changes: to the model's settings; a run with any learns nothing.
+    """
     sections = {
         "model": {"family": FAMILY, "width": 8, "compute_dtype": "float32", **changes},
         "data": {
@@ -33,11 +39,11 @@ def train(texts, workdir, layout: dict, **changes):
             "global_batch_size": 8,
             "heldout": 0.5,
         },
-        "optimizer": {"warmup_steps": 0, "learning_rate": 0.0 if changes else 0.1},
+        "optimizer": {"learning_rate": 0.0 if changes else 0.1, "keep_state": keep_state},
         "layout": layout,
-        "run": {"steps": 1, "eval_batches": 1},
+        "run": {"steps": steps, "eval_batches": 1},
     }
-    ready = trainer.open_trainer(from_dict(sections), workdir)
+    ready = trainer.open_trainer(from_dict(sections), workdir, optimizer=own)
     assert ready
     state, _ = training_loop.fit(ready, trackers=())
     return jax.device_get(state.params)
@@ -62,3 +68,24 @@ def test_a_run_starts_from_a_run_of_the_same_model_and_is_evaluated(texts, tmp_p
 
     with pytest.raises(ValueError, match=r"first holds a model of code from outside the package"):
         open_weights(tmp_path / "first", "docs.my_model:MyModel")
+
+
+def test_a_run_keeps_to_an_optimizer_of_ones_own(texts, tmp_path, caplog):
+    """Its state can have the very arrays of the shipped one's."""
+    own, layout = optax.adamw(optax.constant_schedule(0.1)), {"data": 8}
+    caplog.set_level("INFO", "jaxscale")
+    train(texts, tmp_path / "own", layout, own=own)
+    train(texts, tmp_path / "shipped", layout)
+    first, second = (line for line in caplog.messages if line.startswith("step 1/1 | loss"))
+    assert [" | lr " in line for line in (first, second)] == [False, True]
+    assert " |  | " not in first
+    init = {"init_from": str(tmp_path / "own"), "keep_state": True}
+    for folder, given, message in (
+        ("own", {}, "an optimizer of its own, given in Python, and this run has optimizer.name ="),
+        ("shipped", {"own": own}, "optimizer.name = 'adamw', and this run has an optimizer of its"),
+        ("new", init, "of another optimizer: one of its own, given in Python, there only; set the"),
+        ("new", {"own": optax.sgd(0.1), **init}, "another optimizer, such as .*; pass the same op"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(texts, tmp_path / folder, layout, steps=2, **given)
+    train(texts, tmp_path / "own", layout, steps=2, own=own)
