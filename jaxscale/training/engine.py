@@ -35,6 +35,7 @@ from jaxscale.training.engine_checks import (
     check_engine_arguments,
     check_engine_settings,
     check_expert_ranks,
+    check_own_optimizer,
 )
 from jaxscale.training.flops import StepFlops, counted_kernels, example, forward_cost, step_flops
 from jaxscale.training.gradients import make_gradients, make_loss, pipeline_buffers
@@ -174,6 +175,8 @@ def make_engine(
     zero = make_zero(config, mesh, built.axes, shapes, models.rules)
     rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
     frozen = optimizers.frozen_params(config.optimizer.groups, built.axes, built.frozen)
+    if optimizer:
+        check_own_optimizer(config, optimizer, shapes)
     optimizer = optimizer or _make_optimizer(config, mesh, zero, built.axes, frozen)
     begin = _make_begin(config, optimizer)
     axes, state = place_state(config, mesh, zero, built.axes, optimizer, begin, shapes)

@@ -10,6 +10,7 @@ from jaxscale.choices import check_kind
 from jaxscale.config import CONFIG_ADVICE, Config
 from jaxscale.layout import AUTO, Layout
 from jaxscale.models.protocol import Model
+from jaxscale.optimizer_config import ParamGroup
 from jaxscale.sharding.layout_checks import (
     check_divides,
     check_matmuls,
@@ -47,6 +48,34 @@ def check_engine_arguments(config: Any, mesh: Any, model: Any, optimizer: Any, r
         check_kind("optimizer", optimizer, optax.GradientTransformation, advice)
     if rules is not None:
         check_kind("rules", rules, dict, 'pass a dictionary, such as {"rank": ("tensor",)}')
+
+
+def check_own_optimizer(
+    config: Config, optimizer: optax.GradientTransformation, params: Any
+) -> None:
+    """Refuses an update rule of one's own that a step cannot call, and settings that it would leave
+    out.
+
+    Args:
+      params: the parameters' shapes.
+
+    Raises:
+      ValueError: says what to change.
+    """
+    for i, group in enumerate(config.optimizer.groups):
+        if not group.frozen and group != ParamGroup(group.params):
+            raise ValueError(
+                f"optimizer.groups[{i}] = {group.params!r} sets a rate or a decay, which optimizer="
+                " has of its own: use optax.partition there, and leave this entry out; only "
+                "frozen = True is for any optimizer"
+            )
+    try:
+        jax.eval_shape(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
+    except TypeError as error:
+        raise ValueError(
+            f"optimizer= cannot be called with gradients, its state and the parameters, which is "
+            f"what a step has for it, and no loss or function: {error}"
+        ) from error
 
 
 def check_engine_settings(config: Config, mesh: Mesh) -> None:

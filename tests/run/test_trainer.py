@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jaxscale
@@ -208,6 +209,19 @@ def opened(tmp_path_factory):
         (lambda run: jaxscale.plan_layouts(run.config.model, "h100-sxm", 8), "type ModelConfig"),
         (lambda run: jaxscale.describe_layout(run.config), "engine is of type Config"),
         (lambda run: jaxscale.open_engine(run.config, optimizer="lion"), "set optimizer.name"),
+        (
+            lambda run: jaxscale.open_engine(
+                run.config, optimizer=optax.contrib.reduce_on_plateau()
+            ),
+            "what a step has for it, and no loss or function: .*argument: 'value'",
+        ),
+        (
+            lambda run: jaxscale.open_engine(
+                load("configs/tiny.py", ["optimizer.groups={'params':'*','weight_decay':0.5}"]),
+                optimizer=optax.sgd(0.1),
+            ),
+            r"optimizer.groups\[0\] = '\*' sets a rate or a decay, which optimizer= has of its own",
+        ),
         (lambda run: jaxscale.open_engine(run.config, model="mixtral"), "set model.family"),
         (lambda run: jaxscale.open_engine(run.config, rules=("rank",)), "pass a dictionary"),
         (lambda run: stream(run, size=0), "global_batch_size = 0 is too small"),
