@@ -44,6 +44,7 @@ from jaxscale.storage.tiers import CHECKPOINTS, LAST_SAVED, check_free, store_of
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.learning_rate import early_end, with_schedule
+from jaxscale.training.optimizer import lost_updates
 from jaxscale.training.step import StepMetrics, TrainState
 
 log = logging.getLogger("jaxscale")
@@ -122,6 +123,8 @@ def open_trainer(
     if not skip_memory_check:
         check_memory(engine)
     _check_local_room(run, engine, checkpoints)
+    if found.step == 0 and (line := lost_updates(config.model.param_dtype)):
+        log.warning(f"warning: {line}")
     if found.step == 0 and not engine.own_optimizer and (line := early_end(config)):
         log.warning(f"warning: {line}")
     if _is_complete(run, found.step, workdir):

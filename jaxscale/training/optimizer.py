@@ -191,6 +191,18 @@ def state_axes(
     return jax.tree_util.tree_map_with_path(axes_of, state)
 
 
+def lost_updates(param_dtype: str) -> str:
+    """A line about parameters that are too narrow for small updates, "" where they are not: their
+    type is a setting of the model, and rounding is to the nearest."""
+    if param_dtype != "bfloat16":
+        return ""
+    return (
+        "model.param_dtype = 'bfloat16': an update of less than 2^-9 of a parameter is lost when "
+        "the sum is rounded, which at small learning rates is most of them. Parameters in float32 "
+        "keep them; model.compute_dtype = 'bfloat16' computes in bfloat16 all the same"
+    )
+
+
 def is_schedule(node: Any) -> bool:
     """Whether a node of the optimizer's state is the place in the learning rate's schedule."""
     return isinstance(node, optax.ScaleByScheduleState)

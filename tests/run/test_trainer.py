@@ -158,15 +158,31 @@ def count(state, batch):
     return state._replace(step=state.step + 1), StepMetrics(*[tokens] * 4, {}, {})
 
 
-@pytest.fixture(scope="session")
-def opened(tmp_path_factory):
+def open_uncompiled(workdir, *overrides):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "lower_step", lambda engine: None)
         patch.setattr(trainer, "compile_step", lambda *_: count)
-        config = configs.load("configs/tiny.py", SETTINGS)
-        ready = trainer.open_trainer(config, tmp_path_factory.mktemp("run"))
+        config = configs.load("configs/tiny.py", [*SETTINGS, *overrides])
+        ready = trainer.open_trainer(config, workdir)
     assert ready
     return ready
+
+
+@pytest.fixture(scope="session")
+def opened(tmp_path_factory):
+    return open_uncompiled(tmp_path_factory.mktemp("run"))
+
+
+@pytest.mark.parametrize(("dtype", "lost"), [("bfloat16", True), ("float32", False)])
+def test_parameters_too_narrow_for_small_updates_are_said(dtype, lost, tmp_path, caplog):
+    caplog.set_level("WARNING", "jaxscale")
+    ready = open_uncompiled(tmp_path, f"model.param_dtype={dtype}")
+    params = ready.state.params["layers"]["mlp"]["up"]
+    updates = np.abs(np.asarray(params, np.float32)) * (0.99 * 2**-9)
+    same = np.asarray(optax.apply_updates(params, updates)) == np.asarray(params)
+    assert bool(np.all(same)) is lost
+    said = [line for line in caplog.messages if "2^-9 of a parameter is lost" in line]
+    assert bool(said) is lost
 
 
 @pytest.mark.parametrize(
