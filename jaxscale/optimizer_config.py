@@ -6,7 +6,7 @@ Nothing here imports JAX: a mistyped key must be refused in a fraction of a seco
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,6 +213,43 @@ def find_group(name: str, groups: Sequence[ParamGroup]) -> ParamGroup:
     """
     matching = (group for group in groups if fnmatch.fnmatchcase(name, group.params))
     return next(matching, ParamGroup("*"))
+
+
+def check_groups(
+    groups: Sequence[ParamGroup], known: Sequence[str], moved: Collection[str] = ()
+) -> None:
+    """Refuses groups that would change nothing, and those that freeze everything.
+
+    Args:
+      known: the names of all parameters.
+      moved: those that the model itself moves, and the optimizer does not.
+
+    Raises:
+      ValueError: says what to change.
+    """
+    for i, group in enumerate(groups):
+        title = f"optimizer.groups[{i}] = {group.params!r}"
+        matching = fnmatch.filter(known, group.params)
+        if not matching:
+            raise ValueError(f"{title} matches no parameter; they are {', '.join(known)}")
+        earlier = {name for one in groups[:i] for name in fnmatch.filter(known, one.params)}
+        left = [name for name in matching if name not in earlier]
+        if not left:
+            raise ValueError(
+                f"{title} changes nothing: entries before it match {', '.join(matching)}, and the "
+                "first that matches counts; move it before them, or leave it out"
+            )
+        if group != ParamGroup(group.params, frozen=group.frozen) and set(left) <= set(moved):
+            raise ValueError(
+                f"{title} changes nothing: learning_rate_scale and weight_decay are for what the "
+                f"optimizer updates, and the model itself moves {', '.join(left)}; leave it out, "
+                "or set frozen = True there, which holds them"
+            )
+    if all(name in moved or find_group(name, groups).frozen for name in known):
+        raise ValueError(
+            "optimizer.groups freeze every parameter, and nothing would be trained; leave 'frozen' "
+            "out for those that a run trains"
+        )
 
 
 def _to_plain(group: ParamGroup) -> dict[str, Any]:

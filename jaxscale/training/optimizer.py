@@ -8,7 +8,6 @@ The updates of all rules but Lion have about the size of Adam's, so that a learn
 over; Lion wants a third to a tenth of it (arXiv 2302.06675).
 """
 
-import fnmatch
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +20,13 @@ import optax
 import optax.contrib
 
 from jaxscale.ops.rounding import round_stochastically
-from jaxscale.optimizer_config import FACTORED_SIZE, OptimizerConfig, ParamGroup, find_group
+from jaxscale.optimizer_config import (
+    FACTORED_SIZE,
+    OptimizerConfig,
+    ParamGroup,
+    check_groups,
+    find_group,
+)
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.training.learning_rate import schedule_of
 
@@ -108,8 +113,6 @@ def frozen_params(groups: Sequence[ParamGroup], axes: Any, names: Sequence[str] 
         frozen.
     """
     known = [leaf_name(path) for path, _ in _leaves(axes, is_leaf=is_axes)]
-    for i in range(len(groups)):
-        _check_group(i, groups, known, names)
     if unknown := set(names) - set(known):
         raise ValueError(
             f"the model's frozen {sorted(unknown)} are not among its parameters: {known}"
@@ -118,42 +121,8 @@ def frozen_params(groups: Sequence[ParamGroup], axes: Any, names: Sequence[str] 
     def frozen(path: tuple, _: Any) -> bool:
         return leaf_name(path) in names or find_group(leaf_name(path), groups).frozen
 
-    found = jax.tree_util.tree_map_with_path(frozen, axes, is_leaf=is_axes)
-    if all(jax.tree.leaves(found)):
-        raise ValueError(
-            "optimizer.groups freeze every parameter, and nothing would be trained; leave 'frozen' "
-            "out for those that a run trains"
-        )
-    return found
-
-
-def _check_group(
-    place: int, groups: Sequence[ParamGroup], known: Sequence[str], names: Sequence[str]
-) -> None:
-    """Refuses a group that would change nothing.
-
-    Args:
-      place: its index in `groups`.
-      known: the names of all parameters.
-      names: of those that the model itself wants frozen.
-    """
-    group, before = groups[place], groups[:place]
-    title = f"optimizer.groups[{place}] = {group.params!r}"
-    matching = fnmatch.filter(known, group.params)
-    if not matching:
-        raise ValueError(f"{title} matches no parameter; they are {', '.join(known)}")
-    left = [x for x in matching if not any(fnmatch.fnmatchcase(x, one.params) for one in before)]
-    if not left:
-        raise ValueError(
-            f"{title} changes nothing: entries before it match {', '.join(matching)}, and the "
-            "first that matches counts; move it before them, or leave it out"
-        )
-    if group != ParamGroup(group.params, frozen=group.frozen) and set(left) <= set(names):
-        raise ValueError(
-            f"{title} changes nothing: learning_rate_scale and weight_decay are for what the "
-            f"optimizer updates, and the model itself moves {', '.join(left)}; leave it out, or "
-            "set frozen = True there, which holds them"
-        )
+    check_groups(groups, known, names)
+    return jax.tree_util.tree_map_with_path(frozen, axes, is_leaf=is_axes)
 
 
 def state_axes(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from jaxscale.config import Config
 from jaxscale.layout import Layout
-from jaxscale.optimizer_config import FACTORED_SIZE, find_group
+from jaxscale.optimizer_config import FACTORED_SIZE, check_groups, find_group
 from jaxscale.planner.memory.zero_traffic import reduces_last
 from jaxscale.planner.model.param_shapes import (
     Ints,
@@ -90,6 +90,17 @@ def batch_bytes(config: Config) -> Ints:
     apart = (gathers | reduces_last(layout)) & (layout.num_groups > 1)
     read = (gathers & (layout.zero_stage == 3) | apart) & (layout.pipeline == 1)
     return found + SOURCE_BYTES * source - select(read, 0, POSITION_BYTES * (tokens + source))
+
+
+def check_param_groups(config: Config) -> None:
+    """Refuses groups of the optimizer that a run would refuse.
+
+    Raises:
+      ValueError: one changes nothing, or all is frozen.
+    """
+    names = [f"{array.part}/{array.name}" for array in parameters(config.model)]
+    moved = [name for name in names if name.endswith(BALANCED)]
+    check_groups(config.optimizer.groups, sorted(names), moved)
 
 
 def trained_parameters(config: Config) -> list[ParamShape]:

@@ -32,6 +32,7 @@ from jaxscale.layout import (
 from jaxscale.pipeline.partition import has_layers
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, SHIPPED, find_schedule, is_foreign
 from jaxscale.planner.cost.cluster import Cluster
+from jaxscale.planner.memory.at_rest import check_param_groups
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.shape import ModelShape
@@ -90,7 +91,7 @@ class Query:
         """The model with its checks and its memory.
 
         Raises:
-          ValueError: there are no formulas for it.
+          ValueError: there are no formulas for it, or no run would train it.
         """
         if isinstance(self.model, Config) and not self.model.model.has_formulas:
             raise ValueError(
@@ -100,6 +101,7 @@ class Query:
             )
         if isinstance(self.model, Config):
             self._check_matmuls(self.model.model.matmul_dtype)
+            check_param_groups(self.model)
         return TrainableModel(self.model) if isinstance(self.model, Config) else self.model
 
     def _check_matmuls(self, dtype: str) -> None:

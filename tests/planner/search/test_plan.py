@@ -380,3 +380,17 @@ def test_float8_is_planned_where_there_are_units_for_it():
     ):
         with pytest.raises(ValueError, match=said):
             predict_plan(query(name, dtype), layout)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        (({"params": "layer/*", "frozen": True},), "matches no parameter; they are embed/tokens, "),
+        (({"params": "*", "frozen": True},), "freeze every parameter, and nothing would be"),
+    ],
+)
+def test_groups_that_a_run_refuses_are_not_planned(groups, said):
+    optimizer = dataclasses.replace(CONFIG.optimizer, groups=groups)
+    query = Query(dataclasses.replace(CONFIG, optimizer=optimizer), make_cluster("H100-SXM", 8))
+    with pytest.raises(ValueError, match=said):
+        predict_plan(query, Layout(data=1, fsdp=8))
