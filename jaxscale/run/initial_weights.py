@@ -70,7 +70,7 @@ class RunWeights:
     step: int
     has_state: bool  # of an optimizer; a converted model has none
     optimizer: Mapping[str, Any]  # its section of the run's config.json
-    own_optimizer: bool = False  # a rule that was given in Python
+    own_optimizer: bool | None = None  # a rule that was given in Python; None: it is not recorded
 
     @property
     def dtype(self) -> str:
@@ -159,7 +159,7 @@ def open_weights(
         if step is None:
             raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
         has_state = "opt_state" in checkpoints.parts(step)
-        own_optimizer = checkpoints.metadata(step).get("own_optimizer", False)
+        own_optimizer = checkpoints.metadata(step).get("own_optimizer")
     context = max(config.data.seq_len, getattr(config.model, "max_seq_len", 0))
     optimizer = sections.get("optimizer", {})
     return RunWeights(directory, config.model, context, step, has_state, optimizer, own_optimizer)
@@ -276,7 +276,7 @@ def _check_state(config: Config, engine: Engine, weights: Weights, why: str) -> 
         for name in ("name", "moment_dtype", "second_moment_dtype")
         if name in ours and name in theirs and ours[name] != theirs[name] and not own
     ]
-    if own != weights.own_optimizer:
+    if weights.own_optimizer not in (None, own):
         differ = ["one of its own, given in Python, " + ("here" if own else "there") + " only"]
     if differ:
         raise ValueError(

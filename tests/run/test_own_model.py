@@ -12,6 +12,7 @@ from jaxscale import evaluate
 from jaxscale.config import from_dict
 from jaxscale.run import trainer, training_loop
 from jaxscale.run.initial_weights import open_weights
+from jaxscale.training.checkpoint import Checkpoints
 
 FAMILY = "tests.models.mixer:make"
 
@@ -70,7 +71,7 @@ def test_a_run_starts_from_a_run_of_the_same_model_and_is_evaluated(texts, tmp_p
         open_weights(tmp_path / "first", "docs.my_model:MyModel")
 
 
-def test_a_run_keeps_to_an_optimizer_of_ones_own(texts, tmp_path, caplog):
+def test_a_run_keeps_to_an_optimizer_of_ones_own(texts, tmp_path, caplog, monkeypatch):
     """Its state can have the very arrays of the shipped one's."""
     own, layout = optax.adamw(optax.constant_schedule(0.1)), {"data": 8}
     caplog.set_level("INFO", "jaxscale")
@@ -89,3 +90,11 @@ def test_a_run_keeps_to_an_optimizer_of_ones_own(texts, tmp_path, caplog):
         with pytest.raises(ValueError, match=message):
             train(texts, tmp_path / folder, layout, steps=2, **given)
     train(texts, tmp_path / "own", layout, steps=2, own=own)
+    # A checkpoint of before it was recorded may be of either.
+    recorded = Checkpoints.metadata
+    monkeypatch.setattr(
+        Checkpoints,
+        "metadata",
+        lambda self, step: {**recorded(self, step), "own_optimizer": None},
+    )
+    train(texts, tmp_path / "earlier", layout, own=own, **init)

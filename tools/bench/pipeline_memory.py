@@ -15,6 +15,8 @@ from collections.abc import Sequence
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
+from pipeline import counts  # noqa: E402
+
 from jaxscale import command_line  # noqa: E402 - which imports no JAX
 
 SCHEDULES = {
@@ -51,11 +53,6 @@ def main(argv: Sequence[str]) -> int:
             for microbatches in options.microbatches:
                 work = line(options, schedule, remat, microbatches, work)
     return 0
-
-
-def counts(text: str) -> list[int]:
-    """The type of --microbatches."""
-    return list(map(command_line.whole(1, 10**4), text.split(",")))
 
 
 def line(

@@ -7,6 +7,7 @@ import pytest
 from jaxscale.layout import Layout
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import open_stages
+from jaxscale.pipeline_schedules.shipped import find_schedule
 from jaxscale.planner.tables import pipeline_slots
 from jaxscale.planner.tables.table_makespan import TableSpec
 from tests.planner.tables.test_table_makespan import CASES
@@ -25,6 +26,21 @@ def test_slots_are_those_of_the_program(name, chunks, fused, recompute):
         )
         slots = open_stages(layout, ranks * chunks).program.slots
         assert pipeline_slots.most_slots(TableSpec.of(layout)) == slots
+
+
+@pytest.mark.parametrize(("name", "chunks", "fused", "recompute"), CASES)
+def test_more_microbatches_need_no_fewer_slots(name, chunks, fused, recompute):
+    """By which the search leaves layouts out without their tables."""
+    for ranks in (2, 3, 4, 6):
+        before = dict.fromkeys(pipeline_slots.SLOTS, 0)
+        for microbatches in range(ranks, 4 * ranks + 1):
+            if not find_schedule(name).serves(ranks, microbatches, chunks, 1):
+                continue
+            keep = 0 if recompute else None
+            spec = TableSpec(name, ranks, microbatches, chunks, fused, keep)
+            slots = pipeline_slots.most_slots(spec)
+            assert all(slots[one] >= before[one] for one in slots), (spec, slots, before)
+            before = slots
 
 
 STACKS = (
