@@ -7,7 +7,7 @@ import pytest
 from jaxscale.layout import Layout
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import open_stages
-from jaxscale.pipeline_schedules.shipped import find_schedule
+from jaxscale.pipeline_schedules.shipped import SHIPPED
 from jaxscale.planner.tables import pipeline_slots
 from jaxscale.planner.tables.table_makespan import TableSpec
 from tests.planner.tables.test_table_makespan import CASES
@@ -28,19 +28,21 @@ def test_slots_are_those_of_the_program(name, chunks, fused, recompute):
         assert pipeline_slots.most_slots(TableSpec.of(layout)) == slots
 
 
-@pytest.mark.parametrize(("name", "chunks", "fused", "recompute"), CASES)
-def test_more_microbatches_need_no_fewer_slots(name, chunks, fused, recompute):
+@pytest.mark.parametrize("keep", [None, 0], ids=["saved", "recomputed"])
+@pytest.mark.parametrize("schedule", [one for one in SHIPPED if one.runs], ids=lambda one: one.name)
+def test_more_microbatches_need_no_fewer_slots(schedule, keep):
     """By which the search leaves layouts out without their tables."""
-    for ranks in (2, 3, 4, 6):
-        before = dict.fromkeys(pipeline_slots.SLOTS, 0)
-        for microbatches in range(ranks, 4 * ranks + 1):
-            if not find_schedule(name).serves(ranks, microbatches, chunks, 1):
-                continue
-            keep = 0 if recompute else None
-            spec = TableSpec(name, ranks, microbatches, chunks, fused, keep)
-            slots = pipeline_slots.most_slots(spec)
-            assert all(slots[one] >= before[one] for one in slots), (spec, slots, before)
-            before = slots
+    fused = {False, not schedule.splits_backward}
+    for chunks, whole in itertools.product(schedule.searched_virtual_stages, fused):
+        for ranks in (2, 3, 4):
+            before = dict.fromkeys(pipeline_slots.SLOTS, 0)
+            for microbatches in range(ranks, 4 * ranks + 1):
+                if not schedule.serves(ranks, microbatches, chunks, 1):
+                    continue
+                spec = TableSpec(schedule.name, ranks, microbatches, chunks, whole, keep)
+                slots = pipeline_slots.most_slots(spec)
+                assert all(slots[one] >= before[one] for one in slots), (spec, slots, before)
+                before = slots
 
 
 STACKS = (
