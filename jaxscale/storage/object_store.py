@@ -96,7 +96,9 @@ class ObjectStore:
                     raise
                 found = {}
             size = {path: about["size"] for path, about in found.items()}
-        return {path[len(self.root) :].lstrip("/"): size[path] for path in sorted(size)}
+        names = {path: path[len(self.root) :].lstrip("/") for path in sorted(size)}
+        # Consoles of stores put an empty object "NAME/" for a folder: it is no file of a run.
+        return {n: size[path] for path, n in names.items() if n and not n.endswith("/")}
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes objects."""

@@ -179,6 +179,16 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
     assert not [name for name in store.sizes("checkpoints") if name.startswith("checkpoints/6/")]
 
 
+@pytest.mark.parametrize("address", ["s3"], indirect=True)
+def test_folders_that_a_console_made_are_no_files_of_a_run(address):
+    bucket, _, run = address.removeprefix("s3://").partition("/")
+    for key in (f"{run}/", f"{run}/checkpoints/", f"{run}/tensorboard/"):
+        fsspec.filesystem("s3").call_s3("put_object", Bucket=bucket, Key=key, Body=b"")
+    assert not tiers.open_store(address).sizes()
+    assert not save(address, 1)
+    assert newest(address) == 1
+
+
 def test_a_removal_that_was_killed_leaves_no_checkpoint(address, monkeypatch):
     save(address, 2)
     store, removed = tiers.open_store(address), []
