@@ -165,6 +165,8 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "upload", killed)
         patch.setattr(mirror, "END_SECONDS", 0.0)
+        # Another attempt, beside what is looked at below, would begin with a removal.
+        patch.setattr(mirror, "FIRST_PAUSE_SECONDS", 60.0)
         left = save(address, 6)
     assert left.startswith("checkpoint 6 could not be put at memory://bucket")
     assert "(killed); all is in" in left
