@@ -202,7 +202,9 @@ def _train(
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
     from jaxscale.run.saves import SaveError  # noqa: PLC0415
     from jaxscale.run.setup.text import UnusableTokensError  # noqa: PLC0415
+    from jaxscale.training.metrics import TrackerError  # noqa: PLC0415
 
+    failures = FloatingPointError, ChildProcessError, SaveError, TrackerError, UnusableTokensError
     with command_line.refusals():
         keep_compiled_programs()
         ready = trainer.open_trainer(
@@ -236,7 +238,7 @@ def _train(
         if left := not_uploaded():
             log.warning(f"warning: {left}")
         return signals.STOPPED
-    except (FloatingPointError, ChildProcessError, SaveError, UnusableTokensError) as error:
+    except failures as error:
         left, status = not_uploaded(), getattr(error, "exit_status", 1)
         command_line.refuse(f"{error}; {left}" if left else str(error), status)
     if left := not_uploaded():

@@ -75,6 +75,7 @@ def fit(
       FloatingPointError: the loss, the gradient norm or the state to be saved is not finite.
       SaveError: the last state could not be saved, or nothing can be written at the start.
       Stopped: by one of `signals.SIGNALS`, after a checkpoint.
+      TrackerError: wandb or mlflow could not begin a new run.
       UnusableTokensError: the tokens on disk changed meanwhile, or cannot be read.
       ValueError: `trainer` is not one, or was used before; `trackers` is not a tuple of names.
     """

@@ -40,6 +40,10 @@ WITHOUT_LOSS = (
 )
 
 
+class TrackerError(RuntimeError):
+    """A tracker could not begin a run that is new; the message says which, and why."""
+
+
 class Metrics:
     """Writes a run's records; only process 0 of a run writes anything.
 
@@ -57,6 +61,7 @@ class Metrics:
     Raises:
       ValueError: an unknown tracker, or mlflow without MLFLOW_TRACKING_URI.
       ModuleNotFoundError: a tracker is not installed; the message names the extra.
+      TrackerError: wandb or mlflow could not begin a new run.
     """
 
     def __init__(
@@ -80,8 +85,13 @@ class Metrics:
             except (ValueError, ModuleNotFoundError):
                 raise
             except Exception as error:  # of any library
-                if not start_step:  # whoever starts a run is there to see it
+                if not start_step and name == "tensorboard":  # a file in the run's folder
                     raise
+                if not start_step:  # whoever starts a run is there to see it
+                    raise TrackerError(
+                        f"the tracker {name} could not begin ({reason(error)}), and no step was "
+                        "trained; mend that, or leave it out of --trackers"
+                    ) from error
                 self._lost(name, error)
         path = self.directory / "metrics.jsonl"
         records = read(path, last_step=start_step)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from tensorboardX.proto import event_pb2
 
 from jaxscale.training import metrics
-from jaxscale.training.metrics import Metrics
+from jaxscale.training.metrics import Metrics, TrackerError
 
 RECORD = {
     "step": 12,
@@ -262,7 +262,7 @@ def test_a_tracker_that_fails_ends_no_run(
         assert "mlflow gets no more metrics of this attempt (ConnectionError: no" in record.message
         caplog.clear()
     module.start_run = gone
-    with pytest.raises(ConnectionError):
+    with pytest.raises(TrackerError, match=r"mlflow could not begin \(ConnectionError: no server"):
         Metrics(tmp_path, trackers=("mlflow",))
     # A run that resumes while nobody is there trains on.
     writer = Metrics(tmp_path, 2, trackers=("mlflow",))
