@@ -23,6 +23,7 @@ from jaxscale.hardware import peak_flops
 from jaxscale.run.evaluation import Evaluation
 from jaxscale.run.goodput import Account, goodput_share, time_line
 from jaxscale.sharding.resolve import leaf_name
+from jaxscale.storage import durable
 from jaxscale.training.engine import Engine
 from jaxscale.training.metrics import (
     SUMMARY,
@@ -171,6 +172,8 @@ class Recorder:
         self._profile = {"profile": {"steps": list(steps), "processes": reports}}
         for i, devices in enumerate(reports):
             times = [DeviceTime(**device) for device in devices]
+            if not times:  # of a process whose trace was not written or read, as it has said
+                continue
             process = f"process {i}, " if len(reports) > 1 else ""
             log.info(f"traced steps, {process}{trace_line(times, len(steps))}")
         self.restart_clock()
@@ -362,9 +365,10 @@ def tracing(profile: range, recorder: Recorder, program: Any) -> Generator[Calla
     def stop() -> None:
         recorder.flush()
         with phases.within("reading a trace"):
-            jax.profiler.stop_trace()
-            log.info(f"trace written to {recorder.workdir / 'profile'}")
-            times = [dataclasses.asdict(one) for one in _times(folder, program)]
+            times: list[dict[str, Any]] = []
+            if _written(folder):
+                log.info(f"trace written to {recorder.workdir / 'profile'}")
+                times = [dataclasses.asdict(one) for one in _times(folder, program)]
             reports = processes.all_reports("trace", times)
         recorder.traced(range(done[0], done[-1] + 1), reports)
         done.clear()
@@ -374,10 +378,21 @@ def tracing(profile: range, recorder: Recorder, program: Any) -> Generator[Calla
     except BaseException:
         # A run that returns to a checkpoint may trace again: of two at once JAX refuses the second.
         if done:
-            jax.profiler.stop_trace()
+            with contextlib.suppress(Exception):  # of a full disk, which must not hide the other
+                jax.profiler.stop_trace()
         raise
     if done:
         stop()
+
+
+def _written(folder: pathlib.Path) -> bool:
+    """Writes the trace that is being taken. A disk without room for it must not end the run."""
+    try:
+        jax.profiler.stop_trace()
+    except Exception as error:  # JAX has the operating system's in one of its own
+        log.warning(f"warning: no trace could be written to {folder} ({durable.reason(error)})")
+        return False
+    return True
 
 
 def _times(folder: pathlib.Path, program: Any) -> list[DeviceTime]:

@@ -443,6 +443,14 @@ def test_a_trace_ends_with_its_last_step(ready, monkeypatch):
     assert not saved
 
 
+def test_a_trace_that_cannot_be_written_ends_no_run(ready, lines):
+    (ready.workdir / "profile").touch()
+    training_loop.fit(ready, trackers=(), profile=range(1, 3))
+    assert ready.checkpoints.steps() == [4, 6]
+    (said,) = (line for line in lines() if "trace" in line)
+    assert said.startswith(f"warning: no trace could be written to {ready.workdir}/profile (")
+
+
 @pytest.mark.parametrize(("newest", "passed"), [(3, [(32, 56)]), (5, [(40, 56)])])
 def test_what_is_passed_over_begins_after_the_checkpoint(newest, passed, fresh, monkeypatch):
     """Of the bad steps 5, 6 and 7 the first was before the checkpoint 5, and its examples are read
