@@ -7,8 +7,10 @@ import logging
 import math
 import os
 import pathlib
+import queue
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 from etils import epy
 
+from jaxscale.distributed import phases
 from jaxscale.formatting import duration, quantity
 from jaxscale.storage.durable import GrowingFile, reason, replace_file
 
@@ -38,6 +41,10 @@ WITHOUT_LOSS = (
     "no token has loss; raise data.seq_len (with an encoder, data.target_len) where prompts fill "
     "it, or look at the data"
 )
+
+
+CLOSE_SECONDS = 30.0
+"""How long the end of a run waits for a server that takes none of the last numbers."""
 
 
 class TrackerError(RuntimeError):
@@ -136,11 +143,12 @@ class Metrics:
         """Closes the files; what was written stays, so a run that failed can resume."""
         if self._writes:
             self._file.close()
-            for tracker in self._trackers:
-                try:
-                    tracker.close()
-                except Exception as error:
-                    self._lost(tracker.name, error)
+            with phases.within("closing trackers"):
+                for tracker in self._trackers:
+                    try:
+                        tracker.close()
+                    except Exception as error:
+                        self._lost(tracker.name, error)
             self._writes = False
 
 
@@ -352,9 +360,45 @@ def _open_tracker(
         module.log_dict(dict(config), "config.json")
 
     def write(numbers: dict[str, float], step: int) -> None:
-        module.log_metrics(numbers, step=step)
+        # Of another thread than the one that began it: mlflow would begin a second run there.
+        module.log_metrics(numbers, step=step, run_id=run.info.run_id)
 
-    return _Tracker(name, write, module.end_run)
+    return _in_background(_Tracker(name, write, module.end_run))
+
+
+def _in_background(tracker: _Tracker) -> _Tracker:
+    """A tracker that no step waits for: a request to a server that is gone is tried again for
+    minutes, which would look like a run in which nothing goes on."""
+    waiting: queue.SimpleQueue[tuple[dict[str, float], int] | None] = queue.SimpleQueue()
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            while item := waiting.get():
+                tracker.write(*item)
+        except Exception as error:  # of any library
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name=tracker.name, daemon=True)
+    thread.start()
+
+    def write(numbers: dict[str, float], step: int) -> None:
+        if failed:
+            raise failed[0]
+        waiting.put((numbers, step))
+
+    def close() -> None:
+        waiting.put(None)
+        while thread.is_alive():
+            left = waiting.qsize()
+            thread.join(CLOSE_SECONDS)
+            if thread.is_alive() and waiting.qsize() == left:
+                raise TimeoutError(f"no answer in {CLOSE_SECONDS:.0f} s")
+        if failed:
+            raise failed[0]
+        tracker.close()
+
+    return _Tracker(tracker.name, write, close)
 
 
 def _open_tensorboard(directory: pathlib.Path, start_step: int) -> _Tracker:

@@ -4,6 +4,8 @@ import json
 import math
 import resource
 import sys
+import threading
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,7 +217,7 @@ def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     module = types.SimpleNamespace(
         start_run=start_run,
         log_dict=lambda config, name: calls.append((name, config)),
-        log_metrics=lambda numbers, step: calls.append((step, numbers)),
+        log_metrics=lambda numbers, step, run_id: calls.append((step, numbers, run_id)),
         end_run=lambda: calls.append("end"),
     )
     monkeypatch.setitem(sys.modules, "mlflow", module)
@@ -230,10 +232,10 @@ def test_mlflow_continues_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert calls == [
         ("start", None, tmp_path.name),
         ("config.json", {"run": {"steps": 2}}),
-        (1, {"loss": 2.0}),
+        (1, {"loss": 2.0}, "abc"),
         "end",
         ("start", "abc", None),
-        (2, {"loss": 2.0}),
+        (2, {"loss": 2.0}, "abc"),
         "end",
     ]
 
@@ -270,6 +272,28 @@ def test_a_tracker_that_fails_ends_no_run(
     writer.close()
     assert "mlflow gets no more metrics of this attempt (ConnectionError: no" in caplog.text
     assert len(lines(tmp_path)) == 1
+
+
+def test_no_step_waits_for_a_tracker_whose_server_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    answer = threading.Event()
+    module = types.SimpleNamespace(
+        start_run=lambda **_: types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc")),
+        log_dict=lambda *_: None,
+        log_metrics=lambda *_, **__: answer.wait(20),
+        end_run=lambda: None,
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setattr(metrics, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
+    writer, begin = Metrics(tmp_path, trackers=("mlflow",)), time.monotonic()
+    for step in (1, 2):
+        writer.write({"step": step, "loss": 2.0})
+    writer.close()
+    assert time.monotonic() - begin < 10
+    answer.set()
+    assert "mlflow gets no more metrics of this attempt (TimeoutError: no answer" in caplog.text
 
 
 def test_progress_line() -> None:
