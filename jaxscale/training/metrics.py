@@ -406,7 +406,11 @@ def _open_tensorboard(directory: pathlib.Path, start_step: int) -> _Tracker:
     writer has a thread that ends when the disk is full; the next steps would wait for it."""
     folder = directory / "tensorboard"
     folder.mkdir(exist_ok=True)
-    name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+    # TensorBoard reads the files in the order of their names: one of a clock that was set back, or
+    # of another host's, must not come before those of earlier attempts, which would hide it.
+    parts = [path.name.split(".") for path in folder.glob("events.out.tfevents.*")]
+    after = max((int(part[3]) + 1 for part in parts if part[3].isdecimal()), default=0)
+    name = f"events.out.tfevents.{max(round(time.time()), after)}.{socket.gethostname()}"
     file, checksum = GrowingFile(folder / name), tensorboard_records.masked_crc32c
     proto: Any = tensorboard_events  # its classes are made when it is imported
 

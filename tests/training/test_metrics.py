@@ -130,19 +130,21 @@ def tensorboard_events(path: Path) -> Iterator[Any]:
         data = data[16 + size :]
 
 
-def test_tensorboard_shows_each_step_once_after_a_crash(tmp_path: Path) -> None:
-    """It hides what came before a restart, from the restart's step on; no more and no less."""
-    for begin, last in ((0, 5), (3, 6)):
+@pytest.mark.parametrize("passed", [0, 60, -60])
+def test_tensorboard_shows_each_step_once_after_a_crash(
+    passed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hides what came before a restart, from the restart's step on; no more and no less. It
+    reads files in the order of their names, whatever the clock says."""
+    for begin, last, now in ((0, 5, 1_700_000_000), (3, 6, 1_700_000_000 + passed)):
+        monkeypatch.setattr(time, "time", lambda now=now: float(now))
         writer = Metrics(tmp_path, begin)
         for step in range(begin + 1, last + 1):
             writer.write({"step": step, "loss": float(begin)})
         writer.close()
-        # It is named by the second that it was made in.
-        (written,) = (tmp_path / "tensorboard").iterdir()
-        written.rename(tmp_path / f"from_{begin}")
     shown: dict[int, float] = {}
-    for begin in (0, 3):
-        for event in tensorboard_events(tmp_path / f"from_{begin}"):
+    for path in sorted((tmp_path / "tensorboard").iterdir()):
+        for event in tensorboard_events(path):
             if event.WhichOneof("what") == "session_log":
                 assert event.session_log.status == event_pb2.SessionLog.START
                 shown = {step: loss for step, loss in shown.items() if step < event.step}
