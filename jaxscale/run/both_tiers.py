@@ -82,9 +82,11 @@ def bring_newest(checkpoints: Checkpoints) -> None:
                 if attempt == ATTEMPTS or stored == tiers.stored_steps(store):
                     raise
         newest = max(checkpoints.steps(), default=0)
-        if newest in stored:  # the others here are copies, too
+        if newest in stored:
             for step in checkpoints.steps():
-                if step not in stored:
+                # What did not come from there may still be to be put there.
+                copied = (checkpoints.directory / str(step) / tiers.FETCHED).exists()
+                if copied and step not in stored:
                     checkpoints.remove(step)
 
 

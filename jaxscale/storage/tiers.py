@@ -45,6 +45,9 @@ CHECKPOINTS = "checkpoints"
 MARKER = "description/metadata"
 """The file of a checkpoint that describes the others."""
 
+FETCHED = ".fetched"
+"""The file of a checkpoint here that came from the address, and can do so again."""
+
 LAST_SAVED = "last_saved"
 """The file with the newest step that was saved; at an address, that was put there."""
 
@@ -192,7 +195,7 @@ def send_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> int:
       StoreError: it is not there as a whole; nobody takes what is there for a checkpoint.
     """
     prefix, place = f"{CHECKPOINTS}/{step}", folder / str(step)
-    paths = [path for path in place.rglob("*") if path.is_file()]
+    paths = [path for path in place.rglob("*") if path.is_file() and path.name != FETCHED]
     files = {f"{prefix}/{path.relative_to(place).as_posix()}": path for path in paths}
     sizes = {name: path.stat().st_size for name, path in files.items()}
     marker = {f"{prefix}/{MARKER}": files.pop(f"{prefix}/{MARKER}")}
@@ -229,6 +232,7 @@ def fetch_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> pat
         raise ValueError(changed.removeprefix(f"{path}/"))
     (path / MARKER).parent.mkdir(exist_ok=True)
     (path / MARKER).write_bytes(data or b"")
+    (path / FETCHED).touch()
     durable.sync_tree(path)
     return path
 

@@ -379,6 +379,26 @@ def test_a_reader_takes_nothing_from_there_beside_a_run_and_drops_old_copies(
         assert checkpoints.steps() == [8]
 
 
+def test_a_reader_keeps_what_is_still_to_be_put_there(address, tmp_path, monkeypatch):
+    before = ObjectStore.upload
+
+    def away(store, files):
+        if any(name.startswith("checkpoints/4/") for name in files):
+            raise OSError("away")
+        before(store, files)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "upload", away)
+        patch.setattr(mirror, "END_SECONDS", 0.0)
+        patch.setattr(mirror, "FIRST_PAUSE_SECONDS", 60.0)
+        assert save(address, 4, 6).startswith("checkpoint 4 could not be put at memory://")
+    with contextlib.closing(open_checkpoints(address)) as checkpoints:
+        both_tiers.bring_newest(checkpoints)
+        assert checkpoints.steps() == [4, 6]
+    assert save(address) == ""
+    assert tiers.stored_steps(tiers.open_store(address)) == [4, 6]
+
+
 def test_a_lost_folder_of_checkpoints_at_the_address_is_no_new_run(address, tmp_path, monkeypatch):
     save(address, 2)
     tiers.remove_checkpoint(tiers.open_store(address), 2)
