@@ -84,7 +84,6 @@ class Recorder:
         model, data = config.model, config.data
         self.workdir, self.begin, self.started = workdir, begin, started
         self.steps = config.run.steps
-        self._mark = time.monotonic()  # when the previous step was done
         earlier = read(workdir / "metrics.jsonl")
         self.begin_evaluated = any(
             line["step"] == begin and _is_evaluation(line) for line in earlier
@@ -125,6 +124,8 @@ class Recorder:
         self._last = next((line for line in done if "loss" in line), {})
         self._evaluation = next((line for line in done if _is_evaluation(line)), {})
         self._profile: dict[str, Any] = {}
+        # When the previous step was done. Last of all: trackers may take seconds to begin.
+        self._mark = time.monotonic()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

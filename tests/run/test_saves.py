@@ -410,6 +410,24 @@ def test_the_time_left_counts_on_saves_as_so_far(ready, monkeypatch, lines):
     assert [line.rpartition("| ")[2] for line in found] == ["6.0 s left"]
 
 
+def test_the_first_step_has_not_the_time_in_which_trackers_begin(ready, monkeypatch):
+    clock, begin = [0.0], recorder.Metrics
+
+    def slow(*arguments, **named):
+        clock[0] += 100
+        return begin(*arguments, **named)
+
+    def step(state, batch):
+        clock[0] += 1
+        return count(state, batch)
+
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(recorder, "Metrics", slow)
+    training_loop.fit(dataclasses.replace(ready, step=step), trackers=(), started=0.0)
+    records = metrics.read(ready.workdir / "metrics.jsonl")
+    assert [record["step_seconds"] for record in records] == [1.0] * 6
+
+
 def test_a_folder_that_is_removed_under_a_run_is_begun_anew(ready, monkeypatch, lines):
     """Its checkpoints were saved and could not be evaluated, and its metrics went nowhere."""
     save = saves.Saves.save
