@@ -85,6 +85,11 @@ def fit(
             f"warning: of --profile {profile[0]}:{profile[-1]}, the steps up to {trainer.begin} "
             "were trained before, and are not traced"
         )
+    if between := _between(profile, trainer):
+        log.warning(
+            f"warning: --profile {profile[0]}:{profile[-1]} also traces {between}, whose time "
+            "counts as that of the steps; trace fewer steps to leave it out"
+        )
     account = Account(trainer.workdir, started)
     started = time.monotonic() if started is None else started
     if jax.process_index() == 0:
@@ -126,6 +131,21 @@ def fit(
                     f"{bad}, after {MOST_RETURNS} returns to step {trainer.begin}; lower "
                     "optimizer.learning_rate, or look at the examples that metrics.jsonl names"
                 )
+
+
+def _between(profile: range, trainer: Trainer) -> str:
+    """What comes between traced steps, and after which of them; "" where nothing does."""
+    run, traced = trainer.config.run, range(max(profile.start, trainer.begin + 1), profile.stop)
+    periods = {"save": run.checkpoint_every, "evaluation": run.eval_every}
+    if not trainer.text.evaluations:
+        del periods["evaluation"]
+    found = [
+        f"the {what} after step {step}"
+        for step in traced[:-1]
+        for what, period in periods.items()
+        if _due(step, period)
+    ]
+    return " and ".join([*found[:2], *([f"{len(found) - 2} more"] if found[2:] else [])])
 
 
 def _check_arguments(trainer: Trainer, trackers: tuple[str, ...]) -> None:

@@ -448,7 +448,7 @@ def test_a_folder_that_is_removed_under_a_run_is_begun_anew(ready, monkeypatch, 
     assert all("was removed or moved, and is begun anew" in line for line in said)
 
 
-def test_a_trace_ends_with_its_last_step(ready, monkeypatch):
+def test_a_trace_ends_with_its_last_step(ready, monkeypatch, lines):
     """And not after the evaluation and the save that follow: their time was said to be the step's,
     most of it idle."""
     saved = []
@@ -459,6 +459,15 @@ def test_a_trace_ends_with_its_last_step(ready, monkeypatch):
     training_loop.fit(ready, trackers=(), profile=range(1, 3))
     assert ready.checkpoints.steps() == [4, 6]
     assert not saved
+    assert not [line for line in lines() if "also traces" in line]
+
+
+def test_what_comes_between_traced_steps_is_said(ready):
+    assert training_loop._between(range(1, 3), ready) == ""
+    assert training_loop._between(range(2, 4), ready) == "the save after step 2"
+    expected = "the save after step 2 and the save after step 4"
+    assert training_loop._between(range(1, 6), ready) == expected
+    assert training_loop._between(range(1, 9), ready) == f"{expected} and 1 more"
 
 
 def test_a_trace_that_cannot_be_written_ends_no_run(ready, lines):
