@@ -9,6 +9,7 @@ with their sizes, is put last and removed first: without it there is no checkpoi
 """
 
 import contextlib
+import glob
 import hashlib
 import logging
 import os
@@ -60,10 +61,14 @@ def local_tier(address: str) -> pathlib.Path:
     """The folder of this machine for a run at an address, made if missing.
 
     Raises:
-      ValueError: the address cannot be opened.
+      ValueError: the address cannot be opened, or is a pattern.
       OSError: the folder cannot be made.
     """
     address = open_store(address).address
+    if glob.has_magic(address):  # to remove an object would remove all that match, of other runs
+        raise ValueError(
+            f"{address} has one of * ? [, which stores take for a pattern: give another --workdir"
+        )
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     tiers = pathlib.Path(os.environ.get(VARIABLE) or pathlib.Path(cache) / "jaxscale" / "runs")
     name = re.sub(r"[^\w.-]+", "_", address)[-80:]

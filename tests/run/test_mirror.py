@@ -446,6 +446,8 @@ def test_an_address_that_cannot_be_used_is_one_line(s3_server, tmp_path, monkeyp
         "nowhere\n"
     )
     assert "names no folder" in refused(train.main, capsys, *given, "memory://")
+    said = refused(train.main, capsys, *given, "s3://bucket/run[1]")
+    assert "s3://bucket/run[1] has one of * ? [, which stores take for a pattern" in said
     said = refused(train.main, capsys, *given, "s3://nobodys/run", expected=1)
     assert said.startswith("error: s3://nobodys/run/lease.json: FileNotFoundError: The specified")
     said = refused(evaluate.main, capsys, "--workdir", "s3://bucket/nothing")
