@@ -6,7 +6,9 @@ import dataclasses
 import itertools
 import json
 import logging
+import os
 import pathlib
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -95,6 +97,7 @@ def fit(
     if jax.process_index() == 0:
         with _writing(trainer.workdir):
             _write_settings(trainer, new=trainer.begin == 0)
+            _check_writable(trainer.checkpoints.directory)
     returned: collections.Counter[int] = collections.Counter()
     with (
         signals.listening(),
@@ -165,6 +168,22 @@ def _write_settings(trainer: Trainer, *, new: bool) -> None:
     durable.replace_file(trainer.workdir / "config.json", f"{resolved}\n".encode())
     if new:
         keep_tokenizer(trainer.config, trainer.text.tokenizer, trainer.workdir)
+
+
+def _check_writable(folder: pathlib.Path) -> None:
+    """Checkpoints may be on another disk, by a link: one that is away, or somebody else's, is found
+    before the first step, and not at the first save, which may be the last one.
+
+    Raises:
+      OSError: no file can be made there.
+    """
+    if not os.path.lexists(folder):  # the first save makes it
+        return
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        error.filename = str(folder)
+        raise
 
 
 def _mend_folder(trainer: Trainer) -> None:

@@ -503,6 +503,14 @@ def test_the_file_that_cannot_be_written_is_named(ready, tmp_path):
         training_loop.fit(dataclasses.replace(ready, workdir=tmp_path), trackers=())
 
 
+def test_checkpoints_on_a_disk_that_is_away_end_a_run_before_its_first_step(ready, tmp_path):
+    """Each of its saves failed, and a run that saves its last step only learned it then."""
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "away" / "run")
+    place = f"^{tmp_path}/checkpoints cannot be written "
+    with pytest.raises(SaveError, match=rf"{place}\(No such file or directory\), and no step was"):
+        training_loop.fit(ready, trackers=())
+
+
 def test_a_path_that_is_not_utf_8_is_refused(tmp_path):
     """The library that writes checkpoints takes none; Python has them in a locale without UTF-8."""
     with pytest.raises(ValueError, match="which is not UTF-8: choose another --workdir"):
