@@ -11,7 +11,7 @@ import jax
 from jaxscale.choices import check_kind
 from jaxscale.formatting import human_bytes, table
 from jaxscale.layout import REMATS, Layout, RematPolicy, parse_remat
-from jaxscale.model_config import ModelConfig
+from jaxscale.model_config import ModelConfig, ModelSettings
 from jaxscale.model_families.shipped import find_family
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.ops.attention.attention import attention
@@ -59,7 +59,7 @@ def _summary(engine: Engine) -> str:
         *_tensor(layout),
         (
             "types",
-            f"parameters {config.param_dtype}, compute {config.compute_dtype}, "
+            f"parameters {config.param_dtype}, compute {config.compute_dtype}{_rounded(config)}, "
             f"gradients {engine.zero.accumulation_dtype}{_reduced_in(engine)}",
         ),
         ("parameters", _parameter_counts(engine)),
@@ -67,6 +67,11 @@ def _summary(engine: Engine) -> str:
         ("memory", _peak(engine)),
     ]
     return "layout\n" + table(rows)
+
+
+def _rounded(model: ModelSettings) -> str:
+    """The type of the operands of layers' matmuls, where that is another than of the rest."""
+    return f" with {model.matmul_dtype} matmuls" if model.matmul_dtype else ""
 
 
 def _family(engine: Engine) -> list[tuple[str, str]]:

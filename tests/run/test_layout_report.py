@@ -45,7 +45,7 @@ def config():
         "remat": CHOSEN,
         "offload": "optimizer",
     }
-    return from_dict({"layout": layout, "model": {"qk_norm": True}})
+    return from_dict({"layout": layout, "model": {"qk_norm": True, "matmul_dtype": "float8"}})
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +58,11 @@ def rows(config):
 
 def test_the_paper_of_the_model(rows):
     assert rows["model"] == ["llama: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783"]
+
+
+def test_the_types(rows):
+    (said,) = rows["types"]
+    assert said == "parameters float32, compute bfloat16 with float8 matmuls, gradients float32"
 
 
 def test_the_parameters_that_a_token_uses():
