@@ -20,7 +20,7 @@ import pytest
 from jaxscale import train
 from jaxscale.config import DataConfig, RunConfig
 from jaxscale.data_source import to_plain
-from jaxscale.layout import Layout
+from jaxscale.layout import BLOCK_TENSORS, Layout
 from jaxscale.model_config import ModelConfig
 from jaxscale.model_families.shipped import SHIPPED
 from jaxscale.optimizer_config import OptimizerConfig
@@ -203,9 +203,19 @@ def test_every_setting_of_a_run_is_listed_with_its_default(record):
     assert dict(rows) == defaults
 
 
-def test_every_setting_of_a_layout_is_named():
-    keys = {field.name for field in dataclasses.fields(Layout)} - {"sequence_chunks"}
-    assert not [key for key in keys if f"`layout.{key}`" not in TEXTS["layouts.md"]]
+def test_every_setting_of_a_layout_is_listed_with_its_default():
+    rows = re.findall(r"^\| (`layout\..*?) \| (`.*?) \| ", TEXTS["layouts.md"], re.MULTILINE)
+    listed = {
+        name: default
+        for names, defaults in rows
+        for name, default in zip(
+            re.findall(r"`layout\.(\w+)`", names), re.findall(r"`(.*?)`", defaults), strict=True
+        )
+    }
+    defaults = {field.name: str(field.default) for field in dataclasses.fields(Layout)}
+    del defaults["sequence_chunks"]
+    assert listed == defaults
+    assert not [name for name in BLOCK_TENSORS if f"`{name}`" not in TEXTS["layouts.md"]]
 
 
 def test_the_questions_of_the_architecture_page_have_one_file_each():
