@@ -358,15 +358,17 @@ def _next_steps(
     generate = f"\n  python -m jaxscale.generate --workdir {folder} {prompt}{trust}"
     texts = config.data.heldout or config.data.validation  # to evaluate on
     events = " tensorboard/," if "tensorboard" in trackers else ""
-    # The file of the command may have axes of its own.
-    used = [axis for axis, size in config.layout.settings.items() if size > 1]
-    sizes = {**dict.fromkeys(used, 1), "fsdp": 4, "tensor": 2}
-    layout = " ".join(f"--config.layout.{axis}={size}" for axis, size in sizes.items())
+    # The file of the command may have axes of its own, and what goes with them.
+    sizes = (*config.layout.settings, "tensor_rows", "microbatches")
+    used = [name for name in sizes if getattr(config.layout, name) > 1]
+    changes = {**dict.fromkeys(used, 1), "fsdp": 4, "tensor": 2}
+    policy = " --config.layout.remat=full" if config.layout.remat_policy.kept_passes else ""
+    layout = " ".join(f"--config.layout.{name}={size}" for name, size in changes.items())
     return f"""
 Next steps:{evaluate if texts else ""}{generate if draws else ""}
 {_how_to_train_longer(config)}
   another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train {same} \\
-                       --workdir {other} {layout}
+                       --workdir {other} {layout}{policy}
   your own text:     --config.data.source='my_texts/**/*.txt' and another --workdir
   what was written:  {workdir}/loss.png, metrics.jsonl, summary.json,{events} checkpoints/"""
 

@@ -1,5 +1,6 @@
 """The train command as people use it: typed wrong, stopped, continued, with nothing left to do."""
 
+import dataclasses
 import json
 import pathlib
 import resource
@@ -14,6 +15,7 @@ import pytest
 from jaxscale.compiled.trace import CAUSES
 from jaxscale.config import load
 from jaxscale.layout import resolve_sizes
+from jaxscale.sharding.layout_checks import check_divides
 from jaxscale.training.learning_rate import schedule
 
 TINY = (
@@ -267,10 +269,11 @@ def test_the_last_lines_name_what_was_written_in_commands_that_can_be_pasted():
     assert shlex.split(commands[1])[4:] == ["my run", "--prompt", "def main("]
     assert "--config 'my configs/c.py'" in "\n".join(lines)
     assert "--workdir 'my run_8'" in commands[2]
-    before = ["layout.pipeline=2", "layout.data=4", "layout.microbatches=2"]
+    before = ["layout.pipeline=2", "layout.data=4", "layout.microbatches=4", "layout.remat=keep:1"]
     text = _next_steps("", "r", load("configs/tiny.py", before), (), draws=True)
     there = text.split("--workdir r_8 ")[1].splitlines()[0].replace("--config.", "").split()
-    assert resolve_sizes(load("configs/tiny.py", [*before, *there]).layout, 8).fsdp == 4
+    after = load("configs/tiny.py", [*before, *there])
+    check_divides(dataclasses.replace(after, layout=resolve_sizes(after.layout, 8)))
     assert lines[-1].endswith(
         "my run/loss.png, metrics.jsonl, summary.json, tensorboard/, checkpoints/"
     )
