@@ -158,6 +158,22 @@ def test_every_flag_on_a_page_exists():
     assert checked > 10
 
 
+def test_every_command_that_writes_has_a_folder_of_its_own():
+    """A run that is complete there, or a folder that is not empty, would end the second one."""
+    first: dict[str, str] = {}
+    for text in TEXTS.values():
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                trains = "jaxscale.train" in line and not re.search(r"--describe|--help", line)
+                folders = re.findall(r"--output (\S+)", line)
+                if trains:
+                    folders = re.findall(r"--workdir (\S+)", line)
+                    assert folders, f"the folder is that of other commands: {line}"
+                for folder in folders:
+                    assert first.setdefault(folder, line) == line
+    assert len(first) > 10
+
+
 def headings(name: str) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     titles = re.findall(r"^#+ (.+)$", TEXTS[name], re.MULTILINE)
