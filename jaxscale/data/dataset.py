@@ -379,7 +379,8 @@ def _nothing_chosen(name: str, split: Split, heldout: float, drawn: np.ndarray) 
         return (
             f"{found}: a document (a file) is held out whole or not at all; give its entry of "
             "data.source the boundary 'line' or 'paragraph', cut the text into several files, or "
-            "set data.heldout = 0 and run.eval_every = 0"
+            "set data.heldout = 0, and name the text to evaluate on in data.validation or set "
+            "run.eval_every = 0"
         )
     # Documents whose draw is below the share are held out.
     if split == "heldout":

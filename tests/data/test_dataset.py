@@ -170,7 +170,7 @@ def test_a_split_that_is_too_small_says_which_setting_to_change():
         opened(corpus, seq_len=9999)
     with pytest.raises(ValueError, match=r"heldout documents .* raise data.heldout \(now 0.2\)"):
         opened(corpus, "heldout", seq_len=1000)
-    with pytest.raises(ValueError, match=r"held out whole or not at all.*several files"):
+    with pytest.raises(ValueError, match=r"held out whole .*several files.* in data.validation"):
         opened(numbered(1), "heldout", heldout=1e-9)
 
 
