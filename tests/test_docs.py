@@ -22,6 +22,7 @@ from jaxscale.config import DataConfig, RunConfig
 from jaxscale.data_source import to_plain
 from jaxscale.layout import BLOCK_TENSORS, Layout
 from jaxscale.model_config import ModelConfig
+from jaxscale.model_config.model import CHOICES
 from jaxscale.model_families.shipped import SHIPPED
 from jaxscale.optimizer_config import OptimizerConfig
 from jaxscale.training import metrics
@@ -198,13 +199,16 @@ def test_every_page_is_linked_from_the_readme():
 
 
 def test_every_family_and_its_settings_are_named():
-    settings = {
-        field.name for field in dataclasses.fields(ModelConfig) if "plain" not in field.metadata
-    } - {"family"}
-    for family in SHIPPED:
-        settings |= {family.name, *family.settings}
-    missing = [name for name in settings if f"`{name}`" not in TEXTS["model_families.md"]]
-    assert not missing
+    page = TEXTS["model_families.md"]
+    settings = {name for family in SHIPPED for name in (family.name, *family.settings)}
+    assert not [name for name in settings | {*CHOICES["activation"]} if f"`{name}`" not in page]
+    everywhere = {
+        field.name: str(field.default)
+        for field in dataclasses.fields(ModelConfig)
+        if "plain" not in field.metadata and field.name != "family"
+    }
+    assert dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page, re.MULTILINE)) == everywhere
+    assert "| |" not in page.partition("| setting | of | says |")[2]
 
 
 @pytest.mark.parametrize("record", [RunConfig, DataConfig, OptimizerConfig])
