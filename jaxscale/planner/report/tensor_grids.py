@@ -12,8 +12,8 @@ from jaxscale.planner.search.space import Query
 def grids_text(query: Query, plan: Plan) -> str:
     """A line for each grid that the engine accepts; "" where there is only one."""
     model, chosen = query.planned_model, plan.layout
-    # Rows are refused with context and expert.
-    if not model.has_tensor_rows or chosen.context * chosen.expert > 1:
+    # Rows are refused with context, expert and overlap_tensor.
+    if not model.has_tensor_rows or chosen.context * chosen.expert > 1 or chosen.overlap_tensor:
         return ""
     rows: list[tuple[str, ...]] = [
         ("rows x columns", "a layer, over rows", "columns", "a step, over rows", "columns", "time")

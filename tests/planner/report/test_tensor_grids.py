@@ -1,5 +1,7 @@
 """Grids of tensor in a plan's report."""
 
+import pytest
+
 from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.planner.report.tensor_grids import grids_text
 
@@ -18,8 +20,8 @@ def test_every_grid_that_the_engine_accepts_is_there():
     assert lines[0].endswith(f"{answer.plans[0].step_seconds:.3f} s")
 
 
-def test_one_grid_is_not_listed():
-    answer = plan_layouts(
-        "configs/llama3_8b.py", "h200", 8, pins={**PINS, "tensor": 1, "offload": "none"}, top=1
-    )
+@pytest.mark.parametrize("pins", [{"tensor": 1}, {"tensor": 8, "overlap_tensor": True}])
+def test_one_grid_is_not_listed(pins):
+    pins = {**PINS, **pins, "offload": "none"}
+    answer = plan_layouts("configs/llama3_8b.py", "h200", 8, pins=pins, top=1)
     assert not grids_text(answer.query, answer.plans[0])
