@@ -259,7 +259,7 @@ def _read_and_compile(
     on the step."""
     phases.enter_phase("reading text and compiling")
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        reading = pool.submit(processes.first, "text", lambda: open_text(config, workdir))
+        reading = pool.submit(processes.first, "text", lambda: _open_text(engine, workdir))
 
         def refuse_early(seconds: float) -> None:
             """An error that shows at once (a missing source, a tokenizer's name) is not held back
@@ -278,6 +278,24 @@ def _read_and_compile(
         state = compiling.result()(key) if compiling else None
         step = compile_step(engine, lowered)
         return reading.result(), step, state
+
+
+def _open_text(engine: Engine, workdir: pathlib.Path) -> Text:
+    """The text of a run, whose targets are tokens.
+
+    Raises:
+      ValueError: as `open_text`, or the model's head chooses from fewer classes.
+    """
+    config, classes = engine.config, getattr(engine.model, "num_classes", None)
+    text = open_text(config, workdir)
+    if classes is not None and classes < text.tokenizer.vocab_size:
+        raise ValueError(
+            f"the head of model.family = {config.model.family!r} has {classes} classes "
+            f"(num_classes), and the targets of data.source are the {text.tokenizer.vocab_size} "
+            f"tokens of data.tokenizer = {config.data.tokenizer!r}; train it in Python, by "
+            "engine.step(state, engine.shard(batch)) with batches of your own"
+        )
+    return text
 
 
 def import_later() -> None:

@@ -13,6 +13,7 @@ from jaxscale.config import from_dict
 from jaxscale.run import trainer, training_loop
 from jaxscale.run.initial_weights import open_weights
 from jaxscale.training.checkpoint import Checkpoints
+from tests.models import mixer
 
 FAMILY = "tests.models.mixer:make"
 
@@ -69,6 +70,12 @@ def test_a_run_starts_from_a_run_of_the_same_model_and_is_evaluated(texts, tmp_p
 
     with pytest.raises(ValueError, match=r"first holds a model of code from outside the package"):
         open_weights(tmp_path / "first", "docs.my_model:MyModel")
+
+
+def test_a_head_of_labels_is_not_trained_on_text(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(mixer.Mixer, "num_classes", 3, raising=False)
+    with pytest.raises(ValueError, match=r"3 classes .* the 257 tokens of .* engine\.shard"):
+        train(texts, tmp_path, {"data": 8})
 
 
 def test_a_run_keeps_to_an_optimizer_of_ones_own(texts, tmp_path, caplog, monkeypatch):
