@@ -284,9 +284,10 @@ def _write_json(
 
 def _show_sample(trainer: Any, params: Any) -> None:
     """Prints a sample. The run is complete and saved: a failure here is only a warning."""
+    from jaxscale.data.objectives import find_objective  # noqa: PLC0415
     from jaxscale.decoding import sampling  # noqa: PLC0415
 
-    model = trainer.config.model
+    model, data = trainer.config.model, trainer.config.data
     if not _is_causal(trainer.config):
         log.info("\nno sample: the model is not causal; it fills in masked tokens")
         return
@@ -296,9 +297,9 @@ def _show_sample(trainer: Any, params: Any) -> None:
         if getattr(model, "num_encoder_layers", 0):
             prompt = _encoders_text(trainer.text)
             read = tokenizer.decode(prompt[prompt < tokenizer.vocab_size]) + "\n-> "
-        elif any(source.prompt or source.messages for source in trainer.config.data.source):
+        elif find_objective(data.objective, data.seq_len, data.target_len).keeps_marks:
             prompt = _first_prompt(trainer.text)
-            read = tokenizer.decode(prompt)
+            read = tokenizer.decode(prompt) if len(prompt) else ""
         if model.positions == "learned":
             num_tokens = min(num_tokens, model.max_seq_len + 1 - max(len(prompt), 1))
         (text,) = sampling.sample(
@@ -323,8 +324,13 @@ def _encoders_text(text: Any) -> Any:
 
 def _first_prompt(text: Any) -> Any:
     """The ids of an example's first prompt, up to where its loss begins: a model that was trained
-    on responses alone says little after an empty one."""
+    on responses alone says little after an empty one. Empty where loss begins at once, as of text.
+
+    The example says which it is: the entry of a prepared folder does not.
+    """
     example = (text.heldout or text.train)[0]
+    if example.weights[0]:
+        return ""
     last = int((example.weights > 0).argmax())
     begin = int((example.segments == example.segments[last]).argmax())
     return example.tokens[begin : last + 1]

@@ -197,9 +197,8 @@ def test_a_sample_of_prompts_continues_the_first_that_is_held_out(monkeypatch, c
         segments=np.array([1] * 2 + [2] * 10),
         weights=np.array([0] * 9 + [1] * 2 + [0]),
     )
-    source = "data.source={'path': 'a.jsonl', 'prompt': 'q', 'response': 'a'}"
     done = types.SimpleNamespace(
-        config=configs.load("configs/tiny.py", [source]),
+        config=configs.load("configs/tiny.py", ["data.source=prepared"]),  # says not what it holds
         engine=None,
         text=types.SimpleNamespace(tokenizer=load_tokenizer("bytes"), heldout=[example]),
     )
@@ -216,7 +215,9 @@ def test_a_sample_that_fails_is_one_line(monkeypatch, capsys):
     done = types.SimpleNamespace(
         config=configs.load("configs/tiny.py"),
         engine=None,
-        text=types.SimpleNamespace(tokenizer=None),
+        text=types.SimpleNamespace(
+            tokenizer=None, heldout=[types.SimpleNamespace(weights=np.ones(4))]
+        ),
     )
     command_line.log_to_stdout()
     train._show_sample(done, None)
