@@ -26,6 +26,7 @@ from jaxscale.storage.tiers import CHECKPOINTS
 log = logging.getLogger("jaxscale")
 
 DTYPES = ("float32", "bfloat16", "float16")
+MAX_FILE_GB = 5.0  # as in transformers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,7 +146,7 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
         decoder_start=tokenizer.decoder_start,
         padding=tokenizer.pad,
         mask=tokenizer.mask,
-        max_file_bytes=int(options.max_file_gb * 1e9),
+        max_file_bytes=int((options.max_file_gb or MAX_FILE_GB) * 1e9),
     )
     log.info(f"step {step} of {workdir} written to {output}: {tensors} tensors")
     return {"step": step, "tensors": tensors}
@@ -174,10 +175,11 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("give --from_hf DIR, or --to_hf with --workdir RUN")
     if options.to_hf and options.workdir is None:
         raise ValueError("--to_hf needs --workdir RUN, the run to convert")
-    if options.from_hf and (options.workdir or options.dtype or options.step is not None):
+    others = options.workdir, options.dtype, options.step, options.max_file_gb
+    if options.from_hf and any(value is not None for value in others):
         raise ValueError(
-            "--workdir, --step and --dtype belong to --to_hf; --from_hf writes to --output, in the "
-            "type of --config.model.param_dtype"
+            "--workdir, --step, --dtype and --max_file_gb belong to --to_hf; --from_hf writes to "
+            "--output, in the type of --config.model.param_dtype"
         )
     if options.output.exists() and any(options.output.iterdir()):
         raise ValueError(f"--output {options.output} is not empty; name a new folder")
@@ -249,8 +251,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max_file_gb",
         metavar="GB",
         type=command_line.real(0, 1e6, above=True),
-        default=5.0,
-        help="size of a file of tensors; default 5",
+        help=f"size of a file of tensors written by --to_hf; default {MAX_FILE_GB:g}",
     )
     parser.add_argument(
         "--json", metavar="FILE", type=command_line.output_file, help="write the counts there too"

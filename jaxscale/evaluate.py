@@ -49,6 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser, sys.argv[1:] if argv is None else argv, configs.leaves()
     )
     with command_line.refusals():
+        if options.choices and options.max_batches is not None:
+            raise ValueError(
+                "--max_batches is for text; leave it out with --choices, which answers every "
+                "question of its file"
+            )
         config = run_folder.load_config(
             options.workdir, overrides, trust_foreign=options.trust_family
         )

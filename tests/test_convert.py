@@ -247,6 +247,7 @@ BAD_COMMANDS = {
     "neither": (["--output", "x"], "give --from_hf DIR, or --to_hf"),
     "no run": (["--to_hf", "--output", "x"], "--to_hf needs --workdir"),
     "mixed": (["--from_hf", "x", "--dtype=float32", "--output", "y"], "belong to --to_hf"),
+    "file size": (["--from_hf", "x", "--max_file_gb=1", "--output", "y"], "belong to --to_hf"),
     "not empty": (["--from_hf", "{hf}", "--output", "{run}"], "is not empty; name a new folder"),
     "other settings": (
         ["--from_hf", "{hf}", "--output", "{hf}_", "--config.model.rope_theta=2", *DATA],

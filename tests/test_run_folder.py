@@ -255,6 +255,7 @@ def test_generate_from_a_run(trained, tmp_path):
         ("evaluate", ["--config", "configs/tiny.py"], "the run has its own config; change leaves"),
         ("generate", [], "give --prompt TEXT"),
         ("evaluate", ["--max_batches=0"], "argument --max_batches: 0 is not from 1 to"),
+        ("evaluate", ["--max_batches=1", "--choices=q.jsonl"], "--max_batches is for text; leave"),
         ("evaluate", ["--config.data.heldout=0"], "this run held out no text"),
         ("generate", ["--prompt", "a", "--workdir", "nowhere"], "--workdir nowhere holds no run"),
     ],
