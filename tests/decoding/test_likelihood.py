@@ -85,8 +85,9 @@ def test_a_bad_question_is_named(tmp_path, line, match):
     file.write_text(f"{json.dumps(GOOD)}\n{text}\n")
     with pytest.raises(ValueError, match=rf"--choices .*q.jsonl, {match}"):
         read_questions(file)
-    file.write_text(f"{json.dumps(GOOD)}\n\n")
-    assert read_questions(file) == [Question("a", ("b", "c"), 1)]
+    line = json.dumps(GOOD | {"prompt": "a\u2028"}, ensure_ascii=False)
+    file.write_text(f"{line}\n\n")
+    assert read_questions(file) == [Question("a\u2028", ("b", "c"), 1)]
     file.write_text("\n")
     with pytest.raises(ValueError, match=r"q.jsonl is empty; it holds a question on each line"):
         read_questions(file)

@@ -44,6 +44,9 @@ def test_conversations_of_a_file(tmp_path):
     for lines in (records, CONVERSATIONS):
         assert read_conversations(write_lines(file, lines)) == several
     assert read_conversations(write_lines(file, records[:1])) == several[:1]
+    said = [{"role": "user", "content": "one\u2028two\x85"}]
+    file.write_text(f"{json.dumps(said, ensure_ascii=False)}\n" * 2)
+    assert read_conversations(file) == [(said, None)] * 2
     tools = [{"name": "f"}]
     for given in (tools, json.dumps(tools)):
         file.write_text(json.dumps({"messages": CONVERSATIONS[1], "tools": given}))

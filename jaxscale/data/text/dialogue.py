@@ -94,7 +94,8 @@ def _each_line(where: str, text: str) -> list[tuple[str, Any]]:
       ValueError: a later line is not.
     """
     values = []
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not splitlines(): a text in a line may hold U+2028, at which that divides, too.
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 values.append((f"{where}, line {number},", json.loads(line)))
@@ -130,7 +131,8 @@ def read_questions(file: pathlib.Path) -> list[Question]:
       ValueError: a line holds something else; names it, its key and what is allowed.
     """
     questions = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    # Not splitlines(): see _each_line.
+    for number, line in enumerate(file.read_text().split("\n"), 1):
         if line.strip():
             questions.append(_question(f"--choices {file}, line {number}", line))
     if not questions:
