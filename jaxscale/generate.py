@@ -176,7 +176,18 @@ def _prompts(options: argparse.Namespace) -> list[str | Conversation]:
             else "give --prompt TEXT ('' begins a new document), --prompt_file FILE or --messages "
             "FILE.json"
         )
+    for flag, texts in (("--prompt", options.prompt), ("--stop", options.stop)):
+        for text in texts:
+            _check_utf8(flag, text)
     return [*options.prompt, *lines, *conversations]
+
+
+def _check_utf8(flag: str, text: str) -> None:
+    """Refuses bytes of the command line that are no text, which Python gives as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{flag} {text!r} is not UTF-8 text; convert it") from error
 
 
 def _read(file: pathlib.Path) -> str:

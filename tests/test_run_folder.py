@@ -254,6 +254,7 @@ def test_generate_from_a_run(trained, tmp_path):
         ("evaluate", ["--config.layot.fsdp=2"], "did you mean --config.layout.fsdp?"),
         ("evaluate", ["--config", "configs/tiny.py"], "the run has its own config; change leaves"),
         ("generate", [], "give --prompt TEXT"),
+        ("generate", ["--prompt", "\udcff"], r"--prompt '\udcff' is not UTF-8 text; convert"),
         ("evaluate", ["--max_batches=0"], "argument --max_batches: 0 is not from 1 to"),
         ("evaluate", ["--max_batches=1", "--choices=q.jsonl"], "--max_batches is for text; leave"),
         ("evaluate", ["--config.data.heldout=0"], "this run held out no text"),

@@ -71,6 +71,7 @@ BAD = [
     ("[]", "line 2 is a list; expected an object"),
     ({"prompt": "a", "choices": ["b", "c"]}, "line 2 has no 'answer'; it has prompt, choices, and"),
     (GOOD | {"prompt": None}, "line 2: prompt is null; expected text"),
+    (GOOD | {"choices": ["b", "\ud800"]}, r"line 2 holds half of a surrogate pair, '\\ud800'"),
     (GOOD | {"choices": ["b"]}, r"line 2: choices = \['b'\]; expected a list of at least two"),
     (GOOD | {"choices": ["b", ""]}, "line 2: choices = .*at least two texts"),
     (GOOD | {"answer": 2}, "line 2: answer = 2; expected the index of a choice, from 0 to 1"),

@@ -87,6 +87,21 @@ def read_conversations(file: pathlib.Path) -> list[Conversation]:
     return [_conversation(f"--messages {file}", one) for one in values]
 
 
+def _check_text(where: str, value: Any) -> None:
+    """Refuses what no tokenizer takes, in a value as JSON has it.
+
+    Raises:
+      ValueError: a text is no Unicode.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} holds half of a surrogate pair, {error.object[error.start]!r}, which is not "
+            "text; remove it"
+        ) from error
+
+
 def _each_line(where: str, text: str) -> list[tuple[str, Any]]:
     """The values of JSON lines, and where they are; none where the first line is not JSON alone.
 
@@ -107,6 +122,7 @@ def _each_line(where: str, text: str) -> list[tuple[str, Any]]:
 
 
 def _conversation(where: str, value: Any) -> Conversation:
+    _check_text(where, value)
     messages, tools = value, None
     if isinstance(value, Mapping):
         if "messages" not in value:
@@ -152,6 +168,7 @@ def _question(where: str, line: str) -> Question:
         raise ValueError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where} is {name_of_type(record)}; expected an object")
+    _check_text(where, record)
     missing = [key for key in Question._fields if key not in record]
     if missing:
         raise ValueError(
