@@ -53,11 +53,11 @@ def test_conversations_of_a_file(tmp_path):
         assert read_conversations(file) == [(CONVERSATIONS[1], tools)]
     for text, match in [
         ("{", "m.json is not JSON"),
-        ("[]", "m.json has a list instead of a list of messages"),
+        ("[]", "m.json has an empty list instead of a list of messages"),
         ('{"role": "user"}', "m.json has an object without 'messages'; it has role: give a list"),
-        ('[{"messages": []}, []]', "m.json has a list instead of a list of messages"),
+        ('[{"messages": []}, []]', "m.json has an empty list instead of a list of messages"),
         (f"{json.dumps(records[0])}\n{{", "m.json, line 2 is not JSON"),
-        (f"{json.dumps(records[0])}\n\n[]", "m.json, line 3, has a list instead of a list of me"),
+        (f"{json.dumps(records[0])}\n\n[]", "m.json, line 3, has an empty list instead of"),
         (json.dumps(records[0] | {"tools": 3}), "m.json has a int instead of a list of tools"),
         (json.dumps(records[0] | {"tools": ["f"]}), r"has a tool \(0, from 0\) that is a str, not"),
         ('[{"role": "user", "content": "\\ud800"}]', "m.json holds half of a surrogate pair"),

@@ -34,7 +34,8 @@ class Question(NamedTuple):
 def problem_of_messages(messages: Any) -> str:
     """What makes a value no list of messages, as in "has ..."; nothing where it is one."""
     if not isinstance(messages, Sequence) or not messages:
-        return f"has {name_of_type(messages)} instead of a list of messages"
+        given = "an empty list" if messages == [] else name_of_type(messages)
+        return f"has {given} instead of a list of messages"
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return f"has a message ({i}, from 0) that is not an object with a 'role'"

@@ -209,7 +209,7 @@ BAD = [
     ({"question": "a", "answer": ""}, "line 2 has nothing in its field 'answer'"),
 ]
 BAD_MESSAGES = [
-    ([], "line 1 has a list instead of a list of messages in its field 'messages'"),
+    ([], "line 1 has an empty list instead of a list of messages in its field 'messages'"),
     ("hi", "line 1 has text in its field 'messages' instead of a list of messages"),
     ([{"content": "a"}], r"line 1 has a message \(0, from 0\) that is not an object with a 'role'"),
     (CONVERSATIONS[0][:2], "line 1 has no turn of the assistant"),
