@@ -143,6 +143,7 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
         beside=workdir,
         seq_len=config.data.seq_len if step else 0,
         end_of_text=tokenizer.boundary,
+        ends=tokenizer.ends,
         decoder_start=tokenizer.decoder_start,
         padding=tokenizer.pad,
         mask=tokenizer.mask,

@@ -9,7 +9,7 @@ import logging
 import math
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,6 +188,7 @@ def write_model(
     beside: pathlib.Path,
     seq_len: int = 0,
     end_of_text: int | None = None,
+    ends: Sequence[int] = (),
     decoder_start: int | None = None,
     padding: int | None = None,
     mask: int | None = None,
@@ -201,6 +202,7 @@ def write_model(
       beside: a run's folder, whose tokenizer goes along.
       seq_len: of the sequences that it was trained on; 0 if it was not.
       end_of_text: the id of that token, where the weights do not come from a model that says it.
+      ends: of the tokenizer, other ids that end what is generated, such as a turn.
       decoder_start: likewise, of an encoder-decoder.
       padding: likewise, where the tokenizer has such a token.
       mask: likewise.
@@ -230,6 +232,7 @@ def write_model(
     if config.num_encoder_layers:
         ids["decoder_start_token_id"] = decoder_start
     written = {**hf, **ids, **_special_ids(beside), "torch_dtype": dtype}
+    written["eos_token_id"] = _with_ends(written["eos_token_id"], ends)
     (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     copy_tokenizer(beside, unfinished)
     (unfinished / HF_CONFIG).unlink(missing_ok=True)
@@ -251,6 +254,16 @@ def _special_ids(workdir: pathlib.Path) -> dict[str, Any]:
         return {}
     hf = _read_json(workdir / HF_CONFIG)
     return {name: value for name, value in hf.items() if name.endswith("_token_id")}
+
+
+def _with_ends(eos: int | list[int] | None, ends: Sequence[int]) -> int | list[int] | None:
+    """The `eos_token_id` with ids that the model before did not end with: without that of a turn,
+    `generate` of transformers would go on after it."""
+    known = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    further = [end for end in ends if end not in known]
+    if not further:
+        return eos
+    return [*known, *further] if known else further
 
 
 def name_tokenizer_class(directory: pathlib.Path, hf: Mapping[str, Any]) -> None:

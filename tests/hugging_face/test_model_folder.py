@@ -13,6 +13,7 @@ from jaxscale.hugging_face import model_folder, text_part
 from jaxscale.hugging_face.model_folder import name_tokenizer_class, open_model, write_model
 from jaxscale.hugging_face.safetensors_format import read_header
 from jaxscale.run.pretrained import from_pretrained
+from jaxscale.run_folder import HF_CONFIG
 from tests.hugging_face import tiny_llama
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
@@ -142,6 +143,27 @@ def test_an_exported_model_has_the_padding_id_that_transformers_needs(
         padding=padding,
     )
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == written
+
+
+@pytest.mark.parametrize(
+    ("before", "ends", "written"),
+    [(None, (), 9), (None, (7,), [9, 7]), (7, (7,), 7), (8, (7,), [8, 7]), ([8, 7], (7,), [8, 7])],
+)
+def test_an_exported_model_ends_with_what_the_tokenizer_says_too(before, ends, written, tmp_path):
+    model = from_pretrained(GOLDENS / "llama")
+    if before:
+        (tmp_path / HF_CONFIG).write_text(json.dumps({"eos_token_id": before}))
+    write_model(
+        tmp_path / "hf",
+        model.config,
+        model.model.axes,
+        model.params,
+        dtype="float32",
+        beside=tmp_path,
+        end_of_text=9,
+        ends=ends,
+    )
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == written
 
 
 @pytest.mark.parametrize(
