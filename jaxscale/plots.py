@@ -316,12 +316,17 @@ BYTES = {
             "layer_gradients",
             "carried",
             "walk_end",
+            "restacked",
+            "head_sums",
         ),
     ),
     "optimizer state": ("orange", ("optimizer", "moments_copy")),
-    "saved activations": ("sky", ("stash", "group", "messages")),
+    "saved activations": ("sky", ("stash", "group", "messages", "received", "between_stacks")),
     "gathered weights": ("purple", ("layer_weights", "outer_weights")),
-    "temporaries": ("gray", ("working_set", "forward_loop", "head", "end", "zeros", "batch")),
+    "temporaries": (
+        "gray",
+        ("working_set", "attention", "forward_loop", "head", "end", "zeros", "batch"),
+    ),
 }
 
 
