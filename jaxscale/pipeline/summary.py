@@ -29,13 +29,17 @@ def idle(stages: PipelineStages) -> float:
     return simulate(stages.table, stages.costs).lockstep_idle_fraction
 
 
-def advice(layout: Layout, stages: PipelineStages) -> str:
-    """A warning about a pipeline that idles more than a third of a step, else ""."""
+def advice(layout: Layout, stages: PipelineStages, sequences: int) -> str:
+    """A warning about a pipeline that idles more than a third of a step, else "".
+
+    Args:
+      sequences: of a step, which more micro-batches must divide.
+    """
     now = idle(stages)
     if now <= MUCH_IDLE:
         return ""
     better = []
-    for change in _changes(layout):
+    for change in _changes(layout, sequences):
         try:
             other = open_stages(
                 dataclasses.replace(layout, **change), stages.stacks, stages.head_cost
@@ -50,9 +54,10 @@ def advice(layout: Layout, stages: PipelineStages) -> str:
     return f"warning: the pipeline idles {now:.0%} of a step; {hint}"
 
 
-def _changes(layout: Layout) -> Iterator[dict[str, int | str]]:
+def _changes(layout: Layout, sequences: int) -> Iterator[dict[str, int | str]]:
     for factor in (2, 4):
-        yield {"microbatches": factor * layout.microbatches}
+        if sequences % (factor * layout.microbatches * layout.batch_shards) == 0:
+            yield {"microbatches": factor * layout.microbatches}
     for schedule in ("1f1b", "zb_h1"):
         yield {"schedule": schedule, "virtual_stages": 0}
     yield {"schedule": "zb_v", "virtual_stages": 2}

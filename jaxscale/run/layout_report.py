@@ -359,8 +359,10 @@ def _warnings(engine: Engine) -> list[str]:
     ]
     if is_predicted(engine.config):
         found += _replicated(engine)
-    if engine.stages and (advice := summary.advice(engine.layout, engine.stages)):
-        found.append(advice)
+    if engine.stages:
+        sequences = engine.config.data.global_batch_size
+        if advice := summary.advice(engine.layout, engine.stages, sequences):
+            found.append(advice)
     return ["\n".join(found)] if found else []
 
 

@@ -255,3 +255,17 @@ def test_what_muon_computes_on_each_device(layout, said):
     config = dataclasses.replace(MUON, layout=dataclasses.replace(MUON.layout, **layout))
     devices = jax.devices()[: config.layout.num_devices]
     assert said in describe_layout(make_engine(config, make_mesh(config.layout, devices)))
+
+
+@pytest.mark.parametrize(("sequences", "microbatches"), [(8, [8]), (16, [8, 16]), (4, [])])
+def test_more_micro_batches_are_advised_where_the_batch_splits_into_them(sequences, microbatches):
+    config = from_dict(
+        {
+            "layout": {"data": 1, "pipeline": 4, "microbatches": 4},
+            "model": {"num_layers": 4},
+            "data": {"global_batch_size": sequences},
+        }
+    )
+    text = describe_layout(make_engine(config, make_mesh(config.layout, jax.devices()[:4])))
+    (said,) = (line for line in text.splitlines() if "the pipeline idles" in line)
+    assert sorted(map(int, re.findall(r"layout\.microbatches = (\d+)", said))) == microbatches
