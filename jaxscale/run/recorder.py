@@ -117,7 +117,7 @@ class Recorder:
         self._pending: tuple[int, StepMetrics, float] | None = None
         self._data_seconds = 0.0
         self._shown = -math.inf
-        self._recent: list[float] = []
+        self._recent: list[dict[str, Any]] = []  # the last steps, without the first
         self._begun = self._stepped = 0.0  # when the first step was done; seconds of those after it
         # Of a run that was ended after its last step, and before its summary.
         done = [line for line in earlier if line["step"] == begin == self.steps]
@@ -187,14 +187,18 @@ class Recorder:
         return summary
 
     def summary(self) -> dict[str, Any]:
-        """The summary of the run up to its last step, with the evaluation after it, if any. Times
-        and rates are those of the median of the last 50 steps."""
+        """The summary of the run up to its last step, with the evaluation after it, if any. Its
+        time is the median of the last 50 steps; its rates are those of their mean tokens in it."""
         self.flush()
         step, causes = self._last.get("step", self.begin), self._account.seconds()
         rates = {}
         if self._recent:
-            tokens, loss_tokens = self._last["tokens"], self._last["loss_tokens"]
-            rates = self._rates(tokens, loss_tokens, float(np.median(self._recent)))
+            # Steps of prompts with responses have more and less padding than the last one.
+            names = "tokens", "loss_tokens"
+            tokens, loss_tokens = (float(np.mean(self._of_recent(name))) for name in names)
+            rates = self._rates(
+                tokens, loss_tokens, float(np.median(self._of_recent("step_seconds")))
+            )
         return {
             "step": step,
             **self._last,
@@ -254,6 +258,9 @@ class Recorder:
             )
         self._show(record, now)
 
+    def _of_recent(self, name: str) -> list[float]:
+        return [record[name] for record in self._recent]
+
     def _rates(self, tokens: float, loss_tokens: float, seconds: float) -> dict[str, float | None]:
         """The time and the rates of a step of so many seconds."""
         tokens_per_second = tokens / seconds
@@ -303,11 +310,11 @@ class Recorder:
             log.info(f"first step done {duration(now - self.started)} after the start")
             self._begun = now
         else:
-            self._recent = [*self._recent[-49:], record["step_seconds"]]
+            self._recent = [*self._recent[-49:], record]
             self._stepped += record["step_seconds"]
         if now - self._shown >= LOG_SECONDS or step == self.steps:
             self._shown = now
-            typical = float(np.median(self._recent or [record["step_seconds"]]))
+            typical = float(np.median(self._of_recent("step_seconds") or [record["step_seconds"]]))
             # As much time as so far for what stands between steps: evaluations and saves.
             between = (now - self._begun) / self._stepped if self._stepped else 1.0
             left = typical * (self.steps - step) * between

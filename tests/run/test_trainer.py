@@ -106,14 +106,16 @@ def open_recorder(config, workdir, device_kind, platform):
 
 
 def test_a_step_has_its_own_time_and_no_save_is_in_it(tmp_path, monkeypatch):
-    """On a CPU, where a step is done when its dispatch returns: of 2 s each, the last of 8."""
+    """On a CPU, where a step is done when its dispatch returns: of 2 s each, the last of 8, and of
+    1,000 tokens each, the third of 1,300."""
     config, now = load("configs/llama32_1b.py"), [10.0]
     with monkeypatch.context() as patched:
         patched.setattr(recorder.time, "monotonic", lambda: now[0])
         written = open_recorder(config, tmp_path, "cpu", "cpu")
         for step, seconds in enumerate((2.0, 2.0, 2.0, 8.0), 1):
             now[0] += seconds
-            written.push(step, StepMetrics(*map(np.float32, (2.0, 1.0, 1000, 400)), {}, {}))
+            tokens = 1000 + 300 * (step == 3)
+            written.push(step, StepMetrics(*map(np.float32, (2.0, 1.0, tokens, 400)), {}, {}))
             now[0] += 0.5
             written.flush()
             now[0] += 100  # a save
@@ -122,7 +124,8 @@ def test_a_step_has_its_own_time_and_no_save_is_in_it(tmp_path, monkeypatch):
     written.close()
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert [line["step_seconds"] for line in lines] == [2, 2, 2, 8]
-    assert (summary["step"], summary["step_seconds"], summary["tokens_per_second"]) == (4, 2, 500)
+    assert (summary["step"], summary["step_seconds"], summary["tokens"]) == (4, 2, 1000)
+    assert summary["tokens_per_second"] == 1100 / 2, "of the mean of the steps after the first"
 
 
 def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path, monkeypatch):
