@@ -316,7 +316,7 @@ def test_a_device_of_ones_own_in_one_node(tmp_path, capsys):
     words = ["--config", "quickstart", "--hardware", str(device), "--devices", "8", "--top", "1"]
     words += ["--pin", "pipeline=1", "remat=full", "--json", str(numbers), "--report", str(page)]
     assert main(words) == 0
-    assert re.search(r" GB +[\d.]+ +- +-\n", capsys.readouterr().out)
+    assert re.search(r" GB +[\d.e-]+ +- +-\n", capsys.readouterr().out)
     (plan,) = json.loads(numbers.read_text())["plans"]
     assert plan["watts"] is None
     assert plan["joules"] is None

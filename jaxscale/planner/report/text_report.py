@@ -190,8 +190,15 @@ def batch_text(model: TrainableModel | SizedModel) -> str:
 
 
 def known(value: float) -> str:
-    """ "1,234", or "-" for nan, of what the table of devices does not say."""
-    return "-" if math.isnan(value) else f"{value:,.0f}"
+    """ "1,234", "5.6", "0.078", or "-" for nan, of what the table of devices does not say."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _rounded(value: float) -> str:
+    """To a tenth, or to two digits where that would be one or none: "51.5", "0.078"."""
+    return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def _uneven_batch(sequences: int, devices: int) -> list[str]:
@@ -221,23 +228,24 @@ def ranking_text(answer: RankedPlans) -> str:
                 f"{100 * one.mfu:.1f} %",
                 f"{100 * one.hfu:.1f} %",
                 gigabytes(one.memory_bytes),
-                f"{run_cost.seconds / 86400:.1f}",
+                _rounded(run_cost.seconds / 86400),
                 known(run_cost.joules / 3.6e9),
                 known(run_cost.usd),
             )
         )
     good = answer.plans[0].run_cost(tokens).goodput
     seen = "causal attention" if model.shape.causal else "attention to all tokens"
+    billions = f"{tokens / 1e9:{',.0f' if tokens >= 1e12 else '.4g'}} B"
     lines = [
         f"{params_text(model)} on {query.cluster.num_devices} {query.cluster.name}, "
         f"{batch_text(model)} per step",
         *_uneven_batch(model.sequences, query.cluster.num_devices),
         table(rows),
-        f"MFU counts {model.flops_per_token / 1e9:.1f} GFLOP per token: "
+        f"MFU counts {_rounded(model.flops_per_token / 1e9)} GFLOP per token: "
         f"3 x forward, {seen} counted once, no recompute; HFU adds recompute. "
         f"Peak {query.cluster.peak_flops() / 1e12:.0f} TFLOP/s.",
         "All ranks of a pipeline have the same buffers. Days, energy and cost are for "
-        f"{tokens / 1e9:,.4g} B tokens at {100 * good.fraction:.1f} % goodput (a failure "
+        f"{billions} tokens at {100 * good.fraction:.1f} % goodput (a failure "
         f"every {good.between_failures_seconds / 3600:.0f} h, a checkpoint every "
         f"{good.checkpoint_every_seconds / 60:.0f} min), with a PUE of {BUILDING}.",
         *([answer.note] if answer.note else []),

@@ -93,6 +93,20 @@ def test_the_waterfall_and_the_stack_say_all_terms():
     assert "peak" in stack
 
 
+def test_a_short_run_of_a_small_model_costs_more_than_nothing():
+    """Days, MWh and GFLOP of a token are below 1 here, and were 0."""
+    text = text_report.ranking_text(answer(pipeline=1))
+    days, energy = re.split(r" {2,}", text.splitlines()[2])[-3:-1]
+    gflop = re.search(r"MFU counts (\S+) GFLOP", text)
+    assert gflop
+    one, per_token = answer(pipeline=1).plans[0], CONFIG.model.flops_per_token(2048)
+    cost = one.run_cost(CONFIG.data.tokens_per_step * CONFIG.run.steps)
+    shown = [float(each) for each in (days, energy, gflop[1])]
+    assert shown == pytest.approx(
+        [cost.seconds / 86400, cost.joules / 3.6e9, per_token / 1e9], rel=0.05
+    )
+
+
 def test_replicas_are_named_only_where_there_are_some():
     one = predict_plan(QUERY, Layout(data=1, fsdp=8, zero_stage=1))
     assert one.terms["data"] > 0
