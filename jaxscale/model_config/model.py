@@ -364,7 +364,7 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
     @property
     def _attention_sizes(self) -> dict[str, int]:
         """Weights of attention's matrices, by the names of `layout.BLOCK_TENSORS` of what they
-        make."""
+        make, and "compressed" of latent attention."""
         if self.kv_rank:
             return self.latent_sizes(self.d_model, self.num_heads, self.head_dim)
         heads = self.d_model * self.num_heads * self.head_dim
@@ -477,7 +477,7 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         if policy.by_names and self.norm_placement != "before":
             again.add("mlp_down")
         if policy.by_names:
-            again |= {"router", "prediction"}
+            again |= {"router", "prediction", "compressed"}
 
         def repeated(flops: dict[str, float], names: set[str]) -> float:
             if recomputed:
@@ -524,7 +524,8 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
 
     def layer_matmul_flops(self, seq_len: int, causal: bool = True) -> dict[str, float]:
         """FLOPs of each matmul of a mean layer's forward pass for a token, by the names of
-        `layout.BLOCK_TENSORS`, "mlp_down", and "router" of layers with experts."""
+        `layout.BLOCK_TENSORS`, "mlp_down", "compressed" of latent attention, and "router" of layers
+        with experts."""
         return self._matmul_flops(seq_len, causal, self.num_expert_layers / self.num_layers)
 
     def _prediction_matmul_flops(self, seq_len: int, causal: bool) -> dict[str, float]:

@@ -16,7 +16,7 @@ def recomputed_flops(shape: ModelShape, remat: str) -> float:
         return core_flops(shape)
     every, last = mlp_flops(shape)
     if remat == "save:query,key,value,attention,attention_out":
-        return every - last
+        return every - last + _compressed_flops(shape)
     if remat == "full":
         return shape.block_flops - last
     raise ValueError(f"remat = {remat!r} has no formula for a model given by its sizes")
@@ -36,6 +36,14 @@ def mlp_flops(shape: ModelShape) -> tuple[float, float]:
     width = shape.top_k * shape.expert_ff * shape.routed_width + shape.shared_width * shape.d_model
     last = dense * shape.d_ff * shape.d_model + shape.expert_layers * width
     return dense * shape.mlp_flops + shape.expert_layers * shape.expert_flops, 2.0 * last
+
+
+def _compressed_flops(shape: ModelShape) -> float:
+    """What latent attention makes queries, keys and values of, which no policy saves."""
+    if not shape.latent:
+        return 0.0
+    ranks = shape.latent.query_rank + shape.latent.kv_rank
+    return 2.0 * shape.attending * shape.d_model * ranks
 
 
 def _source(shape: ModelShape) -> float:

@@ -15,7 +15,7 @@ POLICIES = (
 )
 
 
-@pytest.mark.parametrize("name", ["llama2_7b", "llama3_8b", "gpt_22b"])
+@pytest.mark.parametrize("name", ["llama2_7b", "llama3_8b", "gpt_22b", "deepseek_v3"])
 @pytest.mark.parametrize("remat", POLICIES)
 def test_both_kinds_count_the_same(name, remat):
     """A shape's queries see half of the sequence, a model's the half and themselves; a shape's
