@@ -61,6 +61,11 @@ EXPERT_NOTE = (
     "compiles the plans shown."
 )
 
+FROZEN_NOTE = (
+    "Seconds, MFU and HFU are those of training every parameter: the weight gradients that a step "
+    "leaves out of what optimizer.groups freeze are counted."
+)
+
 
 @dataclass(frozen=True)
 class TrainableModel:
@@ -72,10 +77,11 @@ class TrainableModel:
 
     @property
     def note(self) -> str:
-        """A caveat that is printed with the plan."""
-        if self._has_encoder:
-            return ENCODER_NOTE
-        return EXPERT_NOTE if self.config.model.num_experts else ""
+        """Caveats that are printed with the plan."""
+        notes = [ENCODER_NOTE] * self._has_encoder
+        notes += [EXPERT_NOTE] * (not notes and self.config.model.num_experts > 0)
+        notes += [FROZEN_NOTE] * any(group.frozen for group in self.config.optimizer.groups)
+        return " ".join(notes)
 
     @property
     def _has_encoder(self) -> bool:

@@ -408,3 +408,11 @@ def test_groups_that_a_run_refuses_are_not_planned(groups, said):
     query = Query(dataclasses.replace(CONFIG, optimizer=optimizer), make_cluster("H100-SXM", 8))
     with pytest.raises(ValueError, match=said):
         predict_plan(query, Layout(data=1, fsdp=8))
+
+
+def test_a_plan_says_that_it_counts_gradients_which_are_frozen():
+    said = "MFU and HFU are those of training every parameter"
+    for group in ({"params": "layers/*", "frozen": True}, {"params": "*", "weight_decay": 0.0}):
+        optimizer = dataclasses.replace(CONFIG.optimizer, groups=(group,))
+        query = Query(dataclasses.replace(CONFIG, optimizer=optimizer), QUERY.cluster)
+        assert (said in query.planned_model.note) == ("frozen" in group)
