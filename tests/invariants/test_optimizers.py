@@ -27,7 +27,10 @@ UNEVEN = {"pipeline": 3, "schedule": "1f1b:1,2,1", "microbatches": 4, "fsdp": 2,
 EIGHT, UNEVEN_EIGHT = LLAMA | {"num_layers": 8}, UNEVEN | {"schedule": "1f1b:2,4,2"}
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "lion", "muon"])
+# Lion's update is of each element by itself, as AdamW's is in every layout of `test_layouts`.
+@pytest.mark.parametrize(
+    "optimizer", ["adafactor", pytest.param("lion", marks=pytest.mark.slow), "muon"]
+)
 def test_every_optimizer_is_one_device_in_float64(optimizer, capfd):
     model, uneven = (EIGHT, UNEVEN_EIGHT) if optimizer == "muon" else (LLAMA, UNEVEN)
 
