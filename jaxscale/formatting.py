@@ -54,6 +54,18 @@ def quantity(number: float) -> str:
     return _three_digits(number)
 
 
+def file_size(size: float) -> str:
+    """A size in decimal units, as lists of files have it.
+
+    >>> [file_size(size) for size in (240, 12_345, 4_560_000)]
+    ['240 B', '12.3 kB', '4.56 MB']
+    """
+    if size < 1000:
+        return f"{size:.0f} B"
+    text = quantity(size)
+    return f"{text[:-1]} {text[-1]}B"
+
+
 def _three_digits(number: float) -> str:
     return f"{number:.{2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0}f}"
 

@@ -21,7 +21,7 @@ from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import plan
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxscale.data_source import BOUNDARIES, FORMATS, LONG_DOCUMENTS, Source, to_sources
-from jaxscale.formatting import quantity
+from jaxscale.formatting import file_size
 from jaxscale.storage.object_store import is_remote
 
 _SOURCE_KEYS = (
@@ -101,7 +101,7 @@ def _report(index: Index, tokenizer: Tokenizer, output: pathlib.Path, seconds: f
     own = output / tokenizer.file_name if tokenizer.file else tokenizer.name
     left_out = f", {index.num_left_out:,} bad ones left out" if index.num_left_out else ""
     return (
-        f"{output}: {index.num_documents:,} documents{left_out}, {quantity(index.num_bytes)}B "
+        f"{output}: {index.num_documents:,} documents{left_out}, {file_size(index.num_bytes)} "
         f"of text, {index.num_tokens:,} tokens ({index.num_bytes / index.num_tokens:.2f} bytes a "
         f"token) in {len(index.shards)} shards; {seconds:.1f} s\n"
         f"to train on it: --config.data.source={shlex.quote(_as_source(output))} "

@@ -19,7 +19,7 @@ from jaxscale.data.tokens.fit import without_unread
 from jaxscale.data.tokens.index import find_prepared, read_index
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer, of_folder
 from jaxscale.data_source import Source
-from jaxscale.formatting import quantity
+from jaxscale.formatting import file_size
 
 SAMPLE_BYTES = 64_000_000
 """Stored bytes of a source that is not prepared, above which only a sample is surveyed."""
@@ -148,13 +148,13 @@ def describe_data(one: Survey) -> str:
     special = ", ".join(f"{name} {i}" for name, i in list(tokenizer.special.items())[:8])
     more = len(tokenizer.special) - 8
     rows = [
-        ("stored", f"{one.num_files:,} {one.kind}, {quantity(one.stored_bytes)}B{of}"),
+        ("stored", f"{one.num_files:,} {one.kind}, {file_size(one.stored_bytes)}{of}"),
         (
             "documents",
             f"{corpus.num_documents:,}"
             + (f" ({one.num_left_out:,} bad ones left out)" if one.num_left_out else ""),
         ),
-        ("text", f"{quantity(corpus.num_bytes)}B"),
+        ("text", file_size(corpus.num_bytes)),
         (
             "tokens",
             f"{corpus.num_tokens:,} ({corpus.num_bytes / corpus.num_tokens:.2f} bytes a token)",

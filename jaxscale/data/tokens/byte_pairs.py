@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxscale.data.text.documents import Piece, sample_documents
 from jaxscale.data.text.text_files import File
-from jaxscale.formatting import quantity
+from jaxscale.formatting import file_size
 
 END = "<|endoftext|>"
 
@@ -70,10 +70,10 @@ def train(training: Training) -> bytes:
             f"data.tokenizer = 'bpe:{trained.get_vocab_size()}' or give more text"
         )
     _log.info(
-        "tokenizer: BPE of %d tokens trained on %d documents (%sB) in %.1f s",
+        "tokenizer: BPE of %d tokens trained on %d documents (%s) in %.1f s",
         training.size,
         len(sample),
-        quantity(num_bytes),
+        file_size(num_bytes),
         time.perf_counter() - start,
     )
     return trained.to_str(pretty=True).encode()

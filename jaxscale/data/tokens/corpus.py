@@ -32,7 +32,7 @@ from jaxscale.data.tokens.shards import key_of, plan
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.data.tokens.verify import check_shards, digest_of
 from jaxscale.data_source import Source, to_sources
-from jaxscale.formatting import quantity
+from jaxscale.formatting import file_size
 from jaxscale.storage.durable import exclusive, move
 from jaxscale.storage.object_store import filesystem, is_remote
 from jaxscale.storage.tiers import is_in_local_tier
@@ -204,10 +204,10 @@ def open_corpus(
             parts.append(_tokenized(own[i], tokenizer, directory) if own[i] else None)
     corpus = _joined(parts, tokenizer)
     _log.info(
-        "data: %d documents, %sB, %s tokens (%.2f bytes a token)",
+        "data: %d documents, %s, %s tokens (%.2f bytes a token)",
         corpus.num_documents,
-        quantity(corpus.num_bytes),
-        quantity(corpus.num_tokens),
+        file_size(corpus.num_bytes),
+        f"{corpus.num_tokens:,}",
         corpus.num_bytes / corpus.num_tokens,
     )
     return corpus

@@ -55,7 +55,7 @@ def test_what_is_kept_is_what_was_made(texts, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "jaxscale"):
         again = open_corpus(source(texts), tokenizer, tmp_path / "run")
     assert "tokenis" not in caplog.text
-    assert "data: 5 documents, 240B, 245 tokens (0.98 bytes a token)" in caplog.text
+    assert "data: 5 documents, 240 B, 245 tokens (0.98 bytes a token)" in caplog.text
     for corpus in (first, again):
         assert isinstance(corpus.offsets, np.memmap)
         np.testing.assert_array_equal(corpus.tokens, made.tokens)
