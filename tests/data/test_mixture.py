@@ -140,11 +140,11 @@ def test_weights_that_cannot_be_honoured_are_refused(members):
 
 
 def test_an_example_far_away_is_immediate(members):
-    start = time.perf_counter()
+    start = time.process_time()  # whatever else the machine does
     found = mixed(members, [(0, 2**0.5), (10**8, 1.0)], 3**0.5, 0.1)
     member, own = found.locate(10**9)
     example = found[10**9]
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert_same(example, members[member][own])
     share = np.array([1.0, 3**0.5, 0.1])
     early = np.array([p.seen for p in found.progress(8 * 10**8)])
