@@ -113,13 +113,19 @@ def _waterfall(plan: Plan) -> str:
     """Each term begins where the one before it ends."""
     scale, x, marks = (WIDTH - NAMES - 90) / plan.step_seconds, float(NAMES), []
     for n, (name, seconds) in enumerate(plan.terms.items()):
-        marks.append(_bar(n, TERMS[name], x, seconds * scale, f"{seconds:.4f} s", PALETTE[n]))
+        marks.append(_bar(n, TERMS[name], x, seconds * scale, f"{seconds:.4f} s", _color(n)))
         x += seconds * scale
     count = len(marks)
     for n, (name, seconds) in enumerate(plan.hidden.items(), count):
         words = f"overlapped with compute: {name}"
         marks.append(_bar(n, words, NAMES, seconds * scale, f"{seconds:.4f} s", "#dddddd"))
     return _svg("waterfall", marks, len(marks) * ROW)
+
+
+def _color(n: int) -> str:
+    """Experts in a pipeline over ranks of context and tensor have more terms than there are
+    colours."""
+    return PALETTE[n % len(PALETTE)]
 
 
 def _bar(row: int, name: str, x: float, width: float, value: str, color: str) -> str:
@@ -139,7 +145,7 @@ def _stack(plan: Plan) -> str:
     for n, (_, size) in enumerate(parts):
         width = size * scale
         marks.append(
-            f'<rect x="{x:.1f}" y="4" width="{width:.1f}" height="30" fill="{PALETTE[n]}"/>'
+            f'<rect x="{x:.1f}" y="4" width="{width:.1f}" height="30" fill="{_color(n)}"/>'
         )
         x += width
     limit = plan.limit_bytes * scale
@@ -147,7 +153,7 @@ def _stack(plan: Plan) -> str:
     for n, (name, size) in enumerate(parts):
         left, y = (n % 2) * WIDTH // 2, 44 + n // 2 * 18
         marks.append(
-            f'<rect x="{left}" y="{y}" width="11" height="11" fill="{PALETTE[n]}"/>'
+            f'<rect x="{left}" y="{y}" width="11" height="11" fill="{_color(n)}"/>'
             f'<text x="{left + 17}" y="{y + 10}">{PARTS[name]}, {gigabytes(size)}'
             "</text>"
         )

@@ -7,6 +7,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -410,8 +411,17 @@ def test_groups_that_a_run_refuses_are_not_planned(groups, said):
         predict_plan(query, Layout(data=1, fsdp=8))
 
 
+def test_the_page_has_a_bar_for_every_term_at_once():
+    """More than there are colours."""
+    plan = SimpleNamespace(
+        terms=dict.fromkeys(text_report.TERMS, 0.1), hidden={"fsdp": 0.1}, step_seconds=2.0
+    )
+    drawn = html_report._waterfall(plan)
+    assert all(html.escape(words) in drawn for words in text_report.TERMS.values())
+
+
 def test_a_plan_says_that_it_counts_gradients_which_are_frozen():
-    said = "MFU and HFU are those of training every parameter"
+    said = "MFU and HFU count the weight gradients of parameters that optimizer.groups freeze"
     for group in ({"params": "layers/*", "frozen": True}, {"params": "*", "weight_decay": 0.0}):
         optimizer = dataclasses.replace(CONFIG.optimizer, groups=(group,))
         query = Query(dataclasses.replace(CONFIG, optimizer=optimizer), QUERY.cluster)
