@@ -235,6 +235,11 @@ def write_model(
     written["eos_token_id"] = _with_ends(written["eos_token_id"], ends)
     (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     copy_tokenizer(beside, unfinished)
+    generation = unfinished / "generation_config.json"
+    if ends and generation.is_file():  # where it is, transformers does not ask config.json
+        said = _read_json(generation)
+        said["eos_token_id"] = _with_ends(said.get("eos_token_id"), ends)
+        generation.write_text(json.dumps(said, indent=2) + "\n")
     (unfinished / HF_CONFIG).unlink(missing_ok=True)
     name_tokenizer_class(unfinished, {"mask_token_id": mask, **written})
     unfinished.rename(directory)

@@ -148,7 +148,8 @@ def _between(profile: range, trainer: Trainer) -> str:
         for what, period in periods.items()
         if _due(step, period)
     ]
-    return " and ".join([*found[:2], *([f"{len(found) - 2} more"] if found[2:] else [])])
+    more = [f"{len(found) - 2} more"] if len(found) > 2 else []
+    return " and ".join(found[:2] + more)
 
 
 def _check_arguments(trainer: Trainer, trackers: tuple[str, ...]) -> None:

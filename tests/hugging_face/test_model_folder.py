@@ -131,18 +131,15 @@ def test_of_a_model_that_reads_images_the_text_model_is_taken(outer, tmp_path, m
 def test_an_exported_model_has_the_padding_id_that_transformers_needs(
     name, padding, written, tmp_path
 ):
-    model = from_pretrained(GOLDENS / name)
-    write_model(
-        tmp_path / "hf",
-        model.config,
-        model.model.axes,
-        model.params,
-        dtype="float32",
-        beside=tmp_path,
-        end_of_text=9,
-        padding=padding,
-    )
+    export(name, tmp_path, padding=padding)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == written
+
+
+def export(name, folder, **ids):
+    """Writes a golden model into `folder / "hf"`, with what lies beside it in `folder`."""
+    model, out = from_pretrained(GOLDENS / name), folder / "hf"
+    settings = {"dtype": "float32", "beside": folder, "end_of_text": 9, **ids}
+    write_model(out, model.config, model.model.axes, model.params, **settings)
 
 
 @pytest.mark.parametrize(
@@ -150,20 +147,14 @@ def test_an_exported_model_has_the_padding_id_that_transformers_needs(
     [(None, (), 9), (None, (7,), [9, 7]), (7, (7,), 7), (8, (7,), [8, 7]), ([8, 7], (7,), [8, 7])],
 )
 def test_an_exported_model_ends_with_what_the_tokenizer_says_too(before, ends, written, tmp_path):
-    model = from_pretrained(GOLDENS / "llama")
+    files = ["config.json"]
     if before:
-        (tmp_path / HF_CONFIG).write_text(json.dumps({"eos_token_id": before}))
-    write_model(
-        tmp_path / "hf",
-        model.config,
-        model.model.axes,
-        model.params,
-        dtype="float32",
-        beside=tmp_path,
-        end_of_text=9,
-        ends=ends,
-    )
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == written
+        files.append("generation_config.json")
+        for name in (HF_CONFIG, "generation_config.json"):
+            (tmp_path / name).write_text(json.dumps({"eos_token_id": before}))
+    export("llama", tmp_path, ends=ends)
+    for name in files:
+        assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == written
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ def ranking_text(answer: RankedPlans) -> str:
         )
     good = answer.plans[0].run_cost(tokens).goodput
     seen = "causal attention" if model.shape.causal else "attention to all tokens"
-    billions = f"{tokens / 1e9:{',.0f' if tokens >= 1e12 else '.4g'}} B"
+    billions = f"{tokens / 1e9:,.0f}" if tokens >= 1e12 else f"{tokens / 1e9:.4g}"
     lines = [
         f"{params_text(model)} on {query.cluster.num_devices} {query.cluster.name}, "
         f"{batch_text(model)} per step",
@@ -245,7 +245,7 @@ def ranking_text(answer: RankedPlans) -> str:
         f"3 x forward, {seen} counted once, no recompute; HFU adds recompute. "
         f"Peak {query.cluster.peak_flops() / 1e12:.0f} TFLOP/s.",
         "All ranks of a pipeline have the same buffers. Days, energy and cost are for "
-        f"{billions} tokens at {100 * good.fraction:.1f} % goodput (a failure "
+        f"{billions} B tokens at {100 * good.fraction:.1f} % goodput (a failure "
         f"every {good.between_failures_seconds / 3600:.0f} h, a checkpoint every "
         f"{good.checkpoint_every_seconds / 60:.0f} min), with a PUE of {BUILDING}.",
         *([answer.note] if answer.note else []),

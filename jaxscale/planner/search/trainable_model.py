@@ -62,8 +62,8 @@ EXPERT_NOTE = (
 )
 
 FROZEN_NOTE = (
-    "Seconds, MFU and HFU are those of training every parameter: the weight gradients that a step "
-    "leaves out of what optimizer.groups freeze are counted."
+    "Seconds, MFU and HFU count the weight gradients of parameters that optimizer.groups freeze, "
+    "which a step leaves out."
 )
 
 
