@@ -120,6 +120,7 @@ def _check_tokenizer(config: configs.Config, directory: pathlib.Path) -> None:
 def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     """Writes a checkpoint of a run, the newest by default, as transformers reads it."""
     from jaxscale.hugging_face.model_folder import write_model  # noqa: PLC0415
+    from jaxscale.models.low_rank import merge_adapters, without_adapters  # noqa: PLC0415
     from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
     from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
     from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
@@ -134,10 +135,15 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
     _, engine = open_engine(for_sampling(config))
     tokenizer = open_tokenizer(config, workdir)
     step, params, _ = restore_params(engine, workdir, tokenizer, options.step)
+    model, axes = config.model, engine.model.axes
+    if model.lora_rank:
+        params, axes = merge_adapters(model, params), without_adapters(axes)
+        model = dataclasses.replace(model, lora_rank=0, lora_targets="")
+        log.info("the adapters are merged into the weights")
     tensors = write_model(
         output,
-        config.model,
-        engine.model.axes,
+        model,
+        axes,
         params,
         dtype=options.dtype or config.model.param_dtype,
         beside=workdir,

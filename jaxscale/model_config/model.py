@@ -11,6 +11,7 @@ from jaxscale.formatting import changed_fields
 from jaxscale.layout import BLOCK_TENSORS, parse_remat
 from jaxscale.model_config.experts import ExpertOptions
 from jaxscale.model_config.latent_attention import LatentOptions
+from jaxscale.model_config.low_rank import LORA, LoraOptions
 from jaxscale.model_config.prediction import PREDICTION, PredictionOptions
 from jaxscale.model_config.rope_scaling import READ_BY, SCALING, RopeScalingOptions
 from jaxscale.model_config.settings import (
@@ -41,7 +42,7 @@ CHOICES = {
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOptions):
+class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, RopeScalingOptions):
     """A transformer of any family of `jaxscale.model_families`: a decoder, or an encoder and a
     decoder where `num_encoder_layers` is not zero.
 
@@ -167,6 +168,7 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         self._check_positions()
         self.check_experts(self.num_layers, self.period)
         self.check_latent(self.num_heads, self.num_kv_heads, self.head_dim)
+        self.check_lora(**self._adapter_kinds, is_latent=bool(self.kv_rank))
         ahead = bool(self.num_encoder_layers) or not self.causal
         self.check_prediction(self.positions, self.layer_pattern, ahead)
         more = self.qk_norm or self.attention_sinks or self.attention_bias != "none"
@@ -254,6 +256,7 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         """Settings that this model does not read."""
         idle = set(SCALING) - set(READ_BY[self.rope_scaling])
         idle |= set() if self.prediction_depth else set(PREDICTION)
+        idle |= set() if self.lora_rank else set(LORA)
         idle |= set() if self.expert_pattern else {"expert_pattern"}
         idle |= set() if self.matmul_dtype else {"matmul_dtype"}
         idle |= set() if self.dropout else {"dropout"}
@@ -319,6 +322,15 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         return self.norm_placement != "after_residual"
 
     @property
+    def adapted_weights(self) -> tuple[str, ...]:
+        """The weights of a layer that have a low-rank adapter."""
+        return self.adapted(**self._adapter_kinds)
+
+    @property
+    def _adapter_kinds(self) -> dict[str, bool]:
+        return {"gated": self.gated, "has_experts": self.num_experts > 0}
+
+    @property
     def rotary_dim(self) -> int:
         """Features of a head that are rotated."""
         return self.rope_head_dim if self.kv_rank else int(self.head_dim * self.rope_share)
@@ -357,9 +369,27 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         if self.attention_bias == "all":
             total += self.d_model
         total += self.num_heads * self.attention_sinks
+        total += sum(map(sum, self._adapter_sizes.values()))
         if self.relative_bias == "layer":
             total += self.relative_buckets * self.num_heads
         return total + (4 if self.norm_placement == "both" else 2) * self._norm_params
+
+    @property
+    def _adapter_sizes(self) -> dict[str, tuple[int, int]]:
+        """Parameters of each adapter's two matrices in a layer, by the names of
+        `layout.BLOCK_TENSORS` of what their weights make, and "mlp_down"."""
+        heads, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sizes = {
+            "q": ("query", self.d_model, heads),
+            "k": ("key", self.d_model, keys),
+            "v": ("value", self.d_model, keys),
+            "out": ("attention_out", heads, self.d_model),
+            "up": ("mlp_up", self.d_model, self.d_ff),
+            "gate": ("mlp_gate", self.d_model, self.d_ff),
+            "down": ("mlp_down", self.d_ff, self.d_model),
+        }
+        found = [sizes[name] for name in self.adapted_weights]
+        return {name: (self.lora_rank * n, self.lora_rank * m) for name, n, m in found}
 
     @property
     def _attention_sizes(self) -> dict[str, int]:
@@ -415,6 +445,8 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         heads = self.num_heads * self.head_dim
         keys = self.num_kv_heads * self.head_dim
         cross = 2 * self.d_model * (heads + keys) + self._norm_params
+        adapters = self._adapter_sizes.items()
+        cross += sum(sum(sizes) for name, sizes in adapters if not name.startswith("mlp"))
         tables = 2 * self.relative_buckets * self.num_heads * (self.relative_bias == "shared")
         layers = self.num_encoder_layers * self.num_layer_params
         return layers + self._norm_params + self.num_layers * cross + tables
@@ -451,12 +483,24 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         Two per multiply-add; the matrix multiplications of the layers and of the head, and
         attention over the keys that a query attends to (`causal=False` counts all, as several other
         trainers do, and as is right for a model that is not causal). Norms, activations, the
-        softmax and the embedding lookup are left out.
+        softmax and the embedding lookup are left out. Weights with adapters have no gradient, and
+        neither have others beside them.
         This is the numerator of MFU.
         """
         layers = self.layer_forward_flops(seq_len, causal) * self.num_layers
         modules = sum(self._prediction_matmul_flops(seq_len, causal).values())
-        return 3 * (layers + modules + self.head_forward_flops)
+        needed = 3 * (layers + modules + self.head_forward_flops)
+        return needed - self._frozen_flops if self.lora_rank else needed
+
+    @property
+    def _frozen_flops(self) -> float:
+        """FLOPs of a token's weight gradients that a model with adapters does not compute: as many
+        as those of the weights' matmuls."""
+        layers, depth = self.num_layers, self.prediction_depth
+        each = self._weight_flops(self.num_expert_layers / layers)
+        module = sum(self._weight_flops(float(self.num_experts > 0)).values())
+        merge = 4.0 * self.d_model**2
+        return layers * sum(each.values()) + depth * (module + merge) + self.head_forward_flops
 
     def hardware_flops_per_token(
         self, seq_len: int, *, remat: str = "none", recomputed: float = 0.0, causal: bool = True
@@ -477,7 +521,9 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
         if policy.by_names and self.norm_placement != "before":
             again.add("mlp_down")
         if policy.by_names:
-            again |= {"router", "prediction", "compressed"}
+            again |= {"router", "prediction", "compressed", "lora"}
+        if self.lora_rank:
+            again.add("lora_down")
 
         def repeated(flops: dict[str, float], names: set[str]) -> float:
             if recomputed:
@@ -524,8 +570,8 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
 
     def layer_matmul_flops(self, seq_len: int, causal: bool = True) -> dict[str, float]:
         """FLOPs of each matmul of a mean layer's forward pass for a token, by the names of
-        `layout.BLOCK_TENSORS`, "mlp_down", "compressed" of latent attention, and "router" of layers
-        with experts."""
+        `layout.BLOCK_TENSORS`, "mlp_down", "compressed" of latent attention, "router" of layers
+        with experts, and "lora" and "lora_down" of the first matrices of adapters."""
         return self._matmul_flops(seq_len, causal, self.num_expert_layers / self.num_layers)
 
     def _prediction_matmul_flops(self, seq_len: int, causal: bool) -> dict[str, float]:
@@ -538,13 +584,22 @@ class ModelConfig(ExpertOptions, LatentOptions, PredictionOptions, RopeScalingOp
 
     def _matmul_flops(self, seq_len: int, causal: bool, with_experts: float) -> dict[str, float]:
         scored = self.num_heads * (self.head_dim + self.value_dim)
+        scores = {"attention": 2 * scored * self._mean_keys(seq_len, causal)}
+        found = {**self._weight_flops(with_experts), **scores}
+        for name, (first, second) in self._adapter_sizes.items():
+            lora = "lora_down" if name == "mlp_down" else "lora"
+            found[name] += 2.0 * second
+            found[lora] = found.get(lora, 0.0) + 2.0 * first
+        return found
+
+    def _weight_flops(self, with_experts: float) -> dict[str, float]:
+        """Of the matmuls with weights, in the forward pass of a mean layer for a token."""
         made = {name: 2.0 * size for name, size in self._attention_sizes.items()}
         active = self.shared_d_ff + self.experts_per_token * (self.expert_d_ff or self.d_ff)
         d_ff = self.d_ff + with_experts * (active - self.d_ff)
         mlp = 2.0 * self.d_model * d_ff
         return {
             **made,
-            "attention": 2 * scored * self._mean_keys(seq_len, causal),
             "mlp_gate": mlp if self.gated else 0.0,
             "mlp_up": mlp,
             "mlp_down": mlp,

@@ -6,7 +6,7 @@ H head_dim, V vocab (padded), L layers.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jaxscale.batch import Batch
 from jaxscale.model_config import ModelConfig
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.latent_attention import MultiHeadLatentAttention
+from jaxscale.models.low_rank import LowRank
 from jaxscale.models.positions import rope_settings
 from jaxscale.models.protocol import STREAM, Sums
 from jaxscale.models.weights import Weights
@@ -64,6 +65,10 @@ class Attention(nnx.Module):
         self.v = weights.normal("embed", "kv_heads", "head_dim")
         self.out = weights.normal("heads", "head_dim", "embed", residual=True)
         self.sinks = weights.zeros("heads") if config.attention_sinks else None
+        self.q_lora = self._adapter(weights, "q", "embed", "heads", "head_dim")
+        self.k_lora = self._adapter(weights, "k", "embed", "kv_heads", "head_dim")
+        self.v_lora = self._adapter(weights, "v", "embed", "kv_heads", "head_dim")
+        self.out_lora = self._adapter(weights, "out", "heads", "head_dim", "embed", contracted=2)
         if config.attention_bias != "none":
             self.q_bias = weights.zeros("heads", "head_dim")
             self.k_bias = weights.zeros("kv_heads", "head_dim")
@@ -76,6 +81,25 @@ class Attention(nnx.Module):
             self.q_scale = scale(*(("heads",) if over_heads else ()), "head_dim")
             self.k_scale = scale(*(("kv_heads",) if over_heads else ()), "head_dim")
 
+    def _adapter(
+        self, weights: Weights, name: str, *axes: str, contracted: int = 1
+    ) -> LowRank | None:
+        if name not in self.config.adapted_weights:
+            return None
+        return LowRank(self.config, weights, *axes, contracted=contracted)
+
+    def products(
+        self, x_BTD: jax.Array, names: str, columns: Callable, key_heads: Callable
+    ) -> tuple[jax.Array, ...]:
+        """The matmuls of some of q, k and v, and what their adapters add."""
+        heads = {"q": lambda x: x, "k": key_heads, "v": key_heads}
+        products = columns(x_BTD, tuple(heads[name](getattr(self, name)[...]) for name in names))
+        adapters = [getattr(self, f"{name}_lora") for name in names]
+        return tuple(
+            product if adapter is None else product + adapter(x_BTD, heads[name])
+            for name, product, adapter in zip(names, products, adapters)
+        )
+
     def project(
         self,
         x_BTD: jax.Array,
@@ -87,8 +111,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, ...]:
         """Queries, keys and values, rotary positions applied."""
         config = self.config
-        weights = (self.q[...], key_heads(self.k[...]), key_heads(self.v[...]))
-        projected = columns(x_BTD, weights)
+        projected = self.products(x_BTD, "qkv", columns, key_heads)
         q_BTNH, k_BTKH, v_BTKH = map(named, projected, ("query", "key", "value"))
         if config.attention_bias != "none":
             q_BTNH = add_bias(q_BTNH, self.q_bias[...])
@@ -109,7 +132,10 @@ class Attention(nnx.Module):
 
     def join(self, o_BTNH: jax.Array, rows: Callable = rows) -> jax.Array:
         """The heads' outputs, projected back into the residual stream."""
-        y_BTD = named(rows(o_BTNH, self.out[...]), "attention_out")
+        y_BTD = rows(o_BTNH, self.out[...])
+        if self.out_lora is not None:
+            y_BTD += self.out_lora(o_BTNH)
+        y_BTD = named(y_BTD, "attention_out")
         return add_bias(y_BTD, self.out_bias[...]) if self.config.attention_bias == "all" else y_BTD
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels, kind: int) -> jax.Array:
@@ -201,32 +227,52 @@ class MLP(nnx.Module):
         self.up = weights.normal("embed", hidden)
         self.down = weights.normal(hidden, "embed", residual=True)
         self.gate = weights.normal("embed", hidden) if config.gated else None
+        self.up_lora = self._adapter(weights, "up", "embed", hidden)
+        self.gate_lora = self._adapter(weights, "gate", "embed", hidden)
+        self.down_lora = self._adapter(weights, "down", hidden, "embed")
         if self.biased:
             self.up_bias = weights.zeros(hidden)
             self.down_bias = weights.zeros("embed")
             self.gate_bias = weights.zeros(hidden) if config.gated else None
 
+    def _adapter(self, weights: Weights, name: str, *axes: str) -> LowRank | None:
+        has_one = name in self.config.adapted_weights
+        return LowRank(self.config, weights, *axes) if has_one else None
+
     def __call__(
         self, x_BTD: jax.Array, columns: Callable = columns, rows: Callable = rows
     ) -> jax.Array:
-        if self.gate is None:
-            (up_BTF,) = columns(x_BTD, (self.up[...],))
-            inputs = (named(up_BTF, "mlp_up"),)
-        else:
-            up_BTF, gate_BTF = columns(x_BTD, (self.up[...], self.gate[...]))
-            inputs = named(up_BTF, "mlp_up"), named(gate_BTF, "mlp_gate")
+        matrices = [self.up, self.gate][: 1 + self.config.gated]
+        products = columns(x_BTD, tuple(weight[...] for weight in matrices if weight is not None))
+        inputs = tuple(
+            named(y_BTF if adapter is None else y_BTF + adapter(x_BTD), name)
+            for y_BTF, adapter, name in zip(
+                products, (self.up_lora, self.gate_lora), ("mlp_up", "mlp_gate")
+            )
+        )
         if self.biased:
             biases = (self.up_bias, self.gate_bias)[: len(inputs)]
             inputs += tuple(bias[...] for bias in biases if bias is not None)
         # The activation is recomputed for the backward pass: cheaper than saving its result,
         # whatever the remat policy.
         down = jax.checkpoint(
-            lambda weight, *inputs: rows(self.activate(*inputs), weight),
+            functools.partial(self._down, rows),
             policy=jax.checkpoint_policies.save_only_these_names(WEIGHT_SCALE),
             prevent_cse=False,
         )
-        y_BTD = down(self.down[...], *inputs)
+        weights = [self.down[...]]
+        if self.down_lora is not None:
+            weights += [self.down_lora.a[...], self.down_lora.b[...]]
+        y_BTD = down(weights, *inputs)
         return add_bias(y_BTD, self.down_bias[...]) if self.biased else y_BTD
+
+    def _down(self, rows: Callable, weights: Sequence[jax.Array], *inputs: jax.Array) -> jax.Array:
+        """The second matmul, and what its adapter adds."""
+        hidden_BTF, (weight, *adapter) = self.activate(*inputs), weights
+        y_BTD = rows(hidden_BTF, weight)
+        if self.down_lora is None:
+            return y_BTD
+        return y_BTD + self.down_lora.product(hidden_BTF, *adapter)
 
     def activate(self, up_BTF: jax.Array, *others: jax.Array) -> jax.Array:
         """The hidden values; `others` are the gate, and the biases of up and gate, where the MLP

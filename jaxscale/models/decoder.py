@@ -25,6 +25,7 @@ from jaxscale.models.forward import scan_periods
 from jaxscale.models.head import Head, make_norm
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.latent_attention import empty_latent_cache
+from jaxscale.models.low_rank import frozen_names
 from jaxscale.models.parts import (
     Part,
     adjust_biases,
@@ -161,7 +162,10 @@ class Decoder:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """The biases of routers, which `adjust` changes."""
+        """All but adapters, where there are some; else the biases of routers, which `adjust`
+        changes."""
+        if self.settings.lora_rank:
+            return frozen_names(self.axes)
         return tuple(
             "/".join((part.name, *path, "mlp", "router_bias"))
             for part in self._biased
@@ -170,8 +174,8 @@ class Decoder:
 
     @property
     def _biased(self) -> tuple[Part, ...]:
-        """Those whose routers have a bias for balancing."""
-        if not self.settings.router_bias:
+        """Those whose routers have a bias for balancing, which adapters leave as it is."""
+        if not self.settings.router_bias or self.settings.lora_rank:
             return ()
         return tuple(part for part in self.parts if part.expert_paths)
 

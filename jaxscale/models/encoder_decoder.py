@@ -30,6 +30,7 @@ from jaxscale.models.encoder_decoder_block import (
 from jaxscale.models.forward import apply_stack, scan_periods
 from jaxscale.models.head import Head
 from jaxscale.models.kernels import Kernels, plain_lookup
+from jaxscale.models.low_rank import frozen_names
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import (
     axes_of,
@@ -96,8 +97,8 @@ class EncoderDecoder:
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """None."""
-        return ()
+        """All but adapters, where there are some."""
+        return frozen_names(self.axes) if self.settings.lora_rank else ()
 
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
         """The encoder's tokens."""

@@ -90,7 +90,7 @@ class CrossAttention(Attention):
         segments_BS: jax.Array,
         kernels: Kernels,
     ) -> jax.Array:
-        (q_BTNH,) = kernels.columns(x_BTD, (self.q[...],))
+        (q_BTNH,) = self.products(x_BTD, "q", kernels.columns, kernels.key_heads)
         projected = q_BTNH, *self.keys(encoded_BSD, kernels)
         return self.attend(
             tuple(map(named, projected, ("query", "key", "value"))),
@@ -102,8 +102,7 @@ class CrossAttention(Attention):
 
     def keys(self, encoded_BSD: jax.Array, kernels: Kernels) -> tuple[jax.Array, ...]:
         """Keys and values of the encoder's output."""
-        weights = kernels.key_heads(self.k[...]), kernels.key_heads(self.v[...])
-        return kernels.columns(encoded_BSD, weights)
+        return self.products(encoded_BSD, "kv", kernels.columns, kernels.key_heads)
 
     def read(self, x_BTD: jax.Array, keys: Cache, places_BS: jax.Array) -> jax.Array:
         """Attention to keys and values that `keys` computed before, by one row's text each.
@@ -111,7 +110,7 @@ class CrossAttention(Attention):
         Args:
           places_BS: as in `CrossCache`.
         """
-        (q_BTNH,) = columns(x_BTD, (self.q[...],))
+        (q_BTNH,) = self.products(x_BTD, "q", columns, lambda x: x)
         # To queries at place 0 every key at place 0 is visible, and padding is not.
         places_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32)
         scale = self.config.attention_scale

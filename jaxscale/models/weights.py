@@ -13,6 +13,9 @@ from flax import nnx
 from jaxscale.model_config import ModelConfig
 from jaxscale.ops.random_bits import random_bits
 
+ADAPTERS = 2**32 - 1
+"""The number of the adapters' keys among those of a module: no parameter has it."""
+
 
 class Weights:
     """Makes the parameters of one module: shape, scale and placement follow from the axes.
@@ -43,6 +46,7 @@ class Weights:
             "routes": config.num_experts,
             "query_rank": config.query_rank,
             "kv_rank": config.kv_rank,
+            "lora_rank": config.lora_rank,
             "plain_dim": config.head_dim - config.rope_head_dim,
             "value_dim": config.value_dim,
             "halves": 2,
@@ -54,6 +58,8 @@ class Weights:
         self.std = math.sqrt(2 / (5 * config.d_model))
         self.depth_scale = 1 / math.sqrt(branches or 2 * config.num_layers)
         self.keys = nnx.RngStream(key, tag="params")
+        # Of their own, so that a model has the same weights with adapters and without.
+        self.adapter_keys = nnx.RngStream(jax.random.fold_in(key, ADAPTERS), tag="params")
 
     def normal(
         self, *axes: str, residual: bool = False, scale: float = 1.0, inputs: int = 0
@@ -71,6 +77,13 @@ class Weights:
         std = self.std * (self.depth_scale if residual else 1.0) * scale
         value = exact_normal(self.keys(), shape, std)
         return nnx.Param(value.astype(self.dtype), axes=axes)
+
+    def adapter(self, *axes: str) -> nnx.Param:
+        """The first matrix of a low-rank adapter, in float32 or wider."""
+        shape = self.shape(axes)
+        std = math.sqrt(2 / (5 * math.prod(shape[:-1])))
+        value = exact_normal(self.adapter_keys(), shape, std)
+        return nnx.Param(value.astype(jnp.promote_types(self.dtype, jnp.float32)), axes=axes)
 
     def ones(self, *axes: str) -> nnx.Param:
         return nnx.Param(jnp.ones(self.shape(axes), self.dtype), axes=axes)

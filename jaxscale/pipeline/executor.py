@@ -216,8 +216,12 @@ def _weight_gradient(rank: Rank, state: State, row: Row) -> State:
     # W makes nothing to send. Without this dependence on it, the ranks might exchange messages
     # in the middle of a tick: those with a W before it, the others after their operation.
     summed = state.grads if state.pending is None else state.pending
-    sums = [summed[part.name] for part in rank.parts]
-    smallest = min(jax.tree.leaves(sums), key=lambda x: x.size)
+    names, frozen = [part.name for part in rank.parts], rank.zero.frozen
+    still = frozen and {name: frozen[name] for name in names}
+    sums = rank.zero.trained({name: summed[name] for name in names}, still)
+    if not sums:  # all are frozen
+        return state
+    smallest = min(sums, key=lambda x: x.size)
     made, _ = jax.lax.optimization_barrier((state.made, smallest))
     return state._replace(made=made)
 

@@ -20,7 +20,10 @@ from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.distributed import processes
 from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face, open_model
 from jaxscale.model_config import ModelConfig, is_own_family
+from jaxscale.model_config.low_rank import LORA
 from jaxscale.model_config.rope_scaling import SCALING
+from jaxscale.models.low_rank import with_adapters, without_adapters
+from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.run.both_tiers import bring_newest
 from jaxscale.run_folder import TOKENIZERS, folder_of
 from jaxscale.sharding.resolve import is_axes, leaf_name
@@ -192,7 +195,7 @@ def check_settings(
     """
     ours, theirs = dataclasses.asdict(model), dataclasses.asdict(weights.config)
     none = "no such setting"
-    free = may_differ(model)
+    free = may_differ(model) | set(LORA if adds_adapters(model, weights) else ())
     differ = {
         name: f"model.{name} = {ours.get(name, none)!r} here, {theirs.get(name, none)!r} there"
         for name in {**ours, **theirs}
@@ -206,6 +209,10 @@ def check_settings(
     refused = [line for name, line in differ.items() if not (longer and name in ROPE)]
     if not longer and not differ.keys().isdisjoint(ROPE):
         refused.append(f"(rotary positions may differ where data.seq_len is above {context})")
+    if theirs.get("lora_rank") and not ours.get("lora_rank"):
+        refused.append(
+            "(`python -m jaxscale.convert --to_hf` writes the model with its adapters merged)"
+        )
     if refused:
         title = f"{why}: the weights in {weights.directory} are of a model with other settings:"
         raise ValueError("\n  ".join([title, *refused]))
@@ -214,6 +221,12 @@ def check_settings(
             f"note: {'; '.join(differ.values())}: other rotary positions, since data.seq_len = "
             f"{seq_len} is above the {context} tokens that the weights are for"
         )
+
+
+def adds_adapters(model: ModelConfig, weights: Weights) -> bool:
+    """Whether a model has low-rank adapters beside weights that have none."""
+    ranks = [getattr(one, "lora_rank", 0) for one in (model, weights.config)]
+    return ranks[0] > 0 and not ranks[1]
 
 
 def num_new_tokens(model: ModelConfig, weights: Weights) -> int:
@@ -246,7 +259,8 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
     depth = getattr(config.model, "prediction_depth", 0)
     weights = open_weights(folder, config.model.family, depth)
     check_settings(config.model, weights, why, config.data.seq_len, may_grow=True)
-    weights.check(engine.model.axes, engine.placement.canonical.params)
+    axes, placement = _placement(engine, weights)
+    weights.check(axes, placement.canonical)
     if config.optimizer.keep_state:
         _check_state(config, engine, weights, why)
     return weights
@@ -314,12 +328,17 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
     """The state of a new run with these parameters, and step 0. The optimizer is fresh, but for the
     moments where `optimizer.keep_state`: the learning rate's schedule begins anew in any case."""
     state = engine.init(key)
-    for leaf in jax.tree.leaves(state.params):
-        leaf.delete()  # only the optimizer's state is needed
-    params = weights.read(engine.model.axes, engine.placement.canonical.params)
+    axes, placement = _placement(engine, weights)
+    new_adapters = adds_adapters(engine.config.model, weights)
+    unused = without_adapters(state.params) if new_adapters else state.params
+    for leaf in jax.tree.leaves(unused):
+        leaf.delete()  # of the fresh state only the optimizer's is needed, and new adapters
+    params = weights.read(axes, placement.canonical)
     if new := num_new_tokens(engine.config.model, weights):
-        params = _with_new_tokens(params, engine.model.axes, weights.config.vocab_size, new)
-    params = engine.placement.part("params").from_canonical(params, donate=True)
+        params = _with_new_tokens(params, axes, weights.config.vocab_size, new)
+    params = placement.from_canonical(params, donate=True)
+    if new_adapters:
+        params = with_adapters(params, state.params)
     log.info(f"parameters read from {weights.directory}")
     state = state._replace(params=params)
     if engine.config.optimizer.keep_state:
@@ -329,6 +348,15 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
         state = state._replace(opt_state=_with_schedule_of(state.opt_state, kept))
         log.info(f"the optimizer's moments are those of step {weights.step} there")
     return state
+
+
+def _placement(engine: Engine, weights: Weights) -> tuple[Any, LayerPlacement]:
+    """The logical axes, and the places in a run, of those parameters that are read."""
+    axes, placement = engine.model.axes, engine.placement.part("params")
+    if not adds_adapters(engine.config.model, weights):
+        return axes, placement
+    parts = {name: without_adapters(getattr(placement, name)) for name in ("axes", "abstract")}
+    return without_adapters(axes), dataclasses.replace(placement, **parts)
 
 
 def _with_new_tokens(params: Any, axes: Any, known: int, new: int) -> Any:

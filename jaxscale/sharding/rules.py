@@ -33,6 +33,7 @@ WEIGHTS: Rules = {
     "value_dim": (),
     "halves": (),
     "pairs": (),
+    "lora_rank": (),  # of adapters, between their two matrices
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "positions": (),

@@ -66,6 +66,7 @@ class Zero:
     waits_for_gathers: bool = False  # whether the compiler overlaps few of them
     reduction_dtype: jnp.dtype | None = None  # None is the accumulation type
     has_gathered: bool = False  # whether the weights that it is given were gathered, and kept
+    frozen: Tree = None  # the parameters' tree with whether each is; None: none is
 
     @property
     def replicated_rules(self) -> Rules:
@@ -136,6 +137,27 @@ class Zero:
         """Whether more than vectors remains to be reduced over replicas by the last visit."""
         replicas = max(self.sizes["data"], self.sizes["expert"])
         return replicas > 1 or (self.stage < 2 and self.sizes["fsdp"] > 1)
+
+    def trained(self, grads: Tree, frozen: Tree) -> list[jax.Array]:
+        """The gradients that a step reads. Others are dropped by the compiler, with what computes
+        them, unless a barrier holds them.
+
+        Args:
+          grads: of some of the parameters.
+          frozen: of the same; None where `frozen` is.
+        """
+        leaves = jax.tree.leaves(grads)
+        if frozen is None:
+            return leaves
+        return [x for x, still in zip(leaves, jax.tree.leaves(frozen), strict=True) if not still]
+
+    def hold(self, grads: Tree, frozen: Tree, others: Tree) -> tuple[Tree, Tree]:
+        """`optimization_barrier` of gradients, as in `trained`, and others."""
+        trained, others = jax.lax.optimization_barrier((self.trained(grads, frozen), others))
+        if frozen is None:
+            return jax.tree.unflatten(jax.tree.structure(grads), trained), others
+        held = iter(trained)
+        return jax.tree.map(lambda x, still: x if still else next(held), grads, frozen), others
 
     def split_blocks(self, params: Tree) -> Tree:
         """Parameters as they are inside the `shard_map`."""

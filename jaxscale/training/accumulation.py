@@ -117,7 +117,9 @@ def make_accumulation(
             if not visit.first:
                 # Otherwise a compiler could begin with the forward pass of the last group, or with
                 # empty arrays for residuals, and hold them beside those of the groups before.
-                some, done, nothing = jax.lax.optimization_barrier((some, done, nothing))
+                others = some, done._replace(grads=None), nothing
+                grads, (some, done, nothing) = zero.hold(done.grads, zero.frozen, others)
+                done = done._replace(grads=grads)
             if visit.last and not visit.only and zero.scatters_last:
                 grads = zero.zeros(params, zero.axes, finished=True)
                 done = done._replace(grads=grads, earlier=done.grads)
@@ -260,7 +262,8 @@ def _group_pass(
     head = _gather_head(model, zero, params, embed)
     sums, dhead, dstream = _head_pass(model, zero, head, batch, stream, sums)
     if early.head:
-        dhead, dstream = jax.lax.optimization_barrier((dhead, dstream))
+        frozen = zero.frozen and head_params(model, zero.frozen)
+        dhead, dstream = zero.hold(dhead, frozen, dstream)
     earlier = before.grads if before.earlier is None else before.earlier
     if visit.last:
         if not visit.only:  # what the head borrows is among the embedding's

@@ -172,9 +172,9 @@ def make_engine(
     rows = stages.layer_of_row if stages else rows
     draw = _make_draw(built, stages)
     shapes = jax.eval_shape(draw, jax.random.key(0))
-    zero = make_zero(config, mesh, built.axes, shapes, models.rules)
-    rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
     frozen = optimizers.frozen_params(config.optimizer.groups, built.axes, built.frozen)
+    zero = make_zero(config, mesh, built.axes, shapes, models.rules, frozen)
+    rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
     if optimizer:
         check_own_optimizer(config, optimizer, shapes)
     optimizer = optimizer or _make_optimizer(config, mesh, zero, built.axes, frozen)

@@ -100,6 +100,11 @@ class Loop:
         return self.zero.layer_axes(self.stack.name)
 
     @property
+    def frozen(self) -> Tree:
+        """Which of them are left as they are; None: none is."""
+        return self.zero.frozen and self.zero.frozen[self.stack.name]
+
+    @property
     def prefetches(self) -> bool:
         """Whether a layer needs weights or residuals that take time to arrive."""
         return self.zero.gathers or self.offload
@@ -332,12 +337,12 @@ def _layer_backward(
         grads = _accumulate(loop, inputs, grads, index + 1, unreduced)
         if loop.early.layers:
             # The layer is recomputed meanwhile, which does not need dx.
-            dx, grads = jax.lax.optimization_barrier((dx, grads))
+            grads, dx = loop.zero.hold(grads, loop.frozen, dx)
     here = Place(now, place.kind)
     dweights, dx, dshared = _sum_gradients(loop, weights, inputs, residuals, dx, dshared, here)
     # The compiler would compute the gradients of many layers' weights later, and hold what they are
     # of.
-    ready = after(0, dweights) if loop.ordered else None
+    ready = after(0, loop.zero.trained(dweights, loop.frozen)) if loop.ordered else None
     if loop.reduces:
         return Carry(dx, dshared, prefetched, dweights, grads, ready)
     grads = _accumulate(loop, inputs, grads, index, dweights)

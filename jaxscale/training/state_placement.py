@@ -33,12 +33,15 @@ log = logging.getLogger("jaxscale")
 Tree = Any
 
 
-def make_zero(config: Config, mesh: Mesh, axes: Tree, shapes: Tree, own: Rules) -> Zero:
+def make_zero(
+    config: Config, mesh: Mesh, axes: Tree, shapes: Tree, own: Rules, frozen: Tree
+) -> Zero:
     """The ZeRO stage of the layout.
 
     Args:
       axes, shapes: of the parameters; the axes in canonical form.
       own: mesh axes of a model's own logical axes.
+      frozen: tree of the parameters with whether each is left as it is.
     """
     layout, kind = config.layout, mesh.devices.flat[0].device_kind
     return Zero(
@@ -51,6 +54,7 @@ def make_zero(config: Config, mesh: Mesh, axes: Tree, shapes: Tree, own: Rules) 
         has_sparse_cores(kind),
         waits_for_gathers(kind),
         jnp.dtype(config.optimizer.reduced_in),
+        frozen=frozen if any(jax.tree.leaves(frozen)) else None,
     )
 
 

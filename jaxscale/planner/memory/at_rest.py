@@ -1,12 +1,14 @@
 """Memory between steps, to the byte: parameters, optimizer state, batch."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 
 from jaxscale.config import Config
 from jaxscale.layout import Layout
-from jaxscale.optimizer_config import FACTORED_SIZE, check_groups, find_group
+from jaxscale.model_config import ModelConfig
+from jaxscale.optimizer_config import FACTORED_SIZE, ParamGroup, check_groups, find_group
 from jaxscale.planner.memory.zero_traffic import reduces_last
 from jaxscale.planner.model.param_shapes import (
     Ints,
@@ -47,7 +49,7 @@ def parameter_bytes(config: Config, rows: Rows) -> Ints:
     layout, stage = config.layout, config.layout.zero_stage
     width = itemsize(config.model.param_dtype)
     return sum(
-        (max(width, 4) if array.name.endswith(BALANCED) else width)
+        (max(width, 4) if array.name.endswith(BALANCED) or array.in_adapter else width)
         * _repeats(array, rows)
         * array.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
         for array in _stacks(parameters(config.model))
@@ -103,15 +105,21 @@ def check_param_groups(config: Config) -> None:
     check_groups(config.optimizer.groups, sorted(names), moved)
 
 
-def trained_parameters(config: Config) -> list[ParamShape]:
-    """Those that no group of the optimizer freezes, nor the model itself: the biases of routers."""
-    groups = config.optimizer.groups
-    return [
+def trained_parameters(config: Config) -> tuple[ParamShape, ...]:
+    """Those that no group of the optimizer freezes, nor the model itself: the biases of routers,
+    and with adapters all others."""
+    return _trained(config.model, config.optimizer.groups)
+
+
+@functools.lru_cache(maxsize=64)
+def _trained(model: ModelConfig, groups: tuple[ParamGroup, ...]) -> tuple[ParamShape, ...]:
+    return tuple(
         array
-        for array in parameters(config.model)
+        for array in parameters(model)
         if not array.name.endswith(BALANCED)
+        and (array.in_adapter or not model.lora_rank)
         and not find_group(f"{array.part}/{array.name}", groups).frozen
-    ]
+    )
 
 
 def _stacks(arrays: Iterable[ParamShape]) -> list[ParamShape]:

@@ -6,14 +6,13 @@ import numpy as np
 
 from jaxscale.config import Config
 from jaxscale.planner.memory.at_rest import sides, trained_parameters
-from jaxscale.planner.memory.layer_loop import LayerLoop, elements
+from jaxscale.planner.memory.layer_loop import LayerLoop, gradient_elements
 from jaxscale.planner.memory.transients import Transients
 from jaxscale.planner.model.param_shapes import (
     Ints,
     ParamShape,
     Rows,
     maximum,
-    parameters,
     select,
     stack_sizes,
 )
@@ -28,20 +27,21 @@ def reduction_bytes(config: Config, loop: LayerLoop, transients: Transients, row
         return maximum(
             *(
                 rows.get(array.part, 1) * array.shard_size(layout, over_fsdp=stage >= 1)
-                for array in parameters(config.model)
+                for array in trained_parameters(config)
             )
         )
 
     # Inputs and outputs of the reductions of the last layer, embedding and head; where whole
     # gradients are summed in place, two of the largest are in flight.
-    last = loop.weights + elements(config, "embed head")
+    last = loop.gradients + gradient_elements(config, "embed head")
     if transients.in_place:
         last = select(loop.single, last, largest({}))
     once = select(loop.reduces & (stage == 0), 2 * loop.accumulated * last)
     # In a pipeline, the stacks that are not reduced per visit.
     left = (layout.data > 1) | ((layout.zero_ranks > 1) & (stage <= 1))
-    layers = sum(count * elements(config, part, stage >= 1) for part, count in rows.items())
-    stacks = loop.accumulated * (layers + elements(config, "embed head", stage >= 1))
+    parts = {**rows, "embed head": 1}
+    sums = [count * gradient_elements(config, part, stage >= 1) for part, count in parts.items()]
+    stacks = loop.accumulated * sum(sums)
     if transients.in_place:
         stacks = 2 * loop.accumulated * largest(rows)
     return select(layout.pipeline == 1, once, select(left, stacks))

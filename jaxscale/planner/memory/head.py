@@ -6,8 +6,9 @@ from jaxscale.config import Config
 from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
-    elements,
+    gradient_elements,
     head_elements,
+    head_gradient_elements,
     stream_bytes,
 )
 from jaxscale.planner.memory.transients import Transients
@@ -18,6 +19,7 @@ def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Logits of a chunk, the output matrix with its gradient, and the stream."""
     model, layout = config.model, config.layout
     vocab, matrix = model.padded_vocab_size // layout.tensor_columns, head_elements(config)
+    gradient = head_gradient_elements(config)
     features = model.d_model if transients.in_place else 0  # as `training.kernels` has it on a GPU
     chunks = -(-loop.tokens // loss_chunk_tokens(vocab, features))
     logits = loop.tokens * vocab // chunks
@@ -25,22 +27,25 @@ def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     # Input, normalised, transposed, and its gradient; gathered over tensor.
     stream = 5 * loop.compute * loop.tokens * model.d_model // layout.tensor_rows
     stream = stream + select(together, 2 * loop.group * stream_bytes(config, loop))
-    group_sum = select(together, loop.accumulated * matrix)
+    group_sum = select(together, loop.accumulated * gradient)
     if transients.in_place:
         # In each of several passes the loop over chunks begins with zeros that the embedding's
         # gradient begins with, too: the compiler keeps them. Not where the two are tied.
         again = loop.scatters & loop.repeats & (layout.pipeline == 1)
         again = again & (chunks > 1) & (not model.tied_embeddings)
-        zeros = select(again, loop.accumulated * elements(config, "embed"))
+        zeros = select(again, loop.accumulated * gradient_elements(config, "embed"))
         piped = layout.pipeline > 1
-        return _fused_bytes(loop, chunks, logits, matrix, piped) + zeros + group_sum + stream
+        fused = _fused_bytes(loop, chunks, logits, matrix, gradient, piped)
+        return fused + zeros + group_sum + stream
     wide = max(loop.compute, 4)
-    matrices = wide * matrix + loop.gathers * loop.compute * matrix
+    matrices = wide * gradient + loop.gathers * loop.compute * matrix
     arrays = transients.logits - (transients.looks_up & (layout.tensor_columns == 1))
     return arrays * wide * logits + matrices + group_sum + stream
 
 
-def _fused_bytes(loop: LayerLoop, chunks: Ints, logits: Ints, matrix: Ints, piped: Any) -> Ints:
+def _fused_bytes(
+    loop: LayerLoop, chunks: Ints, logits: Ints, matrix: Ints, gradient: Ints, piped: Any
+) -> Ints:
     """On a GPU, where one fusion reads a chunk's float32 logits and writes their gradient in the
     compute type: both, the output matrix in that type, and its gradient, to which a matmul adds in
     place. With one chunk the gradient is there only when the float32 logits are gone; in a single
@@ -50,16 +55,16 @@ def _fused_bytes(loop: LayerLoop, chunks: Ints, logits: Ints, matrix: Ints, pipe
 
     Args:
       chunks, logits: their number, and the elements of one.
-      matrix: elements of the output matrix.
+      matrix, gradient: elements of the output matrix, and of its gradient.
       piped: whether there is a pipeline.
     """
-    wide, narrow = loop.accumulated * matrix, loop.compute * matrix
+    wide, narrow = loop.accumulated * gradient, loop.compute * matrix
     narrow = select(piped | loop.keeps, 0, narrow)
     both = (max(loop.compute, 4) + loop.compute) * logits + narrow
     own = loop.scatters | piped
     several = both + select(own | loop.single, wide, 0)
-    transposed = loop.single & (loop.unreduced == loop.weights)
-    gradient = select(transposed, 2, select(own | loop.single, 1, 0)) * wide
-    most = select(chunks == 1, maximum(both, gradient + loop.compute * logits), several)
+    transposed = loop.single & (loop.unreduced == loop.gradients)
+    written = select(transposed, 2, select(own | loop.single, 1, 0)) * wide
+    most = select(chunks == 1, maximum(both, written + loop.compute * logits), several)
     # Gradients that a rank of a pipeline reduce-scatters are copied first.
     return maximum(most, select(loop.scatters & piped, 2 * wide, 0))

@@ -9,11 +9,13 @@ import numpy as np
 from jaxscale.config import Config
 from jaxscale.layout import RematPolicy, parse_remat
 from jaxscale.ops.sizes import HIDING_TOKENS
+from jaxscale.planner.memory.at_rest import trained_parameters
 from jaxscale.planner.memory.experts import hidden_features, rows_of_token, saved_row_bytes
 from jaxscale.planner.memory.saved_activations import saved_bytes, saved_source_bytes
 from jaxscale.planner.memory.zero_traffic import reduces_last
 from jaxscale.planner.model.param_shapes import (
     Ints,
+    ParamShape,
     Rows,
     StackSize,
     itemsize,
@@ -49,6 +51,7 @@ class LayerLoop:
     accumulated: int  # bytes of an element
     capacity: Ints  # layers of a chunk of the stack, on a rank of a pipeline
     weights: Ints  # elements of a layer, whole over fsdp and context
+    gradients: Ints  # elements of those weights that are trained
     unreduced: Ints  # elements of a layer's gradient, which the compiler reduces over context
     sums: Ints  # elements of the gradient accumulators of the whole model
     reduced: Ints  # of the layers' gradients that the last of several visits leaves beside them
@@ -74,16 +77,21 @@ class LayerLoop:
             rows_here = tokens * rows_of_token(config.model, layout, length)
         gathers, keeps = several & (stage == 3), several & ((stage == 1) | (stage == 2))
         scatters = several & ((stage >= 2) | ((stage == 1) & single))
-        sums = sum(count * elements(config, part, scatters) for part, count in rows.items())
+        sums = sum(
+            count * gradient_elements(config, part, scatters) for part, count in rows.items()
+        )
         # With a single visit the gradients of embedding and head need no accumulator.
-        sums = sums + select(single, 0, elements(config, "embed head", scatters))
+        sums = sums + select(single, 0, gradient_elements(config, "embed head", scatters))
         # The compiler reduces over context in each visit, whatever the engine does over fsdp.
         late = (stage == 1) & np.logical_not(single)
         sums = sums // select(late, layout.context, 1)
         early = (layout.fsdp > 1) & (stage >= 2) & whole
         remat, group = layout.remat_policy, layout.microbatches // count
         recomputes = remat.by_names & (not remat.names)
-        shards_left = sum(count * elements(config, part, True) for part, count in rows.items())
+        shards_left = sum(
+            count * gradient_elements(config, part, True) for part, count in rows.items()
+        )
+        gradients = gradient_elements(config, stack.part)
         return cls(
             part=stack.part,
             turn=turn,
@@ -106,7 +114,8 @@ class LayerLoop:
             accumulated=itemsize(config.optimizer.accumulation_dtype),
             capacity=capacity,
             weights=elements(config, stack.part),
-            unreduced=elements(config, stack.part) // select(stage >= 1, layout.context, 1),
+            gradients=gradients,
+            unreduced=gradients // select(stage >= 1, layout.context, 1),
             sums=sums,
             reduced=select(late & several & whole, shards_left),
         )
@@ -125,27 +134,54 @@ class LayerLoop:
 
 def elements(config: Config, parts: str, over_fsdp: Any = False) -> Ints:
     """Parameters of some parts of the model on a device; of a stack those of one layer."""
+    return _elements(config, parameters(config.model), parts, over_fsdp)
+
+
+def gradient_elements(config: Config, parts: str, over_fsdp: Any = False) -> Ints:
+    """Likewise of the gradients: frozen parameters have none."""
+    return _elements(config, trained_parameters(config), parts, over_fsdp)
+
+
+def _elements(
+    config: Config, arrays: Sequence[ParamShape], parts: str, over_fsdp: Any = False
+) -> Ints:
     return sum(
         array.shard_size(config.layout, over_fsdp=over_fsdp)
-        for array in parameters(config.model)
+        for array in arrays
         if array.part in parts.split()
     )
 
 
 def head_elements(config: Config, over_fsdp: Any = False) -> Ints:
     """Parameters that the head reads: a tied one reads the embedding."""
-    return elements(config, "head", over_fsdp) + sum(
-        array.shard_size(config.layout, over_fsdp=over_fsdp)
-        for array in parameters(config.model)
-        if config.model.tied_embeddings and array.name == "tokens"
-    )
+    return _head_elements(config, parameters(config.model), over_fsdp)
+
+
+def head_gradient_elements(config: Config, over_fsdp: Any = False) -> Ints:
+    """Of their gradients."""
+    return _head_elements(config, trained_parameters(config), over_fsdp)
+
+
+def _head_elements(config: Config, arrays: Sequence[ParamShape], over_fsdp: Any) -> Ints:
+    tied = [one for one in arrays if config.model.tied_embeddings and one.name == "tokens"]
+    own = [one for one in arrays if one.part == "head"]
+    return sum(one.shard_size(config.layout, over_fsdp=over_fsdp) for one in own + tied)
 
 
 def mlp_weights(config: Config, part: str = "layers") -> Ints:
     """Parameters of a layer's MLP, not sharded over fsdp."""
+    return _mlp_weights(config, parameters(config.model), part)
+
+
+def mlp_gradients(config: Config, part: str) -> Ints:
+    """Of their gradients."""
+    return _mlp_weights(config, trained_parameters(config), part)
+
+
+def _mlp_weights(config: Config, arrays: Sequence[ParamShape], part: str) -> Ints:
     return sum(
         array.shard_size(config.layout, over_fsdp=False)
-        for array in parameters(config.model)
+        for array in arrays
         if array.part == part and {"mlp", "expert_mlp", "shared_mlp"} & set(array.axes)
     )
 

@@ -65,8 +65,12 @@ def saved_values(
             del kept["mlp norm"]
         if model.norm_placement == "both":
             kept |= {"attention before its norm": stream, "mlp before its norm": stream}
+        # What each adapter's first matrix makes; that of the MLP's output is recomputed.
+        adapted = set(model.adapted_weights) - {"down"}
+        kept |= {f"{name} adapter": model.lora_rank for name in adapted}
     if cross:
-        both = {"query", "attention", "attention_out", "attention norm"} & kept.keys()
+        both = {"query", "attention", "attention_out", "attention norm"}
+        both = (both | {"q adapter", "out adapter"}) & kept.keys()
         kept |= {f"cross {name}": kept[name] for name in both}
     found = [SavedValue(name, size, width) for name, size in kept.items() if size]
     if experts and remat.by_names:
@@ -114,7 +118,11 @@ def _router_values(model: ModelConfig) -> list[SavedValue]:
 def saved_source_values(model: ModelConfig, remat: RematPolicy) -> list[SavedValue]:
     """Keys and values of cross attention, for each token that it reads."""
     width, keys = itemsize(model.compute_dtype), model.num_kv_heads * model.head_dim
-    return [SavedValue(name, keys, width) for name in ("key", "value") if name in remat.names]
+    found = [SavedValue(name, keys, width) for name in ("key", "value") if name in remat.names]
+    if not remat.by_names:
+        adapted = {"k", "v"} & {*model.adapted_weights}
+        found += [SavedValue(f"{name} adapter", model.lora_rank, width) for name in adapted]
+    return found
 
 
 def saved_bytes(
@@ -177,11 +185,18 @@ def stash_refusal(model: ModelConfig, layout: Layout) -> str:
             f"of layers in turns (model.expert_pattern = {model.expert_pattern!r}); set "
             "layout.pipeline = 1"
         )
-    if model.num_experts and not _by_table(layout.remat_policy):
+    what = "experts" if model.num_experts else "adapters" if model.lora_rank else ""
+    if what and not _by_table(layout.remat_policy):
         return (
             f"layout.remat = {layout.remat!r}: there is no formula for what a pipeline keeps of "
-            "layers with experts under a policy by names; set layout.remat = 'full', 'none' or "
+            f"layers with {what} under a policy by names; set layout.remat = 'full', 'none' or "
             "'keep:4'"
+        )
+    if model.lora_rank and model.num_encoder_layers:
+        return (
+            f"layout.pipeline = {layout.pipeline}: there is no formula for what a pipeline keeps "
+            f"of an encoder and a decoder with adapters (model.lora_rank = {model.lora_rank}); set "
+            "layout.pipeline = 1"
         )
     return ""
 
@@ -227,6 +242,11 @@ def stash_bytes(
         residual_b += 2 * stream * (model.norm_placement == "both")
         residual_w = 2 * stream * whole + queries + hidden * (not model.mlp_bias)
         sums = remat.kind != "save_all_but_attention"
+        # What the first matrix of an adapter makes, and its gradient. That of the MLP's output is
+        # recomputed in B.
+        recomputed = "down" in model.adapted_weights
+        residual_w += rows * model.lora_rank * (len(model.adapted_weights) - recomputed)
+        cotangent += rows * model.lora_rank * (len(model.adapted_weights) + recomputed)
     else:
         residual_b, residual_w = sum(sizes[name] for name in names & sizes.keys()), 0
         there = [name for name in matmuls if name in names]

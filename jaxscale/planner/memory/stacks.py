@@ -9,8 +9,8 @@ import numpy as np
 from jaxscale.config import Config
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
-    elements,
-    head_elements,
+    gradient_elements,
+    head_gradient_elements,
     layer_saved_bytes,
     stream_bytes,
 )
@@ -42,9 +42,9 @@ def stacks_outer_gradients(
     and those of the head are reduced during the layers, or during the modules that predict further
     tokens, whose working set has them."""
     wide = max(loop.compute, 4)
-    embed = 0 if is_last else wide * elements(config, "embed")
-    whole = loop.accumulated * head_elements(config)
-    shard = loop.single * loop.accumulated * head_elements(config, loop.scatters)
+    embed = 0 if is_last else wide * gradient_elements(config, "embed")
+    whole = loop.accumulated * head_gradient_elements(config)
+    shard = loop.single * loop.accumulated * head_gradient_elements(config, loop.scatters)
     if not transients.late:
         return shard + embed
     if transients.in_place and config.model.prediction_depth:

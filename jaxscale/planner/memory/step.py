@@ -26,10 +26,13 @@ from jaxscale.planner.memory.head import head_bytes
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
     elements,
+    gradient_elements,
     head_elements,
+    head_gradient_elements,
     hidden_values,
     layer_saved_bytes,
     message_bytes,
+    mlp_gradients,
     mlp_weights,
     stream_bytes,
 )
@@ -281,7 +284,7 @@ def _stack_memory(
         attention=biased_attention_bytes(config, loop, transients),
         layer_gradients=select(
             pipelined,
-            (loop.compute if transients.carries else loop.accumulated) * loop.weights,
+            (loop.compute if transients.carries else loop.accumulated) * loop.gradients,
             _layer_gradients(config, loop, transients),
         ),
         forward_loop=_forward_loop(config, loop),
@@ -389,14 +392,16 @@ def _pending(config: Config, loop: LayerLoop, loops: list[LayerLoop], buffers: R
     of an only chunk are reduced after the last tick, those of a layer at once."""
     if config.layout.pipeline_gather == "layer":
         return 0
-    whole = sum(one.capacity * one.weights for one in loops)
-    reduced = select(buffers.chunks > 1, loop.capacity * elements(config, loop.part, True))
+    whole = sum(one.capacity * one.gradients for one in loops)
+    shards = gradient_elements(config, loop.part, True)
+    reduced = select(buffers.chunks > 1, loop.capacity * shards)
     return loop.accumulated * (whole + reduced)
 
 
 def _tied_sums(config: Config, loop: LayerLoop) -> Ints:
     """A pipeline accumulates the gradients of a tied head separately from the embedding's."""
-    tied = head_elements(config, loop.scatters) - elements(config, "head", loop.scatters)
+    own = gradient_elements(config, "head", loop.scatters)
+    tied = head_gradient_elements(config, loop.scatters) - own
     return select(config.layout.pipeline > 1, tied)
 
 
@@ -416,9 +421,9 @@ def _stash(config: Config, loop: LayerLoop) -> tuple[Ints, Ints]:
 def _outer_gradients(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients of head and embedding; with several passes over the layers both are among the
     accumulators. `late` ones are live whole, before reduction."""
-    head = loop.accumulated * head_elements(config, loop.scatters)
-    whole = loop.accumulated * head_elements(config)
-    embed = elements(config, "embed")
+    head = loop.accumulated * head_gradient_elements(config, loop.scatters)
+    whole = loop.accumulated * head_gradient_elements(config)
+    embed = gradient_elements(config, "embed")
     if not transients.late:
         return select(loop.single, head + max(loop.compute, 4) * embed)
     # On a TPU, whose loop carries gradients, those of the head are reduced before.
@@ -432,7 +437,7 @@ def _group(config: Config, loop: LayerLoop) -> Ints:
     activations = layer_saved_bytes(config, loop) + (2 + loop.beside) * stream_bytes(config, loop)
     # Gradient accumulators of the layer, and of the last one outside the loop; attention's
     # weights, which the CPU back end transposes in every micro-batch.
-    sums = loop.accumulated * loop.weights * (1 + loop.beside)
+    sums = loop.accumulated * loop.gradients * (1 + loop.beside)
     transposed = loop.compute * (loop.weights - mlp_weights(config, loop.part))
     return select(loop.group == 1, 0, loop.group * activations + sums + transposed)
 
@@ -445,7 +450,7 @@ def _layer_gradients(config: Config, loop: LayerLoop, transients: Transients) ->
     done = select(loop.gathers, 0, loop.compute * mlp_weights(config, loop.part))
     alone = waiting - done + 4 * stream_bytes(config, loop)
     rest = working_set_bytes(config, loop, transients) - hidden_bytes(config, loop, transients)
-    sums = loop.accumulated * mlp_weights(config, loop.part)
+    sums = loop.accumulated * mlp_gradients(config, loop.part)
     return select(loop.group == 1, alone, sums + rest)
 
 

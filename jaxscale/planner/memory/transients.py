@@ -9,9 +9,9 @@ from jaxscale.ops.sizes import BLOCK_SCORES, LANES
 from jaxscale.planner.memory.experts import row_bytes
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
-    elements,
-    head_elements,
-    mlp_weights,
+    gradient_elements,
+    head_gradient_elements,
+    mlp_gradients,
     recomputed_bytes,
 )
 from jaxscale.planner.model.param_shapes import Ints, maximum, select
@@ -157,7 +157,7 @@ def _rows(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """What the rows of experts add."""
     if not loop.has_experts:
         return 0
-    head = loop.accumulated * head_elements(config)
+    head = loop.accumulated * head_gradient_elements(config)
     return row_bytes(config, loop, head, blocks=transients.blocks)
 
 
@@ -219,17 +219,18 @@ def carried_bytes(config: Config, loop: LayerLoop, transients: Transients) -> In
 
 def walk_end_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients at the end of the loop: with no compute left to overlap, reductions queue up."""
-    embed = elements(config, "embed")
-    outer = embed + select(loop.early, 0, elements(config, "head"))
+    embed = gradient_elements(config, "embed")
+    outer = embed + select(loop.early, 0, gradient_elements(config, "head"))
     layers = select(loop.gathers, 2, 1)
     # Attention's are never ragged: heads are a dimension of their own.
-    results = select(ragged(config, transients), outer + layers * mlp_weights(config, loop.part))
+    mlp = mlp_gradients(config, loop.part)
+    results = select(ragged(config, transients), outer + layers * mlp)
     # The embedding's also before the cast. And the loop's carry leaves fragments too small for a
     # whole matrix: 8 GB for gpt_175b.
-    narrow = embed + select(loop.gathers, 2 * loop.weights)
+    narrow = embed + select(loop.gathers, 2 * loop.gradients)
     # Two matrices out of the stream before the compiler reduces them over context.
-    matrices = mlp_weights(config, loop.part) * (1 + config.model.gated) // (2 + config.model.gated)
-    crossing = select(loop.unreduced != loop.weights, matrices)
+    matrices = mlp * (1 + config.model.gated) // (2 + config.model.gated)
+    crossing = select(loop.unreduced != loop.gradients, matrices)
     wide = layers * loop.unreduced + crossing + outer + results
     return select(
         _carries(config, loop, transients), loop.accumulated * wide + loop.compute * narrow

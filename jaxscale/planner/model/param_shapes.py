@@ -55,6 +55,11 @@ class ParamShape:
         return self.part not in ("embed", "head")
 
     @property
+    def in_adapter(self) -> bool:
+        """Whether it is of a low-rank adapter."""
+        return "lora_rank" in self.axes
+
+    @property
     def size(self) -> int:
         """Elements."""
         return math.prod(self.shape)
@@ -136,6 +141,7 @@ def parameters(model: ModelConfig) -> tuple[ParamShape, ...]:
         "shared_mlp": model.shared_d_ff,
         "query_rank": model.query_rank,
         "kv_rank": model.kv_rank,
+        "lora_rank": model.lora_rank,
         "plain_dim": model.head_dim - model.rope_head_dim,
         "value_dim": model.value_dim,
         "halves": 2,
@@ -241,7 +247,19 @@ def _attention(model: ModelConfig, name: str) -> Axes:
         arrays["v_bias"] = ("kv_heads", "head_dim")
     if model.attention_bias == "all":
         arrays["out_bias"] = ("embed",)
+    arrays |= _adapters(model, arrays)
     return {f"{name}/{array}": axes for array, axes in arrays.items()}
+
+
+def _adapters(model: ModelConfig, arrays: Axes) -> Axes:
+    """The two matrices of each adapter, of those of an attention or an MLP."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in model.adapted_weights:
+        if axes := arrays.get(name):
+            inputs = len(axes) - 1 if axes[-1] == "embed" else 1
+            found[f"{name}_lora/a"] = (*axes[:inputs], "lora_rank")
+            found[f"{name}_lora/b"] = ("lora_rank", *axes[inputs:])
+    return found
 
 
 def _latent_attention(model: ModelConfig) -> Axes:
@@ -282,17 +300,15 @@ def _experts(model: ModelConfig) -> Axes:
 
 
 def _mlp(model: ModelConfig) -> Axes:
-    arrays: dict[str, tuple[str, ...]] = {
-        "mlp/up": ("embed", "mlp"),
-        "mlp/down": ("mlp", "embed"),
-    }
+    arrays: dict[str, tuple[str, ...]] = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
     if model.gated:
-        arrays["mlp/gate"] = ("embed", "mlp")
+        arrays["gate"] = ("embed", "mlp")
+    arrays |= _adapters(model, arrays)
     if model.mlp_bias:
-        arrays |= {"mlp/up_bias": ("mlp",), "mlp/down_bias": ("embed",)}
+        arrays |= {"up_bias": ("mlp",), "down_bias": ("embed",)}
         if model.gated:
-            arrays["mlp/gate_bias"] = ("mlp",)
-    return arrays
+            arrays["gate_bias"] = ("mlp",)
+    return {f"mlp/{array}": axes for array, axes in arrays.items()}
 
 
 def _norm(model: ModelConfig, name: str) -> Axes:

@@ -100,6 +100,8 @@ class TrainableModel:
         traits = dataclasses.replace(JAXSCALE, gradient_bytes=width, casts_weights=casts)
         if self.config.optimizer.name == "muon":
             traits = dataclasses.replace(traits, whole_matrices=muon_matrices(self.config))
+        if self.config.model.lora_rank:
+            traits = dataclasses.replace(traits, frozen=True)
         if self.config.model.matmul_dtype:
             traits = dataclasses.replace(traits, matmul="fp8")
         return Parallelism.of(layout, self.sequences, traits=traits)

@@ -53,6 +53,7 @@ MODELS = {
     "olmo2": ModelConfig(**SIZES, family="olmo2"),
     "gpt_neox": ModelConfig(**SIZES, family="gpt_neox", rope_share=0.4),
     "bert": ModelConfig(**SIZES, family="bert"),
+    "adapters": dataclasses.replace(LLAMA, lora_rank=6),
 }
 LATENT = ModelConfig(
     **SIZES | {"num_kv_heads": SIZES["num_heads"]},
@@ -300,6 +301,7 @@ def test_a_pipeline_of_an_encoder_and_a_decoder_keeps_these_bytes(family, remat)
         ("gpt_neox", "save:mlp_up"),
         ("gpt_neox", "save:query,key,value,attention_out"),
         ("bert", "none"),
+        ("adapters", "full"),
         ("bert", "save:query,attention"),
     ],
 )
@@ -368,6 +370,7 @@ def compiled_products(model: ModelConfig, remat: str) -> float:
         ("gemma3", "full"),  # a norm needs the result of the last matmul
         ("gpt_neox", "full"),  # attention ends in the stream, too
         ("bert", "save:query,attention"),
+        ("adapters", "save_matmuls"),  # but not what their first matrices make
         ("latent", "save_matmuls"),  # but not what queries, keys and values are made of
     ],
 )
@@ -375,5 +378,5 @@ def test_a_policy_repeats_the_products_that_it_does_not_keep(name, remat):
     model = dataclasses.replace((MODELS | {"latent": LATENT})[name], compute_dtype="float32")
     repeated = compiled_products(model, remat) - compiled_products(model, "none")
     expected = model.hardware_flops_per_token(TIME, remat=remat, causal=False)
-    expected -= model.flops_per_token(TIME, causal=False)
+    expected -= model.hardware_flops_per_token(TIME, remat="none", causal=False)
     assert repeated == pytest.approx(expected / model.num_layers, rel=1e-6)

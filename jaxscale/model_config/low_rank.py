@@ -1,0 +1,72 @@
+"""The options of low-rank adapters (LoRA, arXiv 2106.09685), with which a model is fine-tuned."""
+
+from dataclasses import dataclass
+
+from jaxscale.choices import check_at_least, check_choice
+
+LORA = ("lora_rank", "lora_alpha", "lora_targets")
+"""The settings, which a model without adapters need not show."""
+
+OF_ATTENTION = ("q", "k", "v", "out")
+OF_MLP = ("up", "gate", "down")
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """What `ModelConfig` says of adapters. Without, `lora_rank` is 0.
+
+    With them every other parameter is frozen.
+    """
+
+    lora_rank: int = 0  # of an adapter's two matrices; 0 trains the weights themselves
+    lora_alpha: float = 16.0  # what adapters add is times alpha over rank
+    lora_targets: str = ""  # weights of a layer with an adapter, of q,k,v,out,up,gate,down; "": all
+
+    def check_lora(self, *, gated: bool, has_experts: bool, is_latent: bool) -> None:
+        """Refuses options that contradict each other, and weights without adapters.
+
+        Raises:
+          ValueError: with the setting to change.
+        """
+        check_at_least("model", self, lora_rank=0)
+        if not self.lora_rank:
+            if self.lora_targets:
+                raise ValueError(
+                    f"model.lora_targets = {self.lora_targets!r} with model.lora_rank = 0, which "
+                    "is no adapters; set model.lora_rank, such as 16"
+                )
+            return
+        if self.lora_alpha <= 0:
+            raise ValueError(f"model.lora_alpha = {self.lora_alpha} must be above 0")
+        if is_latent:
+            raise ValueError(
+                f"model.lora_rank = {self.lora_rank}: there are no adapters for latent attention "
+                "(model.kv_rank); set model.lora_rank = 0"
+            )
+        known = _targets(gated=gated, has_experts=has_experts)
+        for name in self._named_targets:
+            if has_experts and name in OF_MLP:
+                raise ValueError(
+                    f"model.lora_targets names {name!r}: there are no adapters for experts; leave "
+                    f"it out, or set model.lora_targets = {','.join(OF_ATTENTION)!r}"
+                )
+            check_choice("model.lora_targets", name, known)
+        if len(set(self._named_targets)) < len(self._named_targets):
+            raise ValueError(f"model.lora_targets = {self.lora_targets!r} names a weight twice")
+
+    @property
+    def _named_targets(self) -> list[str]:
+        return [name.strip() for name in self.lora_targets.split(",")] if self.lora_targets else []
+
+    def adapted(self, *, gated: bool, has_experts: bool) -> tuple[str, ...]:
+        """The weights of a layer that have an adapter."""
+        if not self.lora_rank:
+            return ()
+        named = self._named_targets
+        known = _targets(gated=gated, has_experts=has_experts)
+        return tuple(name for name in known if not named or name in named)
+
+
+def _targets(*, gated: bool, has_experts: bool) -> tuple[str, ...]:
+    mlp = () if has_experts else OF_MLP if gated else ("up", "down")
+    return (*OF_ATTENTION, *mlp)
