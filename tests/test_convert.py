@@ -6,7 +6,9 @@ import json
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
@@ -15,7 +17,10 @@ import jaxscale
 from jaxscale import convert, evaluate, generate, train
 from jaxscale.config import from_dict
 from jaxscale.data.loader import batches
+from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.low_rank import merge_adapters, with_adapters, without_adapters
 from jaxscale.run.initial_weights import initial_state, open_initial
+from jaxscale.run.pretrained import Pretrained
 from jaxscale.run.setup.layout import open_engine
 from jaxscale.run.setup.text import open_text, open_tokenizer
 from jaxscale.run_folder import load_config
@@ -24,6 +29,7 @@ from tests.hugging_face import tiny_llama
 from tests.hugging_face.test_round_trip import load_all
 
 DATA = ["--config.data.global_batch_size=8", "--config.data.seq_len=16"]
+KEY = jax.random.key(0)
 TOKENS = np.random.default_rng(1).integers(0, 130, (2, 9))
 
 
@@ -152,6 +158,35 @@ def test_a_run_starts_from_another_runs_weights(converted):
         assert (leaf.dtype, leaf.sharding) == (np.dtype("bfloat16"), wanted.sharding)
     expected = jaxscale.from_pretrained(hf, param_dtype="bfloat16").params
     jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp_path):
+    """In a pipeline: as the engine draws them, beside the bits of the weights. What they add once
+    they are trained is in the weights that are exported."""
+    run, hf = converted / "run", converted / "hf"
+    changes = ["model.lora_rank=3", f"model.init_from={hf}", "layout.pipeline=2", "layout.fsdp=4"]
+    config, engine = open_engine(load_config(run, changes))
+    weights = open_initial(config, engine, tmp_path / "new")
+    assert weights is not None
+    state = initial_state(engine, weights, KEY)
+    place = engine.placement.part("params").to_canonical
+    params, fresh = jax.device_get((place(state.params), place(engine.init(KEY).params)))
+    base = jaxscale.from_pretrained(hf)
+    jax.tree.map(np.testing.assert_array_equal, without_adapters(params), base.params)
+    jax.tree.map(np.testing.assert_array_equal, params, with_adapters(base.params, fresh))
+    assert len(jax.tree.leaves(params)) == len(jax.tree.leaves(base.params)) + 2 * 7
+    moments = optax.tree.get(state.opt_state, "mu")
+    assert len(jax.tree.leaves(moments)) == 2 * 7
+
+    rng, model = np.random.default_rng(0), dataclasses.replace(base.config, lora_rank=3)
+    trained = with_adapters(
+        base.params, jax.tree.map(lambda x: 0.1 * rng.normal(size=x.shape).astype(x.dtype), params)
+    )
+    adapted = Pretrained(model, trained, Decoder(model, plain_kernels()))(TOKENS)
+    copy = jax.tree.map(jnp.array, trained)
+    merged = dataclasses.replace(base, params=merge_adapters(model, copy))(TOKENS)
+    np.testing.assert_allclose(merged, adapted, atol=1e-5)
+    assert np.abs(adapted - base(TOKENS)).max() > 0.01
 
 
 REFUSED = {

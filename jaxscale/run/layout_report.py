@@ -168,13 +168,13 @@ def _stages(engine: Engine) -> str:
     names = ("parameters", "gradients", "optimizer", "gathered weights", "together")
     rows: list[tuple[str, ...]] = [("", *names)]
     state, axes = engine.abstract_state, engine.state_axes
-    width, narrow = engine.zero.accumulation_dtype.itemsize, engine.zero.compute_dtype.itemsize
+    narrow = engine.zero.compute_dtype.itemsize
     for stage in range(4):
         zero = dataclasses.replace(engine.zero, stage=stage)
         at_rest, whole = zero.state_rules, zero.replicated_rules
         params = tree_bytes(state.params, axes.params, at_rest, zero.sizes)
         rules = zero.accumulator_rules(single_visit=engine.layout.single_visit)
-        grads = tree_bytes(state.params, axes.params, rules, zero.sizes, width)
+        grads = _gradient_bytes(engine, rules)
         moments = tree_bytes(state.opt_state, axes.opt_state, at_rest, zero.sizes)
         kept = tree_bytes(state.params, axes.params, whole, zero.sizes, narrow) if zero.keeps else 0
         chosen = " *" if stage == engine.zero.stage else ""
@@ -190,10 +190,22 @@ def _zero_axes(layout: Layout) -> str:
 
 def _parameter_counts(engine: Engine) -> str:
     model, canonical = engine.config.model, engine.placement.part("params").canonical
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(canonical))
-    if not (isinstance(model, ModelConfig) and model.has_formulas and model.num_experts):
-        return f"{count:,}"
-    return f"{count:,} ({model.num_active_params:,} active per token)"
+    count = sum(leaf.size for leaf in jax.tree.leaves(canonical))
+    notes = []
+    if isinstance(model, ModelConfig) and model.has_formulas and model.num_experts:
+        notes.append(f"{model.num_active_params:,} active per token")
+    if engine.zero.frozen is not None:
+        trained = engine.zero.trained(canonical, engine.zero.frozen)
+        notes.append(f"{sum(leaf.size for leaf in trained):,} trained")
+    return f"{count:,}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _gradient_bytes(engine: Engine, rules: Rules) -> int:
+    """Bytes on a device of the gradients of all parameters but frozen ones."""
+    zero, params, axes = engine.zero, engine.abstract_state.params, engine.state_axes.params
+    width = zero.accumulation_dtype.itemsize
+    each = jax.tree.map(lambda x, names: _bytes(x, names, rules, zero.sizes, width), params, axes)
+    return sum(zero.trained(each, zero.frozen))
 
 
 def _peak(engine: Engine) -> str:
@@ -221,10 +233,7 @@ def traced_memory(engine: Engine) -> tuple[int, int]:
     zero, layout, config = engine.zero, engine.layout, engine.config
     between = state_bytes(engine.abstract_state)
     rules = zero.accumulator_rules(single_visit=layout.single_visit)
-    width = zero.accumulation_dtype.itemsize
-    grads = tree_bytes(
-        engine.abstract_state.params, engine.state_axes.params, rules, zero.sizes, width
-    )
+    grads = _gradient_bytes(engine, rules)
     if engine.stages:
         return between, grads + sum(_buffers(engine).values())
     # Of one device, with attention that does not save its scores, as every kernel's.

@@ -138,7 +138,7 @@ class Zero:
         replicas = max(self.sizes["data"], self.sizes["expert"])
         return replicas > 1 or (self.stage < 2 and self.sizes["fsdp"] > 1)
 
-    def trained(self, grads: Tree, frozen: Tree) -> list[jax.Array]:
+    def trained(self, grads: Tree, frozen: Tree) -> list[Any]:
         """The gradients that a step reads. Others are dropped by the compiler, with what computes
         them, unless a barrier holds them.
 

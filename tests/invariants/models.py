@@ -81,6 +81,7 @@ KINDS = {
         {"family": import_own_model(), "num_layers": 4, **SIZES},
         lambda: {"optimizer": optax.lamb(1e-3)},
     ),
+    "adapters": Kind({"family": "llama", "num_layers": 4, "lora_rank": 4, **SIZES}),
     "encoder and decoder": Kind(T5, target_len=8, objective="span_corruption"),
     "experts": Kind(
         {

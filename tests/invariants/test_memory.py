@@ -67,6 +67,8 @@ CASES = {
     "tensor": case({"fsdp": 2, "tensor": 2, "remat": "full"}, 32),
     "rows of tensor": case({"fsdp": 2, "tensor": 4, "tensor_rows": 2}, 64),
     "few tokens, stage 0": case(fsdp(0), 4, 16),
+    # Whose sums of gradients are held between visits, but for those of frozen weights.
+    "adapters, stage 1": case(fsdp(1, microbatches=4), model={"lora_rank": 8}),
     "muon, layers dealt": case({"fsdp": 2, "zero_stage": 0, "remat": "full"}, 4, name="muon"),
 }
 PIPELINES = {
@@ -114,6 +116,7 @@ MORE_ENCODERS = {
 }
 PIPELINES["encoder, 1f1b"] = paired({"pipeline": 4, "microbatches": 8, "remat": "none"}, 32, 32)
 MORE_PIPELINES = {
+    "adapters, interleaved": case(INTERLEAVED, 32, model={"num_layers": 8, "lora_rank": 8}),
     "encoder, interleaved, stage 3, full": paired(INTERLEAVED, 32, 32),
     "1f1b": case({"pipeline": 4, "microbatches": 8, "remat": "none"}, 32, model={"num_layers": 8}),
     "interleaved, stage 3, full": case(INTERLEAVED, 32, model={"num_layers": 8}),
@@ -177,6 +180,8 @@ MORE_PIPELINES = {
 }
 WIDE_HEADS = {"num_layers": 4, "d_model": 192, "num_heads": 6, "num_kv_heads": 6, "head_dim": 32}
 MORE_CASES = {
+    "adapters, stage 0": case(fsdp(0, microbatches=4), model={"lora_rank": 8}),
+    "adapters, none": case(fsdp(3, "none"), 64, model={"lora_rank": 8}),
     "context": case({"fsdp": 2, "context": 2, "remat": "full"}, 32),
     "large vocabulary": case(fsdp(3), 64, model={"num_layers": 2, "vocab_size": 4096}),
     "gpt": case(fsdp(3), 64, model=GPT),

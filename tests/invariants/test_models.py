@@ -60,6 +60,10 @@ LAYOUTS = {
         {"pipeline": 2, "data": 2, "fsdp": 2, "microbatches": 2, "schedule": "1f1b"},
         {"fsdp": 2, "tensor": 2, "context": 2, **SHARDED_GRADS, "remat": "save_matmuls"},
     ],
+    "adapters": [
+        {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "1f1b"},
+        {"fsdp": 2, "context": 2, "tensor": 2, "zero_stage": 1, "microbatches": 2, **GATHER},
+    ],
     "encoder and decoder": [
         {
             "pipeline": 2,

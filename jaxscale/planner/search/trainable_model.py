@@ -66,6 +66,11 @@ FROZEN_NOTE = (
     "which a step leaves out."
 )
 
+ADAPTER_NOTE = (
+    "MFU and HFU leave out of that the weight gradients of the frozen weights, which a step does "
+    "not compute."
+)
+
 
 @dataclass(frozen=True)
 class TrainableModel:
@@ -80,6 +85,8 @@ class TrainableModel:
         """Caveats that are printed with the plan."""
         notes = [ENCODER_NOTE] * self._has_encoder
         notes += [EXPERT_NOTE] * (not notes and self.config.model.num_experts > 0)
+        decoder = self.config.model.has_flops_formula
+        notes += [ADAPTER_NOTE] * (decoder and self.config.model.lora_rank > 0)
         notes += [FROZEN_NOTE] * any(group.frozen for group in self.config.optimizer.groups)
         return " ".join(notes)
 
