@@ -21,6 +21,8 @@ OTHER_NAMES = {
     "model.shared_d_ff": ("n_shared_experts", "num_shared_experts", "shared_experts"),
     "model.balance_weight": ("router_aux_loss_coef", "moe_aux_loss_coeff", "aux_loss"),
     "model.init_from": ("model_name_or_path", "pretrained", "load_from", "load_parameters_path"),
+    "model.lora_rank": ("lora", "lora_r", "lora_dim"),
+    "model.lora_targets": ("lora_target_modules", "target_modules"),
     "model.compute_dtype": ("dtype", "precision", "bf16"),
     "optimizer.name": ("optimizer",),
     "optimizer.learning_rate": ("lr", "max_lr", "peak_lr"),

@@ -18,12 +18,14 @@ from jaxscale import convert, evaluate, generate, train
 from jaxscale.config import from_dict
 from jaxscale.data.loader import batches
 from jaxscale.models.decoder import Decoder, plain_kernels
-from jaxscale.models.low_rank import merge_adapters, with_adapters, without_adapters
+from jaxscale.models.low_rank import with_adapters, without_adapters
 from jaxscale.run.initial_weights import initial_state, open_initial
 from jaxscale.run.pretrained import Pretrained
 from jaxscale.run.setup.layout import open_engine
 from jaxscale.run.setup.text import open_text, open_tokenizer
 from jaxscale.run_folder import load_config
+from jaxscale.storage.tiers import CHECKPOINTS
+from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine
 from tests.hugging_face import tiny_llama
 from tests.hugging_face.test_round_trip import load_all
@@ -183,10 +185,16 @@ def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp
         base.params, jax.tree.map(lambda x: 0.1 * rng.normal(size=x.shape).astype(x.dtype), params)
     )
     adapted = Pretrained(model, trained, Decoder(model, plain_kernels()))(TOKENS)
-    copy = jax.tree.map(jnp.array, trained)
-    merged = dataclasses.replace(base, params=merge_adapters(model, copy))(TOKENS)
-    np.testing.assert_allclose(merged, adapted, atol=1e-5)
     assert np.abs(adapted - base(TOKENS)).max() > 0.01
+    sections = json.loads((run / "config.json").read_text())
+    sections["model"]["lora_rank"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(sections))
+    metadata = {"config": sections, "data": {"fingerprint": "", "next_example": 0}}
+    with contextlib.closing(Checkpoints(tmp_path / CHECKPOINTS)) as checkpoints:
+        checkpoints.save(0, {"params": jax.tree.map(jnp.asarray, trained)}, metadata)
+    exported = to_hf(tmp_path, tmp_path / "exported")
+    np.testing.assert_allclose(logits(exported), adapted, atol=1e-5)
+    assert load_all(exported).keys() == load_all(hf).keys()
 
 
 REFUSED = {

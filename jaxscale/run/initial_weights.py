@@ -255,6 +255,11 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
     elif name:
         why, folder = f"model.init_from = {name!r}", folder_of(name)
     else:
+        if rank := getattr(config.model, "lora_rank", 0):
+            log.warning(
+                f"warning: model.lora_rank = {rank} freezes weights that are random: set "
+                "model.init_from to a model's folder, or to a run"
+            )
         return None
     depth = getattr(config.model, "prediction_depth", 0)
     weights = open_weights(folder, config.model.family, depth)

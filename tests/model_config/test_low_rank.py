@@ -1,0 +1,74 @@
+"""The settings of low-rank adapters, and which parameters they freeze."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxscale.model_config import ModelConfig
+from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.low_rank import is_adapter, without_adapters
+from jaxscale.sharding.resolve import leaf_name
+
+EXPERTS = {"family": "mixtral", "num_experts": 4}
+LATENT = {"family": "deepseek_v3", "kv_rank": 8, "rope_head_dim": 4, "num_experts": 0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_rank": -1}, "model.lora_rank = -1 is too small; at least 0"),
+        ({"lora_rank": 4, "lora_alpha": 0.0}, "model.lora_alpha = 0.0 must be above 0"),
+        ({"lora_targets": "q"}, "with model.lora_rank = 0, which is no adapters; set model.lora_r"),
+        ({"lora_rank": 4, "lora_targets": "q,q_proj"}, "model.lora_targets = 'q_proj'"),
+        ({"lora_rank": 4, "lora_targets": "q,v,q"}, "'q,v,q' names a weight twice"),
+        ({"lora_rank": 4, "lora_targets": "gate", "family": "gpt"}, "model.lora_targets = 'gate'"),
+        (
+            {"lora_rank": 4, "lora_targets": "q,up", **EXPERTS},
+            "names 'up': there are no adapters for experts; leave it out, or set "
+            "model.lora_targets = 'q,k,v,out'",
+        ),
+        ({"lora_rank": 4, "dense_layers": 0, **LATENT}, "no adapters for latent attention"),
+    ],
+)
+def test_refusals(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "q k v out up gate down"),
+        ({"family": "gpt"}, "q k v out up down"),
+        (EXPERTS, "q k v out"),
+        ({"lora_targets": "v, q,down"}, "q v down"),
+        ({"lora_rank": 0}, ""),
+    ],
+)
+def test_what_has_an_adapter(settings, expected):
+    assert ModelConfig(**{"lora_rank": 4, **settings}).adapted_weights == tuple(expected.split())
+
+
+def test_a_model_has_the_weights_that_it_has_without_adapters_and_freezes_them():
+    """And so does one whose routers would be balanced."""
+    settings = {"num_experts": 4, "dense_layers": 1, "num_layers": 3, "num_kv_heads": 2}
+    for router in ({}, {"router_bias": True, "balance_rate": 0.1}):
+        given = {"family": "tests.models.experts:make", **settings, **router}
+        plain, adapted = (
+            Decoder(ModelConfig(**given, lora_rank=rank), plain_kernels()) for rank in (0, 4)
+        )
+        params, more = (jax.jit(one.init)(jax.random.key(0)) for one in (plain, adapted))
+        jax.tree.map(np.testing.assert_array_equal, without_adapters(more), params)
+        names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(more)]
+        assert {*adapted.frozen} == {name for name in names if not is_adapter(name)}
+        assert sum(map(is_adapter, names)) == 2 * 2 * 4  # of two stacks
+        assert adapted.adjust(more, {}) == more
+
+
+def test_adapters_are_not_narrower_than_float32():
+    model = Decoder(ModelConfig(lora_rank=4, param_dtype="bfloat16"), plain_kernels())
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        assert leaf.dtype == ("float32" if is_adapter(leaf_name(path)) else "bfloat16")
