@@ -54,8 +54,6 @@ def fsdp(stage: int, remat: str = "full", **layout) -> dict:
 CASES = {
     "stage 0, whole stacks summed": case(fsdp(0, microbatches=4)),
     "stage 1, sequential": case(fsdp(1, microbatches=4)),
-    "stage 3, sequential": case(fsdp(3, microbatches=4)),
-    "stage 0, layered": case(fsdp(0, **LAYERED)),
     "stage 3, layered": case(fsdp(3, **LAYERED)),
     "stage 3, none": case(fsdp(3, "none"), 64),
     "stage 2, names": case(fsdp(2, f"save:{QKVA}", microbatches=2), 64),
@@ -180,6 +178,8 @@ MORE_PIPELINES = {
 }
 WIDE_HEADS = {"num_layers": 4, "d_model": 192, "num_heads": 6, "num_kv_heads": 6, "head_dim": 32}
 MORE_CASES = {
+    "stage 0, layered": case(fsdp(0, **LAYERED)),
+    "stage 3, sequential": case(fsdp(3, microbatches=4)),
     "adapters, stage 0": case(fsdp(0, microbatches=4), model={"lora_rank": 8}),
     "adapters, none": case(fsdp(3, "none"), 64, model={"lora_rank": 8}),
     "context": case({"fsdp": 2, "context": 2, "remat": "full"}, 32),
