@@ -18,7 +18,7 @@ from jaxscale.batch import Batch
 from jaxscale.model_config import ModelConfig
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.latent_attention import MultiHeadLatentAttention
-from jaxscale.models.low_rank import LowRank
+from jaxscale.models.low_rank import adapter_of
 from jaxscale.models.positions import rope_settings
 from jaxscale.models.protocol import STREAM, Sums
 from jaxscale.models.weights import Weights
@@ -65,10 +65,12 @@ class Attention(nnx.Module):
         self.v = weights.normal("embed", "kv_heads", "head_dim")
         self.out = weights.normal("heads", "head_dim", "embed", residual=True)
         self.sinks = weights.zeros("heads") if config.attention_sinks else None
-        self.q_lora = self._adapter(weights, "q", "embed", "heads", "head_dim")
-        self.k_lora = self._adapter(weights, "k", "embed", "kv_heads", "head_dim")
-        self.v_lora = self._adapter(weights, "v", "embed", "kv_heads", "head_dim")
-        self.out_lora = self._adapter(weights, "out", "heads", "head_dim", "embed", contracted=2)
+        self.q_lora = adapter_of("q", config, weights, "embed", "heads", "head_dim")
+        self.k_lora = adapter_of("k", config, weights, "embed", "kv_heads", "head_dim")
+        self.v_lora = adapter_of("v", config, weights, "embed", "kv_heads", "head_dim")
+        self.out_lora = adapter_of(
+            "out", config, weights, "heads", "head_dim", "embed", contracted=2
+        )
         if config.attention_bias != "none":
             self.q_bias = weights.zeros("heads", "head_dim")
             self.k_bias = weights.zeros("kv_heads", "head_dim")
@@ -80,13 +82,6 @@ class Attention(nnx.Module):
             over_heads = config.qk_norm_over_heads
             self.q_scale = scale(*(("heads",) if over_heads else ()), "head_dim")
             self.k_scale = scale(*(("kv_heads",) if over_heads else ()), "head_dim")
-
-    def _adapter(
-        self, weights: Weights, name: str, *axes: str, contracted: int = 1
-    ) -> LowRank | None:
-        if name not in self.config.adapted_weights:
-            return None
-        return LowRank(self.config, weights, *axes, contracted=contracted)
 
     def products(
         self, x_BTD: jax.Array, names: str, columns: Callable, key_heads: Callable
@@ -227,17 +222,13 @@ class MLP(nnx.Module):
         self.up = weights.normal("embed", hidden)
         self.down = weights.normal(hidden, "embed", residual=True)
         self.gate = weights.normal("embed", hidden) if config.gated else None
-        self.up_lora = self._adapter(weights, "up", "embed", hidden)
-        self.gate_lora = self._adapter(weights, "gate", "embed", hidden)
-        self.down_lora = self._adapter(weights, "down", hidden, "embed")
+        self.up_lora = adapter_of("up", config, weights, "embed", hidden)
+        self.gate_lora = adapter_of("gate", config, weights, "embed", hidden)
+        self.down_lora = adapter_of("down", config, weights, hidden, "embed")
         if self.biased:
             self.up_bias = weights.zeros(hidden)
             self.down_bias = weights.zeros("embed")
             self.gate_bias = weights.zeros(hidden) if config.gated else None
-
-    def _adapter(self, weights: Weights, name: str, *axes: str) -> LowRank | None:
-        has_one = name in self.config.adapted_weights
-        return LowRank(self.config, weights, *axes) if has_one else None
 
     def __call__(
         self, x_BTD: jax.Array, columns: Callable = columns, rows: Callable = rows

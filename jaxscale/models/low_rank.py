@@ -49,6 +49,15 @@ class LowRank(nnx.Module):
         return linear(self.scale * linear(x, a, contracted=self.contracted), b)
 
 
+def adapter_of(
+    name: str, config: ModelConfig, weights: Weights, *axes: str, contracted: int = 1
+) -> LowRank | None:
+    """The adapter of a weight, as `LowRank`, where `lora_targets` names it."""
+    if name not in config.adapted_weights:
+        return None
+    return LowRank(config, weights, *axes, contracted=contracted)
+
+
 def frozen_names(axes: Any) -> tuple[str, ...]:
     """The names of all parameters that are not an adapter's.
 
