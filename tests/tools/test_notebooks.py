@@ -31,7 +31,7 @@ def narrow():
     search = module.plan_layouts
 
     def plan_layouts(*arguments, pins=(), **settings):
-        pins = {"context": 1, "tensor_rows": 1, "schedule": "1f1b", **dict(pins)}
+        pins = {"context": 1, "tensor": 1, "tensor_rows": 1, "schedule": "1f1b", **dict(pins)}
         return search(*arguments, pins=pins, **settings)
 
     module.plan_layouts = plan_layouts
@@ -56,7 +56,15 @@ remember("jaxscale.training.engine", "make_engine")
 del narrow, compile_once, remember
 """
 """So that a cell of a minute's planning or compiling, run again, takes no second one; nor the first
-as long: a search of one schedule, without ranks of context, gives the cells all that they read."""
+as long: a search of one schedule, without ranks of context or of tensors, gives the cells all that
+they read, and a plan that compiles in half the time."""
+
+OPENED = """
+for title in ("data 8", "data 2 x fsdp 4, zero 1", "fsdp 8, zero 3"):
+    jaxscale.open_engine(jaxscale.load(CONFIG, MODEL + LAYOUTS.pop(title)))
+"""
+"""Of the layouts of the first notebook, those that are made here and not compiled: the three others
+are one device, and every axis but `data`."""
 
 
 @pytest.fixture
@@ -71,11 +79,23 @@ def execute(monkeypatch):
     return module
 
 
+def with_more(path: pathlib.Path, more: str, folder: pathlib.Path) -> pathlib.Path:
+    """A copy of a notebook whose first cell of code ends with more."""
+    notebook = json.loads(path.read_text())
+    first = next(cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    first["source"] = "".join(first["source"]) + more
+    copy = folder / path.name
+    copy.write_text(json.dumps(notebook))
+    return copy
+
+
 # Its own libraries warn of each other.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_cell_runs_and_runs_again(execute, path):
+def test_every_cell_runs_and_runs_again(execute, path, tmp_path):
     """Each twice in a row, as readers do."""
+    if path.stem == "1_layouts":
+        path = with_more(path, OPENED, tmp_path)
     notebook = execute.run(path, times=2, before=REMEMBER)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in cells)
