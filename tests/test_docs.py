@@ -9,6 +9,7 @@ import io
 import os
 import pathlib
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -123,15 +124,20 @@ def test_a_model_is_called_in_a_notebook_as_the_page_says():
 
 @functools.cache
 def help_of(program: tuple[str, ...]) -> str:
-    if program[0] == "-m" and hasattr(module := importlib.import_module(program[1]), "main"):
-        with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
-            module.main(["--help"])
-        return out.getvalue()
-    done = subprocess.run(
-        [sys.executable, *program, "--help"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
+        ask_for_help(program)
+    assert not ended.value.code
+    return out.getvalue()
+
+
+def ask_for_help(program: tuple[str, ...]) -> None:
+    """In this process, which has JAX imported."""
+    if program[0] == "-m":
+        importlib.import_module(program[1]).main(["--help"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [program[0], "--help"])
+        patch.syspath_prepend(str(pathlib.Path(program[0]).parent))
+        runpy.run_path(program[0], run_name="__main__")
 
 
 def commands() -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
