@@ -27,11 +27,17 @@ B, T = 2, 12
 
 
 @functools.cache
-def layer():
-    """A model, one of its layers with experts, an input with padding, and what the layer gives; and
-    the function of parameters and input that gives it."""
+def model_and_params():
     model = Decoder(CONFIG, plain_kernels())
-    params = jax.tree.map(lambda x: x[1], model.init(jax.random.key(0))["expert_layers"])
+    return model, jax.tree.map(np.asarray, jax.jit(model.init)(jax.random.key(0)))
+
+
+@functools.cache
+def layer():
+    """One of the layers with experts, an input with padding, and what the layer gives; and the
+    function of parameters and input that gives it."""
+    model, params = model_and_params()
+    params = jax.tree.map(lambda x: x[1], params["expert_layers"])
     rng = np.random.default_rng(0)
     segments = np.ones((B, T), np.int32)
     segments[0, 7:] = 0
@@ -41,7 +47,7 @@ def layer():
     x, block = rng.normal(size=(B, T, CONFIG.d_model)), model.stacks[1].block
     run = jax.jit(lambda params, x: block(params, {"x": x}, batch, Layer(1, 0)))
     out, sums = run(params, x)
-    return model, params, x, batch, out["x"], sums, run
+    return params, x, batch, out["x"], sums, run
 
 
 def silu(x):
@@ -54,7 +60,7 @@ def norm(x, scale):
 
 def test_a_layer_is_its_definition():
     """Token by token, in NumPy: the experts chosen, what they add, the loads and the losses."""
-    _, params, x, batch, out, sums, _ = layer()
+    params, x, batch, out, sums, _ = layer()
     mlp, router = jax.tree.map(np.asarray, params["mlp"]), np.asarray(params["mlp"]["router"])
     # What enters the experts: the stream after attention, which the layer adds to.
     wanted, load = np.zeros(out.shape), np.zeros(CONFIG.num_experts)
@@ -96,14 +102,14 @@ def test_a_layer_is_its_definition():
 def after_attention(params, x):
     """The stream with the layer's attention: that of the layer with experts that add nothing."""
     *_, run = layer()
-    silent = jax.tree.map(jnp.zeros_like, params["mlp"])
+    silent = jax.tree.map(np.zeros_like, params["mlp"])
     return np.asarray(run({**params, "mlp": silent}, x)[0]["x"])
 
 
 def test_halves_of_a_micro_batch_are_the_whole():
     """Of three sequences of each of two ranks, with padding: every result and every gradient."""
     rng = np.random.default_rng(1)
-    rows, params = 3 * 2, layer()[1]["mlp"]
+    rows, params = 3 * 2, layer()[0]["mlp"]
     x, weights = rng.normal(size=(rows, T, CONFIG.d_model)), rng.random((rows, T))
     segments = np.ones((rows, T), np.int32)
     segments[1, 5:] = 0
@@ -149,8 +155,7 @@ def test_matmuls_of_experts_count_in_a_traced_program():
 
 
 def test_a_bias_falls_where_more_tokens_came_than_the_mean():
-    model, *_ = layer()
-    params = model.init(jax.random.key(0))
+    model, params = model_and_params()
     load = jnp.tile(jnp.array([6.0, 2.0, 4, 4, 4, 4, 4, 4]), (4, 1))
     sums = {"expert_layers/load": load}
     before = params["expert_layers"]["mlp"]["router_bias"]
