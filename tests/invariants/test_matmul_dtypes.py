@@ -52,7 +52,11 @@ SIZES = {"heads": 4, "kv_heads": 4, "mlp": 4, "experts": 2}
 CONTEXT = {"context": 2, "fsdp": 2}
 EXPERT_COLUMNS = {"expert": 2, "tensor": 2}
 CASES = [
-    ("float8", "dense", {**CONTEXT, "tensor": 2, "zero_stage": 2, "microbatches": 2}),
+    (
+        "float8",
+        "dense",
+        {**CONTEXT, "context_method": "ulysses", "tensor": 2, "zero_stage": 2, "microbatches": 2},
+    ),
     ("float8", "dense", {"pipeline": 2, "microbatches": 4, "schedule": "zb_h1"}),
     ("float8", "experts", {"fsdp": 2, "expert": 2}),
     ("int8", "dense", {"pipeline": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"}),
