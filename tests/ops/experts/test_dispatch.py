@@ -70,8 +70,13 @@ def kept(capacity):
 @functools.cache
 def wanted(capacity):
     arguments, _, dy = example()
-    y, pullback = jax.vjp(functools.partial(plainly, keeps=kept(capacity)), *arguments)
-    return y, pullback(dy)
+
+    @jax.jit
+    def result_and_gradients(arguments, dy):
+        y, pullback = jax.vjp(functools.partial(plainly, keeps=kept(capacity)), *arguments)
+        return y, pullback(dy)
+
+    return result_and_gradients(arguments, dy)
 
 
 def through_experts(dispatch, factor, experts, x, up, down, up_bias, down_bias, gates):
