@@ -13,6 +13,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import numpy as np
@@ -134,7 +135,8 @@ def ask_for_help(program: tuple[str, ...]) -> None:
     """In this process, which has JAX imported."""
     if program[0] == "-m":
         importlib.import_module(program[1]).main(["--help"])
-    with pytest.MonkeyPatch.context() as patch:
+    # Some set variables for JAX before they import it.
+    with mock.patch.dict(os.environ), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [program[0], "--help"])
         patch.syspath_prepend(str(pathlib.Path(program[0]).parent))
         runpy.run_path(program[0], run_name="__main__")
