@@ -222,7 +222,7 @@ def check_groups(
 
     Args:
       known: the names of all parameters.
-      moved: those that the model itself moves, and the optimizer does not.
+      moved: those that the model itself moves or freezes, and the optimizer does not update.
 
     Raises:
       ValueError: says what to change.
@@ -242,7 +242,8 @@ def check_groups(
         if group != ParamGroup(group.params, frozen=group.frozen) and set(left) <= set(moved):
             raise ValueError(
                 f"{title} changes nothing: learning_rate_scale and weight_decay are for what the "
-                f"optimizer updates, and the model itself moves {', '.join(left)}; leave it out, "
+                f"optimizer updates, and the model itself moves or freezes "
+                f"{', '.join(left)}; leave it out, "
                 "or set frozen = True there, which holds them"
             )
     if all(name in moved or find_group(name, groups).frozen for name in known):

@@ -1,15 +1,20 @@
 """The settings of low-rank adapters, and which parameters they freeze."""
 
 import re
+from contextlib import nullcontext
 
 import jax
 import numpy as np
 import pytest
 
+from jaxscale.config import Config
 from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.low_rank import is_adapter, without_adapters
+from jaxscale.optimizer_config import OptimizerConfig, ParamGroup
+from jaxscale.planner.memory.at_rest import check_param_groups
 from jaxscale.sharding.resolve import leaf_name
+from jaxscale.training.optimizer import frozen_params
 
 EXPERTS = {"family": "mixtral", "num_experts": 4}
 LATENT = {"family": "deepseek_v3", "kv_rank": 8, "rope_head_dim": 4, "num_experts": 0}
@@ -65,6 +70,19 @@ def test_a_model_has_the_weights_that_it_has_without_adapters_and_freezes_them()
         assert {*adapted.frozen} == {name for name in names if not is_adapter(name)}
         assert sum(map(is_adapter, names)) == 2 * 2 * 4  # of two stacks
         assert adapted.adjust(more, {}) == more
+
+
+def test_groups_of_the_optimizer_are_for_adapters():
+    """For the planner as for the engine."""
+    model = ModelConfig(lora_rank=4)
+    decoder = Decoder(model, plain_kernels())
+    for pattern, refused in (("layers/mlp/up", True), ("layers/mlp/*", False), ("*_lora/b", False)):
+        groups = (ParamGroup(pattern, learning_rate_scale=16.0),)
+        config = Config(model=model, optimizer=OptimizerConfig(groups=groups))
+        with pytest.raises(ValueError, match="moves or freezes") if refused else nullcontext():
+            check_param_groups(config)
+        with pytest.raises(ValueError, match="moves or freezes") if refused else nullcontext():
+            frozen_params(groups, decoder.axes, decoder.frozen)
 
 
 def test_adapters_are_not_narrower_than_float32():

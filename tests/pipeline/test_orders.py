@@ -51,7 +51,7 @@ def test_numbers_that_a_schedule_cannot_serve(name, numbers, need, nearest):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_nearest_numbers_do_work(name):
     """Whatever is asked for is either served or answered with numbers that are."""
-    for numbers in itertools.product((1, 3, 4, 7), (1, 5, 8), (1, 2, 3), (1, 3)):
+    for numbers in itertools.product((1, 3, 4, 7), (2, 5, 8), (1, 2, 3), (1, 3)):
         try:
             compile_order(make_order(name, *numbers))
         except ValueError as error:

@@ -201,7 +201,7 @@ def test_groups_that_match_nothing_are_refused() -> None:
         ),
         (
             [{"params": "*/up_bias", "learning_rate_scale": 0.1}],
-            r"groups\[0\] = '\*/up_bias' changes nothing: .* the model itself moves layers/mlp/up",
+            r"groups\[0\] = '\*/up_bias' changes nothing: .* itself moves or freezes layers/mlp/up",
         ),
     ],
 )

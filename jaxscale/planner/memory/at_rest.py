@@ -100,8 +100,8 @@ def check_param_groups(config: Config) -> None:
     Raises:
       ValueError: one changes nothing, or all is frozen.
     """
-    names = [f"{array.part}/{array.name}" for array in parameters(config.model)]
-    moved = [name for name in names if name.endswith(BALANCED)]
+    names = {f"{array.part}/{array.name}": array for array in parameters(config.model)}
+    moved = [name for name, array in names.items() if not _is_trained(config.model, array)]
     check_groups(config.optimizer.groups, sorted(names), moved)
 
 
@@ -116,10 +116,15 @@ def _trained(model: ModelConfig, groups: tuple[ParamGroup, ...]) -> tuple[ParamS
     return tuple(
         array
         for array in parameters(model)
-        if not array.name.endswith(BALANCED)
-        and (array.in_adapter or not model.lora_rank)
-        and not find_group(f"{array.part}/{array.name}", groups).frozen
+        if _is_trained(model, array) and not find_group(f"{array.part}/{array.name}", groups).frozen
     )
+
+
+def _is_trained(model: ModelConfig, array: ParamShape) -> bool:
+    """Whether the model itself neither moves nor freezes it."""
+    if model.lora_rank:
+        return array.in_adapter
+    return not array.name.endswith(BALANCED)
 
 
 def _stacks(arrays: Iterable[ParamShape]) -> list[ParamShape]:
