@@ -1,5 +1,6 @@
 """The options of low-rank adapters (LoRA, arXiv 2106.09685), with which a model is fine-tuned."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxscale.choices import check_at_least, check_choice
@@ -65,6 +66,27 @@ class LoraOptions:
         named = self._named_targets
         known = _targets(gated=gated, has_experts=has_experts)
         return tuple(name for name in known if not named or name in named)
+
+    def adapter_sizes(
+        self, adapted: Sequence[str], d_model: int, heads: int, keys: int, d_ff: int
+    ) -> dict[str, tuple[int, int]]:
+        """Parameters of each adapter's two matrices, by the names of `layout.BLOCK_TENSORS` of what
+        their weights make, and "mlp_down".
+
+        Args:
+          heads, keys: features of all heads of queries, and of keys.
+        """
+        sizes = {
+            "q": ("query", d_model, heads),
+            "k": ("key", d_model, keys),
+            "v": ("value", d_model, keys),
+            "out": ("attention_out", heads, d_model),
+            "up": ("mlp_up", d_model, d_ff),
+            "gate": ("mlp_gate", d_model, d_ff),
+            "down": ("mlp_down", d_ff, d_model),
+        }
+        found = [sizes[name] for name in adapted]
+        return {name: (self.lora_rank * n, self.lora_rank * m) for name, n, m in found}
 
 
 def _targets(*, gated: bool, has_experts: bool) -> tuple[str, ...]:

@@ -376,20 +376,9 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
 
     @property
     def _adapter_sizes(self) -> dict[str, tuple[int, int]]:
-        """Parameters of each adapter's two matrices in a layer, by the names of
-        `layout.BLOCK_TENSORS` of what their weights make, and "mlp_down"."""
+        """Parameters of each adapter's two matrices in a layer."""
         heads, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        sizes = {
-            "q": ("query", self.d_model, heads),
-            "k": ("key", self.d_model, keys),
-            "v": ("value", self.d_model, keys),
-            "out": ("attention_out", heads, self.d_model),
-            "up": ("mlp_up", self.d_model, self.d_ff),
-            "gate": ("mlp_gate", self.d_model, self.d_ff),
-            "down": ("mlp_down", self.d_ff, self.d_model),
-        }
-        found = [sizes[name] for name in self.adapted_weights]
-        return {name: (self.lora_rank * n, self.lora_rank * m) for name, n, m in found}
+        return self.adapter_sizes(self.adapted_weights, self.d_model, heads, keys, self.d_ff)
 
     @property
     def _attention_sizes(self) -> dict[str, int]:
@@ -489,18 +478,12 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
         """
         layers = self.layer_forward_flops(seq_len, causal) * self.num_layers
         modules = sum(self._prediction_matmul_flops(seq_len, causal).values())
-        needed = 3 * (layers + modules + self.head_forward_flops)
-        return needed - self._frozen_flops if self.lora_rank else needed
-
-    @property
-    def _frozen_flops(self) -> float:
-        """FLOPs of a token's weight gradients that a model with adapters does not compute: as many
-        as those of the weights' matmuls."""
-        layers, depth = self.num_layers, self.prediction_depth
-        each = self._weight_flops(self.num_expert_layers / layers)
-        module = sum(self._weight_flops(float(self.num_experts > 0)).values())
-        merge = 4.0 * self.d_model**2
-        return layers * sum(each.values()) + depth * (module + merge) + self.head_forward_flops
+        forward = layers + modules + self.head_forward_flops
+        if not self.lora_rank:
+            return 3 * forward
+        scores = self.layer_matmul_flops(seq_len, causal)["attention"]
+        adapters = 2.0 * sum(map(sum, self._adapter_sizes.values()))
+        return 2 * forward + (self.num_layers + self.prediction_depth) * (scores + adapters)
 
     def hardware_flops_per_token(
         self, seq_len: int, *, remat: str = "none", recomputed: float = 0.0, causal: bool = True
@@ -584,27 +567,23 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
 
     def _matmul_flops(self, seq_len: int, causal: bool, with_experts: float) -> dict[str, float]:
         scored = self.num_heads * (self.head_dim + self.value_dim)
-        scores = {"attention": 2 * scored * self._mean_keys(seq_len, causal)}
-        found = {**self._weight_flops(with_experts), **scores}
-        for name, (first, second) in self._adapter_sizes.items():
-            lora = "lora_down" if name == "mlp_down" else "lora"
-            found[name] += 2.0 * second
-            found[lora] = found.get(lora, 0.0) + 2.0 * first
-        return found
-
-    def _weight_flops(self, with_experts: float) -> dict[str, float]:
-        """Of the matmuls with weights, in the forward pass of a mean layer for a token."""
         made = {name: 2.0 * size for name, size in self._attention_sizes.items()}
         active = self.shared_d_ff + self.experts_per_token * (self.expert_d_ff or self.d_ff)
         d_ff = self.d_ff + with_experts * (active - self.d_ff)
         mlp = 2.0 * self.d_model * d_ff
-        return {
+        found = {
             **made,
+            "attention": 2 * scored * self._mean_keys(seq_len, causal),
             "mlp_gate": mlp if self.gated else 0.0,
             "mlp_up": mlp,
             "mlp_down": mlp,
             "router": 2.0 * self.d_model * self.num_experts * with_experts,
         }
+        for name, (first, second) in self._adapter_sizes.items():
+            lora = "lora_down" if name == "mlp_down" else "lora"
+            found[name] += 2.0 * second
+            found[lora] = found.get(lora, 0.0) + 2.0 * first
+        return found
 
     def _mean_keys(self, seq_len: int, causal: bool) -> float:
         """Keys that a query of a full sequence attends to, on average over layers."""
