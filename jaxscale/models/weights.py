@@ -58,8 +58,9 @@ class Weights:
         self.std = math.sqrt(2 / (5 * config.d_model))
         self.depth_scale = 1 / math.sqrt(branches or 2 * config.num_layers)
         self.keys = nnx.RngStream(key, tag="params")
-        # Of their own, so that a model has the same weights with adapters and without.
-        self.adapter_keys = nnx.RngStream(jax.random.fold_in(key, ADAPTERS), tag="params")
+        if config.lora_rank:
+            # Of their own, so that a model has the same weights with adapters and without.
+            self.adapter_keys = nnx.RngStream(jax.random.fold_in(key, ADAPTERS), tag="params")
 
     def normal(
         self, *axes: str, residual: bool = False, scale: float = 1.0, inputs: int = 0
