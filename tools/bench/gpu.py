@@ -154,7 +154,7 @@ def _timed(case: Case, rehearse: bool) -> Part:
             str(min(16, max(3, int(FLOPS_TIMED / flops)))),
             *(f"--config.{setting}" for setting in settings),
         ],
-        85 if case.memory_gib else 70,
+        (85 if case.memory_gib else 70) + (30 if UNROLLED in case.settings else 0),
         steps=True,
     )
 
