@@ -2,10 +2,11 @@
 
 Each array that a kernel takes or returns counts once, loops multiplied out: what a matmul reads
 again for its tiles is not counted, nor what a cache saves. Of an array that a kernel slices, or
-updates in place, the slice counts, also where it computes with each element first.
+updates in place, the slice counts, also where it computes with each element first. A kernel that
+reads more of an array than the slice that it updates copies the whole array.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jaxscale.compiled import hlo
 from jaxscale.compiled.flops import computation_costs
@@ -25,6 +26,7 @@ FREE = (
 CALLS = ("while", "conditional", "call", "async-start")
 """Instructions whose bytes are those of the computations that they call."""
 SLICES = ("slice", "dynamic-slice")
+UPDATE = "dynamic-update-slice"
 FUSIONS = ("fusion", "fusion-start")
 ELEMENTWISE = (
     "abs",
@@ -60,7 +62,7 @@ def bytes_moved(program: Program) -> float:
         if instruction.opcode in FUSIONS:
             callee = instruction.attribute(r"calls=%?([\w.\-]+)")
             return _fusion_bytes(program.computations[callee])
-        if instruction.opcode in (*SLICES, "dynamic-update-slice"):
+        if instruction.opcode in (*SLICES, UPDATE):
             return 2 * _part_bytes(instruction, named)
         if 'custom_call_target="AllocateBuffer"' in instruction.rest:
             return 0.0
@@ -73,7 +75,8 @@ def bytes_moved(program: Program) -> float:
 def _fusion_bytes(inside: Sequence[Instruction]) -> float:
     """Of one kernel, from the computation that it runs."""
     named = {instruction.name: instruction for instruction in inside}
-    shares = _read_shares(inside, named)
+    in_place = {one.name for one in inside if one.opcode == UPDATE and _in_place(one, inside)}
+    shares = _read_shares(inside, named, in_place)
     read = sum(
         shares[instruction.name] * hlo.shape_bytes(instruction.shape)
         for instruction in inside
@@ -81,11 +84,36 @@ def _fusion_bytes(inside: Sequence[Instruction]) -> float:
     )
     root = inside[-1]
     results = [named[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return read + sum(_result_bytes(result, named) for result in results)
+    return read + sum(_result_bytes(result, named, in_place) for result in results)
+
+
+def _in_place(update: Instruction, inside: Sequence[Instruction]) -> bool:
+    """Whether XLA for GPUs writes no more than the slice: where nothing else than this slice is read
+    of the array, at the same index, which has to be one that is not known as it compiles
+    (`CanEmitFusedDynamicUpdateSliceInPlaceForGpu`)."""
+    users: dict[str, list[Instruction]] = {}
+    for user in inside:
+        for name in user.operands:
+            users.setdefault(name, []).append(user)
+    named = {instruction.name: instruction for instruction in inside}
+    target = named[update.operands[0]]
+    while target.opcode == "bitcast":
+        target = named[target.operands[0]]
+    seen, names = {update.name}, [target.name]
+    while names:
+        for user in users.get(names.pop(), ()):
+            if user.name in seen:
+                continue
+            seen.add(user.name)
+            names.append(user.name)
+            same = user.opcode == "dynamic-slice" and user.operands[1:] == update.operands[2:]
+            if not (same or user.opcode in (*ELEMENTWISE, "tuple")):
+                return False
+    return target.opcode == "parameter"
 
 
 def _read_shares(
-    inside: Sequence[Instruction], named: Mapping[str, Instruction]
+    inside: Sequence[Instruction], named: Mapping[str, Instruction], in_place: Collection[str]
 ) -> dict[str, float]:
     """The share of each array that a kernel reads, or computes."""
     shares = dict.fromkeys(named, 0.0)
@@ -95,7 +123,7 @@ def _read_shares(
             share = 1.0
             if user.opcode in SLICES and place == 0:
                 share = _part_bytes(user, named) / hlo.shape_bytes(named[name].shape)
-            elif user.opcode == "dynamic-update-slice" and place == 0:
+            elif user.name in in_place and place == 0:
                 share = 0.0
             elif user.opcode in ELEMENTWISE and not is_root:
                 share = shares[user.name]
@@ -103,10 +131,12 @@ def _read_shares(
     return shares
 
 
-def _result_bytes(result: Instruction, named: Mapping[str, Instruction]) -> float:
+def _result_bytes(
+    result: Instruction, named: Mapping[str, Instruction], in_place: Collection[str]
+) -> float:
     while result.opcode == "bitcast":
         result = named[result.operands[0]]
-    if result.opcode == "dynamic-update-slice":
+    if result.name in in_place:
         return _part_bytes(result, named)
     return _written_bytes(result.shape)
 

@@ -345,7 +345,7 @@ def _layer_backward(
     ready = after(0, loop.zero.trained(dweights, loop.frozen)) if loop.ordered else None
     if loop.reduces:
         return Carry(dx, dshared, prefetched, dweights, grads, ready)
-    grads = _accumulate(loop, inputs, grads, index, dweights)
+    grads = _accumulate(loop, inputs, grads, index if ready is None else index + ready, dweights)
     return Carry(dx, dshared, prefetched, None, grads, ready)
 
 
