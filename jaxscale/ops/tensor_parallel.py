@@ -230,7 +230,10 @@ def _side_by_side_forward(how: _Matmul, x: Array, weights: tuple[Array, ...]):
 
 def _side_by_side_backward(how: _Matmul, residuals, dys: tuple[Array, ...]):
     x, weights, scales = residuals
-    dy = jnp.concatenate([dy.reshape(*x.shape[:-1], -1) for dy in dys], -1)
+    # Without the barrier XLA writes them side by side twice, once for each matmul.
+    dy = jax.lax.optimization_barrier(
+        jnp.concatenate([dy.reshape(*x.shape[:-1], -1) for dy in dys], -1)
+    )
     weight = jnp.concatenate([weight.reshape(x.shape[-1], -1) for weight in weights], -1)
     scale = functools.reduce(jnp.minimum, scales) if how.dtype == "float8" else None
     dims = [dy.ndim - 1], [1]
