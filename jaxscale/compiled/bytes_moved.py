@@ -88,9 +88,9 @@ def _fusion_bytes(inside: Sequence[Instruction]) -> float:
 
 
 def _in_place(update: Instruction, inside: Sequence[Instruction]) -> bool:
-    """Whether XLA for GPUs writes no more than the slice: where nothing else than this slice is read
-    of the array, at the same index, which has to be one that is not known as it compiles
-    (`CanEmitFusedDynamicUpdateSliceInPlaceForGpu`)."""
+    """Whether XLA for GPUs writes no more than the slice: where nothing but this slice is read of
+    the array, by a `dynamic-slice` at the same index; of an index that is known as it compiles XLA
+    makes another instruction (`CanEmitFusedDynamicUpdateSliceInPlaceForGpu`)."""
     users: dict[str, list[Instruction]] = {}
     for user in inside:
         for name in user.operands:

@@ -95,7 +95,7 @@ def matmul(
     if dtype == "float8":
         (x, unit_x), (y, unit_y) = map(scaled_float8, (x, y), types, (None, of_y))
         if as_laid_out:
-            y = with_layout_constraint(y, Layout(tuple(range(y.ndim))))
+            y = by_rows(y)
         product = jax.lax.dot_general(
             x, y, dims, precision=FLOAT8_PRECISION[role], preferred_element_type=result
         )
@@ -105,6 +105,11 @@ def matmul(
     wide = jnp.promote_types(result, jnp.float32)
     unit_x = unit_x.reshape(*unit_x.shape, *(1,) * unit_y.ndim)
     return (product.astype(wide) * (unit_x * unit_y).astype(wide)).astype(result)
+
+
+def by_rows(x: Array) -> Array:
+    """The array with its dimensions in order in memory, the last one contiguous."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def weight_scale(weight: Array, dtype: str) -> Array | None:

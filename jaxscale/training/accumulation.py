@@ -102,6 +102,9 @@ def make_accumulation(
 
     visits = _visits(zero, count)
     in_place = saves_in_place(layout, zero, platform)
+    # XLA for GPUs adds to an entry in place only where it sees a `dynamic-slice`: at a constant
+    # index it reads and writes the entries of all layers.
+    copies_constants = platform == "gpu"
 
     def run(params: Tree, groups: Batch) -> tuple[Sums, Tree]:
         early = early_reductions(layout, zero, platform, groups.tokens[0, 0].size // layout.context)
@@ -111,7 +114,9 @@ def make_accumulation(
             grads |= {stack.name: _unfilled(grads[stack.name]) for stack in model.stacks}
         done = Accumulated(zero_sums(model, zero.loss_dtype), grads)
         for visit, span in visits:
-            group_pass = _make_group_pass(model, layout, zero, visit, early, in_place, unroll)
+            group_pass = _make_group_pass(
+                model, layout, zero, visit, early, in_place, unroll, copies_constants
+            )
             some = jax.tree.map(lambda x, span=span: x[span], groups)
             nothing = jnp.zeros(())
             if not visit.first:
@@ -206,6 +211,7 @@ def _make_group_pass(
     early: Early,
     in_place: bool,
     unroll: bool,
+    copies_constants: bool,
 ) -> GroupPass:
     offload = layout.offloads("activations")
     zero = zero if visit.first else zero.kept
@@ -214,7 +220,18 @@ def _make_group_pass(
         layers = [layer_function(stack, kind) for kind in range(stack.period)]
         passes = [split_vjp(rematerialised(layer, layout.remat_policy)) for layer in layers]
         first = stack.name == model.stacks[0].name
-        return Loop(stack, zero, visit, tuple(passes), offload, early, in_place, unroll, first)
+        return Loop(
+            stack,
+            zero,
+            visit,
+            passes=tuple(passes),
+            offload=offload,
+            early=early,
+            in_place=in_place,
+            unroll=unroll,
+            copies_constants=copies_constants,
+            is_first=first,
+        )
 
     loops = [make_loop(stack) for stack in model.stacks]
 

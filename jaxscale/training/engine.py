@@ -190,6 +190,7 @@ def make_engine(
         pipelined=stages is not None,
         deterministic=config.run.deterministic,
         in_place=saves_in_place(layout, zero, platform),
+        unrolled=layout.unroll_layers and layout.num_devices == 1,
         matmul_dtype=config.model.matmul_dtype,
         layer=_combined_layer(layout, zero, shapes),
         arguments=state_bytes(state),

@@ -194,6 +194,22 @@ IN_PLACE = (
 """What a step whose layers write residuals where they make them (`save_in_place`) has besides, on
 GPUs."""
 
+UNROLLED = (
+    XlaFlag(
+        "xla_gpu_enable_triton_gemm",
+        False,
+        "cuBLAS adds a matmul's result to the stream, or to the gradient of another matmul, as it "
+        "writes it; the result of a matmul that XLA times Triton for is added by another kernel",
+    ),
+    XlaFlag(
+        "xla_gpu_dot_merger_threshold_mb",
+        0,
+        "queries, keys and values are arrays of their own, which the backward pass reads: from the "
+        "result of one matmul they would be copied",
+    ),
+)
+"""What a step with unrolled layers has besides, on one GPU."""
+
 INIT = (
     XlaFlag(
         "xla_backend_optimization_level",
@@ -319,6 +335,7 @@ def step_options(
     pipelined: bool = False,
     deterministic: bool = False,
     in_place: bool = False,
+    unrolled: bool = False,
     matmul_dtype: str = "",
     layer: LayerBytes | None = None,
     arguments: float = 0.0,
@@ -328,7 +345,7 @@ def step_options(
 
     Args:
       deterministic: whether to add the options that make a step compute the same bits every time.
-      pipelined, in_place, matmul_dtype, layer, arguments: as in `_gpu_step_flags`.
+      pipelined, in_place, unrolled, matmul_dtype, layer, arguments: as in `_gpu_step_flags`.
 
     Raises:
       RuntimeError: XLA refuses one for another reason.
@@ -338,7 +355,9 @@ def step_options(
     needed = _deterministic(device) if deterministic else ()
     of_step = ()
     if device.platform == "gpu":
-        of_step = _gpu_step_flags(device, pipelined, in_place, matmul_dtype, layer, arguments)
+        of_step = _gpu_step_flags(
+            device, pipelined, in_place, unrolled, matmul_dtype, layer, arguments
+        )
     flags = (*flags_of(device), *of_step, *needed)
     refused = refused_options(flags, replicated(mesh))
     for name, error in refused.items():
@@ -362,6 +381,7 @@ def _gpu_step_flags(
     device: Any,
     pipelined: bool,
     in_place: bool,
+    unrolled: bool,
     matmul_dtype: str,
     layer: LayerBytes | None,
     arguments: float,
@@ -372,6 +392,7 @@ def _gpu_step_flags(
     Args:
       pipelined: whether the step has a pipeline, and those of `PIPELINED`.
       in_place: whether it has those of `IN_PLACE`.
+      unrolled: whether it has those of `UNROLLED`.
       matmul_dtype: of the model; "float8" adds those of `FLOAT8`.
       layer: the largest one, if its collectives are to be combined.
       arguments: bytes of the step's arguments on a device.
@@ -379,6 +400,7 @@ def _gpu_step_flags(
     flags = (
         *(PIPELINED if pipelined else ()),
         *(IN_PLACE if in_place else ()),
+        *(UNROLLED if unrolled else ()),
         *(FLOAT8 if matmul_dtype == "float8" else ()),
         *(_combining(layer) if layer else ()),
         _memory_limit(device, arguments),
