@@ -91,6 +91,8 @@ def test_steps_end_in_their_time_with_what_they_measured(gpu, monkeypatch):
     tiny = str(ROOT / "configs/tiny.py")
     assert train.measure(tiny, [], [train.OURS], steps=9, end=110) == {"slow": 2}
     assert train.measure(tiny, [], [train.OURS], steps=9, end=110) == {"slow": 3}
+    traced = {"steps": 9, "end": 250, "trace": "folder"}
+    assert train.measure(tiny, [], [train.OURS], **traced) == {"slow": 5}, "two more are traced"
 
 
 def test_the_programs_do_without_packages_that_read_training_data():

@@ -154,7 +154,7 @@ def _timed(case: Case, rehearse: bool) -> Part:
             str(min(16, max(3, int(FLOPS_TIMED / flops)))),
             *(f"--config.{setting}" for setting in settings),
         ],
-        (85 if case.memory_gib else 70) + (30 if UNROLLED in case.settings else 0),
+        (85 if case.memory_gib else 60) + (15 if UNROLLED in case.settings else 0),
         steps=True,
     )
 
@@ -273,10 +273,10 @@ def main(argv: Sequence[str]) -> int:
             records, well = [{"part": part.name, "error": "no time left"}], False
         if not well:
             failed.append(part.name)
-        stamp = provenance() | ({"commit": options.commit} if options.commit else {})
+        commit = {"commit": options.commit} if options.commit else {}
         with results.open("a") as lines:
             for record in records:
-                lines.write(json.dumps({**stamp, **record, **common}) + "\n")
+                lines.write(json.dumps({**provenance(), **record, **common, **commit}) + "\n")
     print(f"\n{time.monotonic() - begin:.0f} s; appended to {results}")
     print(f"failed: {'; '.join(failed) or 'nothing'}")
     return 1 if failed else 0

@@ -61,7 +61,7 @@ def compared(records: pathlib.Path, hardware: str) -> Iterator[dict[str, Any]]:
         config = configs.load(ROOT / record["config"], record["settings"])
         layout = config.layout
         pins = {name: getattr(layout, name) for name in ("microbatches", "accumulation", "remat")}
-        pins |= {"zero_stage": layout.zero_stage, "offload": layout.offload}
+        pins |= {name: getattr(layout, name) for name in ("zero_stage", "offload", "unroll_layers")}
         # It fitted: so the plan may have all of the memory.
         memory = make_cluster(hardware, 1).memory_bytes
         asked = {"pins": pins, "max_memory_bytes": memory, "top": 1}

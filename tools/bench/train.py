@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
+from measure import TRACED  # noqa: E402
 from provenance import provenance  # noqa: E402
 
 from jaxscale import command_line  # noqa: E402
@@ -146,8 +147,8 @@ def measure(
     """One round: starts the subjects one after the other, then lets them step in turn.
 
     Args:
-      end: of `time.monotonic()`: a step, but not the first timed one, that might end later is not
-        begun.
+      end: of `time.monotonic()`: a step, but not the first timed one, is not begun if it, or the
+        traced ones after it, might end later.
       trace: a folder, for a trace of two more steps of ours.
     """
     layout = configs.load(config_file, settings).layout
@@ -161,10 +162,10 @@ def measure(
                 command.insert(-1 - len(settings), f"--trace={trace}")
             subject = Subject(name, command, num_devices if name == OURS else 1)
             subjects.append(stack.enter_context(contextlib.closing(subject)))
-        longest = 0.0
+        longest, more = 0.0, TRACED if trace else 0
         for done in range(steps):
             begin = time.monotonic()
-            if done and begin + longest > end:
+            if done and begin + (1 + more) * longest > end:
                 break
             for subject in subjects:
                 subject.step()
