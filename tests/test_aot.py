@@ -15,6 +15,7 @@ import pytest
 
 from jaxscale import aot
 from jaxscale.compiled import compile_ahead, hlo, topology
+from jaxscale.compiled.bytes_moved import updates_in_place
 from jaxscale.compiled.collectives import collectives
 from jaxscale.compiled.compile_ahead import CompileReport, compile_for
 from jaxscale.compiled.flops import FLASH_MATMULS
@@ -40,7 +41,13 @@ MODEL = {
 LARGE = MODEL | {"d_model": 2048, "num_heads": 16, "num_kv_heads": 16, "d_ff": 8192}
 MODELS = {"tpu": MODEL, "gpu": LARGE}
 EXPERTS = MODEL | {"family": "mixtral", "num_layers": 1, "num_experts": 4, "experts_per_token": 2}
-PLATFORMS = {"v5p:2x2x1": "tpu", "v5e:2x2": "tpu", "v5e:1x1": "tpu", "h200:1x4": "gpu"}
+PLATFORMS = {
+    "v5p:2x2x1": "tpu",
+    "v5e:2x2": "tpu",
+    "v5e:1x1": "tpu",
+    "h200:1x4": "gpu",
+    "h200:1x1": "gpu",
+}
 
 
 @functools.cache
@@ -128,6 +135,30 @@ def test_the_weights_of_a_large_layer_travel_together_and_so_do_its_gradients():
         ("all-gather", LAYERS - 1),
         ("reduce-scatter", LAYERS - 2),
     ]
+
+
+def test_gradients_of_a_layer_are_added_in_place():
+    """At an index that it knows, XLA for GPUs would read and write the gradients of all layers: 8B
+    with unrolled layers took 4.7 s in place of 3.0."""
+    layout = {"unroll_layers": True, "microbatches": 2}
+    model = MODEL | {"num_layers": 2, "attention": "blockwise"}
+    report = compiled_model("h200:1x1", model, layout)
+    program = hlo.parse_hlo(report.program)
+    fused = {
+        instruction.attribute(r"calls=%?([\w.\-]+)")
+        for instructions in program.computations.values()
+        for instruction in instructions
+        if instruction.opcode == "fusion"
+    }
+    kernels = [program.computations[name] for name in fused]
+    adding = [
+        updates_in_place(kernel[-1], kernel)
+        for kernel in kernels
+        if kernel[-1].opcode == "dynamic-update-slice" and kernel[-1].shape.startswith("f32[2,")
+    ]
+    assert len(adding) >= 2 * ARRAYS
+    assert all(adding)
+    assert "__cublas$lt$matmul" in report.program, "which adds to the stream as it writes"
 
 
 @pytest.mark.parametrize("name", ["h200:1x4", pytest.param("v5p:2x2x1", marks=pytest.mark.slow)])

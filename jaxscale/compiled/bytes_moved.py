@@ -72,22 +72,7 @@ def bytes_moved(program: Program) -> float:
     return computation_costs(program, own)[program.entry]
 
 
-def _fusion_bytes(inside: Sequence[Instruction]) -> float:
-    """Of one kernel, from the computation that it runs."""
-    named = {instruction.name: instruction for instruction in inside}
-    in_place = {one.name for one in inside if one.opcode == UPDATE and _in_place(one, inside)}
-    shares = _read_shares(inside, named, in_place)
-    read = sum(
-        shares[instruction.name] * hlo.shape_bytes(instruction.shape)
-        for instruction in inside
-        if instruction.opcode == "parameter"
-    )
-    root = inside[-1]
-    results = [named[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return read + sum(_result_bytes(result, named, in_place) for result in results)
-
-
-def _in_place(update: Instruction, inside: Sequence[Instruction]) -> bool:
+def updates_in_place(update: Instruction, inside: Sequence[Instruction]) -> bool:
     """Whether XLA for GPUs writes no more than the slice: where nothing but this slice is read of
     the array, by a `dynamic-slice` at the same index; of an index that is known as it compiles XLA
     makes another instruction (`CanEmitFusedDynamicUpdateSliceInPlaceForGpu`)."""
@@ -110,6 +95,23 @@ def _in_place(update: Instruction, inside: Sequence[Instruction]) -> bool:
             if not (same or user.opcode in (*ELEMENTWISE, "tuple")):
                 return False
     return target.opcode == "parameter"
+
+
+def _fusion_bytes(inside: Sequence[Instruction]) -> float:
+    """Of one kernel, from the computation that it runs."""
+    named = {instruction.name: instruction for instruction in inside}
+    in_place = {
+        one.name for one in inside if one.opcode == UPDATE and updates_in_place(one, inside)
+    }
+    shares = _read_shares(inside, named, in_place)
+    read = sum(
+        shares[instruction.name] * hlo.shape_bytes(instruction.shape)
+        for instruction in inside
+        if instruction.opcode == "parameter"
+    )
+    root = inside[-1]
+    results = [named[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return read + sum(_result_bytes(result, named, in_place) for result in results)
 
 
 def _read_shares(

@@ -65,6 +65,39 @@ ENTRY %main (p: (s32[], f32[4,100], f32[30]), w: f32[30]) -> f32[30] {
 """
 
 
+ADD = """
+%add_to (stack: f32[4,100], i: s32[], x: f32[1,100]) -> f32[4,100] {
+  %stack = f32[4,100]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %x = f32[1,100]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  %row = f32[1,100]{1,0} READ
+  %sum = f32[1,100]{1,0} add(%row, %x)
+  ROOT %put = f32[4,100]{1,0} dynamic-update-slice(%stack, %sum, %i, %zero)
+}
+
+ENTRY %main (stack: f32[4,100], i: s32[], x: f32[1,100]) -> f32[4,100] {
+  %stack = f32[4,100]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %x = f32[1,100]{1,0} parameter(2)
+  ROOT %put = f32[4,100]{1,0} fusion(%stack, %i, %x), kind=kLoop, calls=%add_to
+}
+"""
+
+
+def test_a_kernel_that_reads_elsewhere_than_it_updates_copies_the_whole_array():
+    """A `slice`, whose index is known, is elsewhere to XLA for GPUs."""
+    same = "dynamic-slice(%stack, %i, %zero), dynamic_slice_sizes={1,100}"
+    other = "dynamic-slice(%stack, %zero, %zero), dynamic_slice_sizes={1,100}"
+    known = "slice(%stack), slice={[0:1], [0:100]}"
+    counted = [
+        bytes_moved(hlo.parse_hlo(ADD.replace("READ", read))) for read in (same, other, known)
+    ]
+    in_place = 400 + 4 + 400 + 400
+    assert counted[0] == in_place
+    assert counted[1] == counted[2] == 1600 + 4 + 400 + 1600
+
+
 def test_a_kernel_moves_what_it_takes_and_returns_and_of_a_stack_its_slice():
     counter = 4
     slice_of = 400 + counter + 400
