@@ -6,7 +6,7 @@ verifies it.
 A state of parameters and two moments in float32, on the devices that JAX has, is saved, and read
 again: once from the disk, with nothing of its files in the page cache, and once from that cache.
 Processor seconds are those of the whole process, and tell on a machine that does other things, too.
-Medians of the repeats; the last line is JSON.
+Medians of the repeats; the last line is JSON, and with --json FILE it is appended to one.
 """
 
 import argparse
@@ -26,6 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import jax
 import jax.numpy as jnp
+from provenance import provenance
 
 from jaxscale import command_line
 from jaxscale.storage import durable
@@ -45,10 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of the state; default 2",
     )
     parser.add_argument("--repeats", type=command_line.whole(1, 10**6), default=5)
+    parser.add_argument("--rehearse", action="store_true", help="20 MB once, whatever is asked for")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=command_line.output_file,
+        help="append the medians as a line of JSON",
+    )
     parser.add_argument("--folder", type=pathlib.Path, help="on the disk to measure")
     options = parser.parse_args(argv)
     if options.folder and not options.folder.is_dir():
         parser.error(f"--folder {options.folder} is no folder")
+    if options.rehearse:
+        options.gigabytes, options.repeats = 0.02, 1
     state = make_state(options.gigabytes)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="checkpoint_", dir=options.folder))
     rounds = []
@@ -66,7 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     device = jax.devices()[0].device_kind
-    print(json.dumps({"bytes": num_bytes, "device": device, "repeats": options.repeats, **medians}))
+    record = {"bytes": num_bytes, "device": device, "repeats": options.repeats, **medians}
+    print(json.dumps(record))
+    if options.json:
+        with pathlib.Path(options.json).open("a") as lines:
+            lines.write(json.dumps({"benchmark": "checkpoint", **provenance(), **record}) + "\n")
     return 0
 
 

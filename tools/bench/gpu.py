@@ -78,6 +78,8 @@ CASES = (
     Case("llama32_1b", 8, 1, "none"),
     Case("llama32_1b", 8, 1, "none", (CUDNN,)),
     Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT, FLOAT8)),
+    Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT, "layout.offload=optimizer")),
+    Case("llama32_1b", 8, 1, "full", (ONE_DOCUMENT, "layout.offload=activations")),
     Case("llama32_1b", 16, 1, "none", (ONE_DOCUMENT, UNROLLED), 120),
     Case("llama3_8b", 1, 16, "save_matmuls", (ONE_DOCUMENT, *NARROW, UNROLLED), 120),
     Case("llama3_8b", 2, 2, ATTENTION_SAVED, (ONE_DOCUMENT, *NARROW), 120),
@@ -118,12 +120,15 @@ def parts(rehearse: bool, memory_gib: float = math.inf) -> Iterator[Part]:
         [case for case in cases if case.memory_gib <= memory_gib] for cases in (FIRST_CASES, CASES)
     )
     if rehearse:
-        first, others = [first[1], first[4]], others[:1]
+        offloading = [case for case in others if any("offload" in one for one in case.settings)]
+        first, others = [first[1], first[4]], [others[0], *offloading]
     yield from (_timed(case, rehearse) for case in first)
     yield Part("attention", ["tools/bench/attention.py", *small], 60)
     yield Part("layouts", ["tools/bench/gpu_layouts.py"], 75)
     yield Part("sums of float8", ["tools/bench/float8.py", *small], 40)
     yield Part("loss", ["tools/bench/loss.py", *small], 60)
+    save = ["tools/bench/checkpoint.py", "--gigabytes", "2", "--repeats", "3", *small]
+    yield Part("save and restore", save, 45)
     yield from (_timed(case, rehearse) for case in others)
 
 
