@@ -66,10 +66,14 @@ def test_every_layout_is_one_device_in_float64(layout, capfd):
     "layout",
     [
         {"fsdp": 4, "tensor": 2, "microbatches": 2, "remat": "full"},
-        {
-            **{"fsdp": 2, "context": 2, "data": 2, "zero_stage": 1},
-            **{"microbatches": 2, "accumulation": "layered", "offload": "activations"},
-        },
+        pytest.param(
+            {
+                **{"fsdp": 2, "context": 2, "data": 2, "zero_stage": 1},
+                **{"microbatches": 2, "accumulation": "layered", "offload": "activations"},
+            },
+            # Unrolled layers are for one device: fsdp 4 shows that on several they are right.
+            marks=pytest.mark.slow,
+        ),
         {},
     ],
     ids=matrix.name,

@@ -83,9 +83,9 @@ def test_a_value_is_written_where_it_is_made_and_read_from_there():
     assert found == ["dot_general", write, "optimization_barrier", read, "negate", write]
 
 
-def test_matmuls_on_a_gpu_write_residuals_into_the_arrays_of_all_layers(monkeypatch):
-    """None multiplies twice, and fewer bytes are moved than with copies. (XLA would make one of two
-    small matmuls of the same operand.)"""
+def test_matmuls_on_a_gpu_write_residuals_into_the_arrays_of_all_layers():
+    """None multiplies twice, and those of layers that are written out move and hold less. (XLA
+    would make one of two small matmuls of the same operand.)"""
     model = {"d_model": 2048, "num_heads": 32, "num_kv_heads": 32, "head_dim": 64, "d_ff": 8192}
     config = from_dict(
         {
@@ -98,9 +98,6 @@ def test_matmuls_on_a_gpu_write_residuals_into_the_arrays_of_all_layers(monkeypa
         pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")
     with jax.enable_x64(False):  # in which loops count in 64 bits
         report = compile_ahead.compile_for(config, "h200:1x1")
-        for module in (accumulation, engine):
-            monkeypatch.setattr(module, "saves_in_place", lambda *_: False)
-        before = compile_ahead.compile_for(config, "h200:1x1")
         layout = dataclasses.replace(config.layout, unroll_layers=True)
         config = dataclasses.replace(config, layout=layout)
         unrolled = compile_ahead.compile_for(config, "h200:1x1")
@@ -108,11 +105,9 @@ def test_matmuls_on_a_gpu_write_residuals_into_the_arrays_of_all_layers(monkeypa
     assert len(re.findall(fused, report.program)) == 2, "the matmuls that widen"
     head = r"%dynamic_slice_fusion[.\d]* = \(f32"
     assert not re.findall(head, report.program), "whose matmuls are chosen by timing"
-    assert report.flops == before.flops == unrolled.flops is not None
-    reports = unrolled, report, before
-    written_out, moved, copied = (bytes_moved(hlo.parse_hlo(one.program)) for one in reports)
-    assert moved < 0.95 * copied
-    # Layers that are written out move and hold less: what each saves, and no more, in arrays of its
-    # own, and what the gradients of one layer's weights are of.
+    assert report.flops == unrolled.flops is not None
+    written_out, moved = (bytes_moved(hlo.parse_hlo(one.program)) for one in (unrolled, report))
+    # Layers that are written out hold what each saves, and no more, in arrays of its own, and what
+    # the gradients of one layer's weights are of. Both have cuBLAS for all matmuls.
     assert written_out < 0.9 * moved
-    assert unrolled.temp_bytes < 0.87 * report.temp_bytes
+    assert unrolled.temp_bytes < 0.9 * report.temp_bytes

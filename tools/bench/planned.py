@@ -35,9 +35,10 @@ def main() -> int:
     with command_line.refusals():
         options.records.open().close()
         make_cluster(options.hardware, 1)
-    names = ["model", "sequences", "remat", "matmuls", "attention"]
-    print(row_of([*names, "s a step", "planned", "", "peak", "planned"]))
-    print(row_of(["---"] * 10))
+    names = ["model", "sequences", "remat", "layers", "matmuls", "attention"]
+    titles = [*names, "s a step", "planned", "", "peak", "planned"]
+    print(row_of(titles))
+    print(row_of(["---"] * len(titles)))
     for row in compared(options.records, options.hardware):
         seconds, memory = row["seconds"], row["bytes"]
         cells = [f"{seconds[0]:.4g}", f"{seconds[1]:.4g}", f"{seconds[1] / seconds[0] - 1:+.1%}"]
@@ -71,6 +72,7 @@ def compared(records: pathlib.Path, hardware: str) -> Iterator[dict[str, Any]]:
             "model": pathlib.Path(record["config"]).stem,
             "sequences": f"{layout.microbatches} x {each}",
             "remat": layout.remat,
+            "layers": "unrolled" if layout.unroll_layers else "loop",
             "matmuls": config.model.matmul_dtype or config.model.compute_dtype,
             "attention": record["note"].removesuffix(" attention"),
             "seconds": (record["step_seconds"], plan.step_seconds),
