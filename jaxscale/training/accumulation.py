@@ -104,7 +104,7 @@ def make_accumulation(
     in_place = saves_in_place(layout, zero, platform)
     # XLA for GPUs adds to an entry in place only where it sees a `dynamic-slice`: at a constant
     # index it reads and writes the entries of all layers.
-    copies_constants = platform == "gpu"
+    hides_index = platform == "gpu"
 
     def run(params: Tree, groups: Batch) -> tuple[Sums, Tree]:
         early = early_reductions(layout, zero, platform, groups.tokens[0, 0].size // layout.context)
@@ -115,7 +115,7 @@ def make_accumulation(
         done = Accumulated(zero_sums(model, zero.loss_dtype), grads)
         for visit, span in visits:
             group_pass = _make_group_pass(
-                model, layout, zero, visit, early, in_place, unroll, copies_constants
+                model, layout, zero, visit, early, in_place, unroll, hides_index
             )
             some = jax.tree.map(lambda x, span=span: x[span], groups)
             nothing = jnp.zeros(())
@@ -211,7 +211,7 @@ def _make_group_pass(
     early: Early,
     in_place: bool,
     unroll: bool,
-    copies_constants: bool,
+    hides_index: bool,
 ) -> GroupPass:
     offload = layout.offloads("activations")
     zero = zero if visit.first else zero.kept
@@ -229,7 +229,7 @@ def _make_group_pass(
             early=early,
             in_place=in_place,
             unroll=unroll,
-            copies_constants=copies_constants,
+            hides_index=hides_index,
             is_first=first,
         )
 

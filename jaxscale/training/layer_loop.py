@@ -92,7 +92,7 @@ class Loop:
     early: Early
     in_place: bool  # whether residuals are written where they are made (`save_in_place`)
     unroll: bool  # whether the layers are written out, each with residuals of its own
-    copies_constants: bool  # whether an update at an index that is known copies the whole array
+    hides_index: bool  # whether gradients are added at indices that the compiler does not know
     is_first: bool  # of the model's stacks
 
     @property
@@ -395,7 +395,7 @@ def _prefetch(loop: Loop, inputs: Inputs, above: Place) -> Prefetched:
 def _accumulate(loop: Loop, inputs: Inputs, grads: Tree, index: Index, dweights: Tree) -> Tree:
     """Reduces the gradients of one layer and adds them to its accumulators; those of the last
     visit, to what they are when no reduction remains."""
-    if loop.copies_constants and isinstance(index, int):
+    if loop.hides_index and isinstance(index, int):
         index = after(index, inputs.batch.tokens)
     visit, total = loop.visit, loop.zero.reduce(dweights, loop.axes)
     if visit.last and not visit.only:
