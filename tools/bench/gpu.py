@@ -278,10 +278,10 @@ def main(argv: Sequence[str]) -> int:
             records, well = [{"part": part.name, "error": "no time left"}], False
         if not well:
             failed.append(part.name)
-        commit = {"commit": options.commit} if options.commit else {}
+        stamp, commit = provenance(), {"commit": options.commit} if options.commit else {}
         with results.open("a") as lines:
             for record in records:
-                lines.write(json.dumps({**provenance(), **record, **common, **commit}) + "\n")
+                lines.write(json.dumps({**stamp, **record, **common, **commit}) + "\n")
     print(f"\n{time.monotonic() - begin:.0f} s; appended to {results}")
     print(f"failed: {'; '.join(failed) or 'nothing'}")
     return 1 if failed else 0
