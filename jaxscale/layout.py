@@ -85,7 +85,8 @@ class Layout:
     a chunk; with "layer" an operation gathers each layer's weights and reduces each layer's
     gradients: less memory, more traffic. In a pipeline `remat` can be "keep:4": each rank saves all
     residuals of up to four passes through a chunk at a time, and recomputes the others as with
-    "full" (`pipeline.orders.keep_passes`).
+    "full" (`pipeline.orders.keep_passes`). With `unroll_layers` and a `zero_stage` below 3, weights
+    that no rank gathers are cast to the compute type once a step, and not in every pass.
     `schedule` and `remat` are stored as written; their parsed forms are `schedule_spec` and
     `remat_policy`.
     """
@@ -326,6 +327,14 @@ class Layout:
     def zero_ranks(self) -> int:
         """Ranks that a ZeRO stage shards over: fsdp x context."""
         return self.fsdp * self.context
+
+    @property
+    def casts_once(self) -> bool:
+        """Whether a step casts the matrices of its layers to the compute type once, and keeps them.
+        Weights that are gathered are kept or not by their ZeRO stage alone, and a loop over layers
+        would copy each layer's of them."""
+        whole = (self.zero_stage == 0) | (self.zero_ranks == 1)
+        return self.unroll_layers & (self.zero_stage < 3) & whole
 
     @property
     def batch_shards(self) -> int:

@@ -20,7 +20,7 @@ SHRINKS = {
     "parameters": "zero_stage = 1, fsdp, tensor, pipeline",
     "optimizer state": "zero_stage = 1, fsdp, offload = 'optimizer'",
     "batch": "data.global_batch_size",
-    "gathered weights": "zero_stage = 3, tensor, pipeline",
+    "weights in use": "zero_stage = 3, tensor, pipeline",
     "gradients": "zero_stage = 2, fsdp, tensor, pipeline",
     SAVED: "remat = 'full', microbatches, offload = 'activations', context",
     "temporaries": "microbatches, context, tensor",
@@ -29,12 +29,12 @@ SHRINKS = {
 
 SHRINKS_IN_PIPELINES = {
     **SHRINKS,
-    "gathered weights": "zero_stage = 3, tensor, pipeline, virtual_stages",
+    "weights in use": "zero_stage = 3, tensor, pipeline, virtual_stages",
     SAVED: "remat = 'full', microbatches, schedule = '1f1b', context",
 }
 """The same for a layout with a pipeline."""
 
-PIPELINE_BUFFERS = {"weights": "gathered weights", "gradients": "gradients"}
+PIPELINE_BUFFERS = {"weights": "weights in use", "gradients": "gradients"}
 """Names of `pipeline_buffers` -> keys of SHRINKS; all others are SAVED."""
 
 
@@ -60,7 +60,7 @@ def attribute_buffers(buffers: Sequence[Buffer], engine: Engine) -> list[BufferU
         size = math.prod(dims)
         what = _what(buffer, engine, size in weights, kept.get((dtype, size), ""))
         module = find_module(buffer.op_name)
-        if not module and what in ("parameters", "gathered weights", "gradients"):
+        if not module and what in ("parameters", "weights in use", "gradients"):
             module = weights.get(size, "")
         groups.setdefault((buffer.shape, what, module), []).append(buffer)
     uses = [
@@ -104,7 +104,7 @@ def _what(buffer: Buffer, engine: Engine, is_weight: bool, in_pipeline: str) -> 
         kinds = {"state.params": "parameters", "state.opt_state": "optimizer state"}
         return next((kinds[k] for k in kinds if buffer.op_name.startswith(k)), "batch")
     if "all_gather" in buffer.op_name:
-        return "gathered weights"
+        return "weights in use"
     if find_module(buffer.op_name) == "optimizer":
         return "optimizer state"
     if in_pipeline:
@@ -112,8 +112,8 @@ def _what(buffer: Buffer, engine: Engine, is_weight: bool, in_pipeline: str) -> 
     (dtype, dims), *_ = hlo.arrays(buffer.shape)
     if dtype == "f32" and is_weight:
         return "gradients"
-    if engine.zero.keeps and is_weight:
-        return "gathered weights"
+    if (engine.zero.keeps or engine.layout.casts_once) and is_weight:
+        return "weights in use"
     depths = {n for s in engine.model.stacks for n in (s.num_layers, s.num_layers - 1)}
     if len(dims) > 2 and dims[0] in depths and not engine.stages:
         return SAVED

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxscale.choices import check_kind
 from jaxscale.formatting import human_bytes, table
@@ -25,6 +26,7 @@ from jaxscale.planner.model.param_shapes import parameters
 from jaxscale.planner.search.trainable_model import check_parameters
 from jaxscale.sharding.resolve import is_axes, layer_rules, leaf_name, resolve
 from jaxscale.sharding.rules import Axes, Rules
+from jaxscale.sharding.zero import Zero
 from jaxscale.training.engine import ENGINE_ADVICE, Engine, find_model
 from jaxscale.training.flops import counted_kernels, example, forward_cost, step_flops
 from jaxscale.training.remat import rematerialised_attention
@@ -165,22 +167,34 @@ def _buffers(engine: Engine) -> dict[str, int]:
 
 def _stages(engine: Engine) -> str:
     """Bytes of the model on a device for each stage; only fsdp, context and tensor divide them."""
-    names = ("parameters", "gradients", "optimizer", "gathered weights", "together")
+    names = ("parameters", "gradients", "optimizer", "weights in use", "together")
     rows: list[tuple[str, ...]] = [("", *names)]
     state, axes = engine.abstract_state, engine.state_axes
-    narrow = engine.zero.compute_dtype.itemsize
     for stage in range(4):
         zero = dataclasses.replace(engine.zero, stage=stage)
-        at_rest, whole = zero.state_rules, zero.replicated_rules
+        at_rest = zero.state_rules
         params = tree_bytes(state.params, axes.params, at_rest, zero.sizes)
         rules = zero.accumulator_rules(single_visit=engine.layout.single_visit)
         grads = _gradient_bytes(engine, rules)
         moments = tree_bytes(state.opt_state, axes.opt_state, at_rest, zero.sizes)
-        kept = tree_bytes(state.params, axes.params, whole, zero.sizes, narrow) if zero.keeps else 0
+        kept = _kept_weights(engine, zero)
         chosen = " *" if stage == engine.zero.stage else ""
         sizes = (params, grads, moments, kept, params + grads + moments + kept)
         rows.append((f"zero {stage}{chosen}", *(human_bytes(size) for size in sizes)))
     return "bytes of the model on each device in a step\n" + table(rows)
+
+
+def _kept_weights(engine: Engine, zero: Zero) -> int:
+    """Bytes of the weights in the compute type that a step keeps, gathered or cast once."""
+    params, axes = engine.abstract_state.params, engine.state_axes.params
+    if not zero.keeps:
+        at_rest = jnp.dtype(engine.config.model.param_dtype)
+        layout = dataclasses.replace(engine.layout, zero_stage=zero.stage)
+        casts = layout.casts_once and at_rest != zero.compute_dtype
+        stacks = [stack.name for stack in engine.model.stacks] if casts else []
+        params, axes = ({name: tree[name] for name in stacks} for tree in (params, axes))
+    width = zero.compute_dtype.itemsize
+    return tree_bytes(params, axes, zero.replicated_rules, zero.sizes, width)
 
 
 def _zero_axes(layout: Layout) -> str:

@@ -42,6 +42,7 @@ from jaxscale.sharding.resolve import automatic_axes, has_experts
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layer_loop import (
     Carry,
+    CastOnce,
     Early,
     Inputs,
     Loop,
@@ -108,7 +109,8 @@ def make_accumulation(
 
     def run(params: Tree, groups: Batch) -> tuple[Sums, Tree]:
         early = early_reductions(layout, zero, platform, groups.tokens[0, 0].size // layout.context)
-        weights, grads = params, zero.zeros(params, zero.axes, finished=count == 1)
+        weights = _cast_once(model, zero, params) if layout.casts_once else params
+        grads = zero.zeros(params, zero.axes, finished=count == 1)
         if unfilled and count == 1 and not (zero.reduces or zero.remains):
             # Every layer's gradients are written, and nothing is added (`Loop.writes_once`).
             grads |= {stack.name: _unfilled(grads[stack.name]) for stack in model.stacks}
@@ -157,6 +159,25 @@ def _can_leave_unfilled(layout: Layout, platform: str) -> bool:
     the compiler partitions nothing, for every rank of an automatic axis would have all of them."""
     sizes = layout.sizes
     return platform == "gpu" and all(sizes[axis] == 1 for axis in automatic_axes(sizes))
+
+
+def _cast_once(model: Model, zero: Zero, params: Tree) -> Tree:
+    """The parameters, with the matrices of each layer cast to arrays of their own."""
+
+    def matrices(stack: Stack, index: int) -> Tree:
+        at_rest = at(params[stack.name], index)
+        weights = zero.gather_part(at_rest, stack.name)
+        return jax.tree.map(
+            lambda x, cast: cast if x.ndim > 1 and x.dtype != cast.dtype else None,
+            at_rest,
+            weights,
+        )
+
+    def cast(stack: Stack) -> CastOnce:
+        each = (matrices(stack, index) for index in range(stack.num_layers))
+        return CastOnce(params[stack.name], tuple(each))
+
+    return {**params, **{stack.name: cast(stack) for stack in model.stacks}}
 
 
 def _unfilled(like: Tree) -> Tree:

@@ -139,10 +139,17 @@ class Prefetched(NamedTuple):
     residuals: Residuals | None = None  # [G, ...]
 
 
+class CastOnce(NamedTuple):
+    """The layers of a stack, of which a step casts matrices once (`Layout.casts_once`)."""
+
+    at_rest: Tree  # parameters, [L, ...]
+    matrices: tuple[Tree, ...]  # of each layer, in the compute type; None where nothing is cast
+
+
 class Inputs(NamedTuple):
     """What the passes read from."""
 
-    layers: Tree  # parameters as at rest, or gathered and kept, [L, ...]
+    layers: Tree | CastOnce  # parameters as at rest, or gathered and kept, [L, ...]
     batch: Batch  # [G, ...]
     shared: Stream  # [G, ...]
     # Without prefetched ones; in the forward pass, the arrays that they are written into.
@@ -155,7 +162,7 @@ class Passed(NamedTuple):
 
     x: Stream  # [G, ...]
     sums: Sums
-    layers: Tree  # what the backward pass reads weights from, [L, ...]
+    layers: Tree | CastOnce  # what the backward pass reads weights from, [L, ...]
     last_layer: Prefetched  # where its backward pass reuses what its forward pass had
     residuals: SavedLayers | None  # of the other layers, or of all
 
@@ -183,7 +190,7 @@ def forward_pass(loop: Loop, inputs: Inputs, x: Stream, sums: Sums) -> Passed:
     def layer(carry, place, *into):
         x, sums = carry
         index = after(place.index, x) if loop.ordered else place.index
-        weights = _gather(loop, inputs.layers, index)
+        weights = _gather(loop, inputs.layers, place.index, index)
         x, sums, residuals = _layer_forward(loop, weights, inputs, x, sums, place, *into)
         return (x, sums), residuals
 
@@ -325,7 +332,7 @@ def _layer_backward(
     if loop.ordered:
         now = after(now, dx) if ready is None else after(now + ready, dx)
     inputs = inputs._replace(shared=shared)
-    weights = _gather(loop, inputs.layers, now) if weights is None else weights
+    weights = _gather(loop, inputs.layers, index, now) if weights is None else weights
     if residuals is None:
         assert inputs.residuals is not None, "residuals are saved or prefetched"
         counted = loop.stack.period > 1 or loop.in_place or loop.unroll
@@ -376,9 +383,22 @@ def _sum_gradients(
     return total, dx, dshared
 
 
-def _gather(loop: Loop, layers: Tree, index: Index) -> Tree:
-    """The weights of one layer, whole over fsdp."""
-    return loop.zero.gather(at(layers, index), loop.axes)
+def _gather(
+    loop: Loop, layers: Tree | CastOnce, index: Index, now: jax.Array | None = None
+) -> Tree:
+    """The weights of one layer, whole over fsdp.
+
+    Args:
+      now: the index, known when the parameters may be read; None: they may be at any time.
+    """
+    if not isinstance(layers, CastOnce):
+        return loop.zero.gather(at(layers, index if now is None else now), loop.axes)
+    # Nothing is to be done for matrices. Vectors, which each layer reads, wait, and the layer with
+    # them.
+    others, matrices = _gather(loop, layers.at_rest, index, now), layers.matrices[index]
+    return jax.tree.map(
+        lambda x, other: other if x is None else x, matrices, others, is_leaf=lambda x: x is None
+    )
 
 
 def _prefetch(loop: Loop, inputs: Inputs, above: Place) -> Prefetched:

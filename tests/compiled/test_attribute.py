@@ -42,7 +42,7 @@ def test_what_waits_for_the_backward_pass_is_found(layout, settings):
 def test_weights_that_a_step_keeps_are_found():
     uses = _uses({**MODEL, "d_ff": 1536}, {"fsdp": 2, "zero_stage": 2, "microbatches": 2})
     whole = next(use for use in uses if use.shape == "bf16[8,32,1536]")
-    assert whole.what == "gathered weights"
+    assert whole.what == "weights in use"
     assert whole.smaller_with == "zero_stage = 3, tensor, pipeline"
 
 

@@ -74,13 +74,22 @@ def test_every_layout_is_one_device_in_float64(layout, capfd):
             # Unrolled layers are for one device: fsdp 4 shows that on several they are right.
             marks=pytest.mark.slow,
         ),
-        {},
     ],
     ids=matrix.name,
 )
 def test_unrolled_layers_are_one_device_in_float64(layout):
     """And make the same collectives."""
     check_layout({**layout, "unroll_layers": True})
+
+
+def test_matrices_that_are_cast_once_a_step_give_the_same_gradient():
+    """From parameters in float64; stage 0, in which no rank gathers them."""
+    layout = {"data": 2, "zero_stage": 0, "microbatches": 2, "unroll_layers": True}
+    assert make_config(LLAMA, layout).layout.casts_once
+    losses, gradient = losses_and_gradient("float32", **layout)
+    true_losses, true_gradient = losses_and_gradient("float64")
+    assert 1e-7 < distance(gradient, true_gradient) < 3e-6  # 2 to 50 units of float32
+    np.testing.assert_allclose(losses, true_losses, rtol=1e-5)
 
 
 def test_everything_travels_in_its_own_type():

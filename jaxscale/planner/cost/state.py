@@ -186,8 +186,8 @@ def accumulate_seconds(shape: ModelShape, cluster: Cluster, parallelism: Paralle
 
 
 def weight_cast_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
-    """Casts of weights to the compute type: once a step where gathered weights are kept, else in
-    every pass over the layers."""
+    """Casts of weights to the compute type: once a step where they are kept, else in every pass
+    over the layers."""
     if not parallelism.traits.casts_weights:
         return np.zeros(())
     layers, outer = local_params(shape, parallelism)
@@ -197,8 +197,10 @@ def weight_cast_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parall
     kept = kept | ((np.asarray(parallelism.pipeline) > 1) & (not by_layer))
     layered = parallelism.accumulation == "layered"
     visits = np.where(kept | layered, 1.0, np.asarray(parallelism.microbatches, float))
-    elements = (np.where(kept, 1.0, 2.0) * layers + outer) / np.where(zero > 0, ranks, 1)
-    return visits * memory_seconds(cluster, CAST_BYTES * elements)
+    once = kept | parallelism.casts_once
+    elements = np.where(once, 1.0, 2.0 * visits) * layers + visits * outer
+    elements = elements / np.where(zero > 0, ranks, 1)
+    return memory_seconds(cluster, CAST_BYTES * elements)
 
 
 def offload_seconds(

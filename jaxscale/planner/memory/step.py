@@ -301,7 +301,12 @@ def _stack_memory(
         outer_weights=select(pipelined, _held_weights(config, loop, buffers)),
         pending=select(pipelined & loop.scatters, _pending(config, loop, loops, buffers)),
         reduced_gradients=loop.accumulated * loop.reduced,
-        kept_weights=loop.keeps * loop.compute * _kept(config, loop, rows),
+        kept_weights=loop.compute
+        * select(
+            loop.keeps,
+            _kept(config, loop, rows),
+            _cast_once(config, rows) * (not transients.ahead),
+        ),
         # Those that a pipeline keeps are gathered at once.
         converted=select(loop.keeps & pipelined, 0, transients.ahead)
         * loop.compute
@@ -347,6 +352,13 @@ def _kept(config: Config, loop: LayerLoop, rows: Rows) -> Ints:
     again = elements(config, "embed head") - head_elements(config)
     outer = head_elements(config) + select(loop.single, 0, again)
     return layers + select(config.layout.pipeline == 1, outer)
+
+
+def _cast_once(config: Config, rows: Rows) -> Ints:
+    """Weights of layers that are cast once a step, of which their vectors are too few to matter."""
+    casts = config.model.compute_dtype != config.model.param_dtype
+    layers = sum(count * elements(config, part) for part, count in rows.items())
+    return select(config.layout.casts_once, layers * casts)
 
 
 def _slots(

@@ -51,6 +51,7 @@ class LayoutBatch:
     batch_shards = Layout.batch_shards
     zero_ranks = Layout.zero_ranks
     num_groups = Layout.num_groups
+    casts_once = Layout.casts_once
     tensor_columns = Layout.tensor_columns
 
     def __len__(self) -> int:

@@ -42,7 +42,7 @@ PARTS = {
     "gradients": "gradients",
     "stash": "saved activations",
     "reduced_gradients": "gradients, reduced",
-    "kept_weights": "gathered weights, kept for the step",
+    "kept_weights": "weights in use, kept for the step",
     "converted": "weights cast to the compute type",
     "layer_weights": "gathered weights of a layer",
     "outer_weights": "gathered embedding and head",
