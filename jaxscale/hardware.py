@@ -278,8 +278,11 @@ def check_matmul_units(matmul_dtype: str, generation: str, name: str) -> None:
     )
 
 
-def gpu_memory_fraction() -> float:
+def gpu_memory_fraction(unset: float = JAX_MEMORY_FRACTION) -> float:
     """Share of a GPU's memory that JAX takes, as the environment says when it is opened.
+
+    Args:
+      unset: the share where the environment says none.
 
     Raises:
       ValueError: the value is not such a share, or two variables say it, which jaxlib refuses.
@@ -295,7 +298,7 @@ def gpu_memory_fraction() -> float:
             f"{name} = {text!r} in the environment is not a share of a GPU's memory; set a number "
             f"above 0, up to 1, such as {GPU_MEMORY_FRACTION}"
         )
-    return JAX_MEMORY_FRACTION
+    return unset
 
 
 def host_memory_bytes() -> int:

@@ -18,7 +18,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxscale.choices import did_you_mean
-from jaxscale.hardware import GPU_MEMORY_FRACTION
+from jaxscale.hardware import GPU_MEMORY_FRACTION, gpu_memory_fraction
 from jaxscale.planner.cost.cluster import Cluster
 
 PACKAGES = {"tpu": ("libtpu",), "gpu": ("jax_cuda13_plugin", "jax_plugins.xla_cuda13")}
@@ -216,7 +216,7 @@ def _gpu(name: str, row: dict[str, str], shape: str) -> Topology:
         topology=f"1x{shape}",
         target_config=_GPU_TARGET.format(**row, major=major, minor=minor),
     )
-    limit = int(int(row["device_memory_size"]) * GPU_MEMORY_FRACTION)
+    limit = int(int(row["device_memory_size"]) * gpu_memory_fraction(GPU_MEMORY_FRACTION))
     node = {"node_devices": int(shape.split("x")[1])}
     return Topology(name, "gpu", tuple(topology.devices), limit, None, node)
 

@@ -290,7 +290,8 @@ def _memory_limit(device: Any, arguments: float) -> XlaFlag:
     Args:
       arguments: bytes, on a device.
     """
-    taken = gpu_memory_fraction() if device in jax.devices() else GPU_MEMORY_FRACTION
+    here = device in jax.devices()
+    taken = gpu_memory_fraction() if here else gpu_memory_fraction(GPU_MEMORY_FRACTION)
     chip = find_chip(device.device_kind)
     held = arguments / chip.memory_bytes if chip else 0.0
     held = held if held < min(taken, XLA_MEMORY_FRACTION) else 0.0

@@ -169,6 +169,11 @@ def test_xla_plans_with_the_memory_that_jax_takes_of_a_gpu(monkeypatch):
     assert step_options(mesh, arguments=half)[name] == 133  # of 30 %: just below 40 %
     assert step_options(mesh, arguments=1.7 * half)[name] == 112  # XLA has no limit then
     assert name not in step_options(make_mesh(Layout(data=8), jax.devices()))
+    with monkeypatch.context() as context:
+        context.setenv("XLA_CLIENT_MEM_FRACTION", "0.45")
+        assert step_options(mesh)[name] == 56
+        half = topology.open_topology("h200:1x4").limit_bytes
+    assert topology.open_topology("h200:1x4").limit_bytes == pytest.approx(2 * half)
     monkeypatch.setattr(jax, "devices", lambda: list(mesh.devices.flat))
     assert step_options(mesh)[name] == 93  # of the 75 % that JAX takes unless told
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.95")
