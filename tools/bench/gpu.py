@@ -66,8 +66,6 @@ NARROW = (
 ATTENTION_SAVED = "save:query,key,value,attention"
 
 FIRST_CASES = (
-    Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT,)),
-    Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT, *CAST_ONCE)),
     Case("llama3_8b", 1, 4, "save_matmuls", (ONE_DOCUMENT, *NARROW, UNROLLED), 120),
     Case("llama3_8b", 1, 4, "save_matmuls", (ONE_DOCUMENT, *NARROW, *CAST_ONCE), 135),
     Case("llama3_8b", 1, 16, "save_matmuls", (ONE_DOCUMENT, *NARROW, *CAST_ONCE), 135),
@@ -82,7 +80,10 @@ CASES = (
     Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT, FLOAT8)),
     Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT, "layout.offload=optimizer")),
     Case("llama32_1b", 8, 1, "full", (ONE_DOCUMENT, "layout.offload=activations")),
+    Case("llama32_1b", 16, 1, "none", (ONE_DOCUMENT, UNROLLED), 120),
     Case("llama32_1b", 16, 1, "none", (ONE_DOCUMENT, *CAST_ONCE), 120),
+    Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT,)),
+    Case("llama32_1b", 8, 1, "none", (ONE_DOCUMENT, UNROLLED)),
     Case("llama3_8b", 1, 4, "save_matmuls", (ONE_DOCUMENT, *NARROW), 120),
     Case("llama3_8b", 1, 4, "save_matmuls", (ONE_DOCUMENT, *NARROW, UNROLLED, FLOAT8), 120),
     Case("llama3_8b", 2, 2, ATTENTION_SAVED, (ONE_DOCUMENT, *NARROW), 120),
