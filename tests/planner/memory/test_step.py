@@ -188,3 +188,18 @@ def test_refusals():
         step_memory(config({"pipeline": 2, "schedule": "chimera", "microbatches": 2}))
     with pytest.raises(ValueError, match="back end 'abacus' has no memory model"):
         step_memory(config({}), "abacus")
+
+
+def test_matrices_that_unrolled_layers_cast_once_are_held_through_the_step():
+    """Below ZeRO stage 3, where no rank gathers them, and the parameters have another type."""
+    model = MODEL | {"compute_dtype": "bfloat16"}
+    of_layers = 8 * (128 * 64 * (2 * 4 + 2 * 2) + 3 * 128 * 192 + 2 * 128)
+
+    def kept(model: dict = model, **layout) -> int:
+        return step_memory(config({"unroll_layers": True, **layout}, model=model)).kept_weights
+
+    assert kept(data=4, fsdp=1, zero_stage=2) == 2 * of_layers
+    assert kept(zero_stage=0) == 2 * of_layers
+    assert kept(data=4, fsdp=1) == kept(data=4, fsdp=1, zero_stage=2, unroll_layers=False) == 0
+    assert kept(MODEL, zero_stage=0) == 0
+    assert kept(zero_stage=2) == kept(zero_stage=2, unroll_layers=False) > 2 * of_layers
