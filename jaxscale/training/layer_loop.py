@@ -383,9 +383,7 @@ def _sum_gradients(
     return total, dx, dshared
 
 
-def _gather(
-    loop: Loop, layers: Tree | CastOnce, index: Index, now: jax.Array | None = None
-) -> Tree:
+def _gather(loop: Loop, layers: Tree | CastOnce, index: Index, now: Index | None = None) -> Tree:
     """The weights of one layer, whole over fsdp.
 
     Args:
