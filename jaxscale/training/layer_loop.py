@@ -391,8 +391,7 @@ def _gather(loop: Loop, layers: Tree | CastOnce, index: Index, now: Index | None
     """
     if not isinstance(layers, CastOnce):
         return loop.zero.gather(at(layers, index if now is None else now), loop.axes)
-    # Nothing is to be done for matrices. Vectors, which each layer reads, wait, and the layer with
-    # them.
+    # Matrices are there from the start: a layer waits for the one before by its vectors alone.
     others, matrices = _gather(loop, layers.at_rest, index, now), layers.matrices[index]
     return jax.tree.map(
         lambda x, other: other if x is None else x, matrices, others, is_leaf=lambda x: x is None
