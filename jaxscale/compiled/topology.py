@@ -79,7 +79,8 @@ def open_topology(name: str) -> Topology:
     """The topology of a name such as "v5p:4x4x4", "v5e:16x16:2" (two slices) or "h200:8x8".
 
     Raises:
-      ValueError: an unknown name; lists the known ones.
+      ValueError: an unknown name; lists the known ones. Or the environment names no share of a GPU's
+        memory.
       ModuleNotFoundError: its compiler is not installed; says what to install.
     """
     platform = platform_of(name)
@@ -209,6 +210,7 @@ def _gpu(name: str, row: dict[str, str], shape: str) -> Topology:
         raise ValueError(
             f"topology {name!r}: write nodes x GPUs in a node, as in {row['name']}:8x8"
         )
+    limit = int(int(row["device_memory_size"]) * gpu_memory_fraction(GPU_MEMORY_FRACTION))
     major, minor = row["compute_capability"].split(".")
     topology = topologies.get_topology_desc(
         platform="cuda",
@@ -216,7 +218,6 @@ def _gpu(name: str, row: dict[str, str], shape: str) -> Topology:
         topology=f"1x{shape}",
         target_config=_GPU_TARGET.format(**row, major=major, minor=minor),
     )
-    limit = int(int(row["device_memory_size"]) * gpu_memory_fraction(GPU_MEMORY_FRACTION))
     node = {"node_devices": int(shape.split("x")[1])}
     return Topology(name, "gpu", tuple(topology.devices), limit, None, node)
 

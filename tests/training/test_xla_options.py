@@ -173,6 +173,9 @@ def test_xla_plans_with_the_memory_that_jax_takes_of_a_gpu(monkeypatch):
         context.setenv("XLA_CLIENT_MEM_FRACTION", "0.45")
         assert step_options(mesh)[name] == 56
         half = topology.open_topology("h200:1x4").limit_bytes
+        context.setenv("XLA_CLIENT_MEM_FRACTION", "90%")
+        with pytest.raises(ValueError, match="XLA_CLIENT_MEM_FRACTION = '90%' in the environment"):
+            topology.open_topology("h200:1x4")
     assert topology.open_topology("h200:1x4").limit_bytes == pytest.approx(2 * half)
     monkeypatch.setattr(jax, "devices", lambda: list(mesh.devices.flat))
     assert step_options(mesh)[name] == 93  # of the 75 % that JAX takes unless told
