@@ -79,8 +79,8 @@ def open_topology(name: str) -> Topology:
     """The topology of a name such as "v5p:4x4x4", "v5e:16x16:2" (two slices) or "h200:8x8".
 
     Raises:
-      ValueError: an unknown name; lists the known ones. Or the environment names no share of a GPU's
-        memory.
+      ValueError: an unknown name; lists the known ones. Or a share of a GPU's memory, in the
+        environment, that is none.
       ModuleNotFoundError: its compiler is not installed; says what to install.
     """
     platform = platform_of(name)
