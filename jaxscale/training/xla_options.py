@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, Sharding
 
-from jaxscale.hardware import GPU_MEMORY_FRACTION, find_chip, gpu_memory_fraction
+from jaxscale.hardware import (
+    GPU_MEMORY_FRACTION,
+    JAX_MEMORY_FRACTION,
+    find_chip,
+    gpu_memory_fraction,
+)
 from jaxscale.sharding.layer_bytes import LayerBytes
 from jaxscale.sharding.specs import replicated
 
@@ -291,7 +296,7 @@ def _memory_limit(device: Any, arguments: float) -> XlaFlag:
       arguments: bytes, on a device.
     """
     here = device in jax.devices()
-    taken = gpu_memory_fraction() if here else gpu_memory_fraction(GPU_MEMORY_FRACTION)
+    taken = gpu_memory_fraction(JAX_MEMORY_FRACTION if here else GPU_MEMORY_FRACTION)
     chip = find_chip(device.device_kind)
     held = arguments / chip.memory_bytes if chip else 0.0
     held = held if held < min(taken, XLA_MEMORY_FRACTION) else 0.0

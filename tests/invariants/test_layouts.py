@@ -83,8 +83,8 @@ def test_unrolled_layers_are_one_device_in_float64(layout):
 
 
 def test_matrices_that_are_cast_once_a_step_give_the_same_gradient():
-    """From parameters in float64; stage 0, in which no rank gathers them."""
-    layout = {"data": 2, "zero_stage": 0, "microbatches": 2, "unroll_layers": True}
+    """From parameters in float64; on one device, where unrolled layers wait for one another."""
+    layout = {"zero_stage": 2, "microbatches": 2, "unroll_layers": True}
     assert make_config(LLAMA, layout).layout.casts_once
     losses, gradient = losses_and_gradient("float32", **layout)
     true_losses, true_gradient = losses_and_gradient("float64")
