@@ -102,7 +102,7 @@ RESUMED = ("two stacks", "local and global layers", "encoder and decoder", "expe
 """In their first layout these also begin (those of `BEGUN`), save, resume, and are resumed from on
 one device; the parameters of the others are a decoder's, stacked as those of local and global
 layers."""
-SLOW = (("two stacks", 2), ("own block and loss", 1))
+SLOW = (("two stacks", 1), ("two stacks", 2), ("own block and loss", 1))
 CASES = [
     pytest.param(
         name,

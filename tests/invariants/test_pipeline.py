@@ -71,6 +71,8 @@ CHOICES = (
 # The program is of a table whatever the order in it: one layout of each schedule that differs from
 # "1f1b", "interleaved" or "zb_v" in its order alone.
 ALIKE = (
+    {"schedule": "gpipe", "pipeline": 2, "data": 2, "fsdp": 2, "zero_stage": 1}
+    | {"remat": "full", "microbatches": 4},
     {"schedule": "1f1b:fused", "pipeline": 2, "data": 2, "fsdp": 2, "zero_stage": 3}
     | {"remat": "keep:1", "microbatches": 4, "pipeline_gather": "layer"},
     {"schedule": "breadth_first", "virtual_stages": 2, "pipeline": 2, "fsdp": 2, "tensor": 2}
@@ -78,6 +80,8 @@ ALIKE = (
     {"schedule": "zb_h2", "pipeline": 4, "fsdp": 2, "zero_stage": 3}
     | {"remat": "save:query,attention", "microbatches": 8, "pipeline_gather": "layer"},
 )
+TURNS = (0, 0, 0), (0, 1, 3), (0, 2, 1)
+"""Of each schedule, by how many places the choices of meshes, stages and policies are turned."""
 BY_LAYER = {
     "schedule": "interleaved",
     "virtual_stages": 2,
@@ -97,24 +101,18 @@ def every_pipeline() -> list[dict[str, Any]]:
     return made
 
 
-def pairwise_pipelines() -> list[dict[str, Any]]:
-    """Every two choices together in some layout, but for schedules that are like another one, and
-    for axes with ZeRO stages: those pairs are in `test_layouts`."""
-
-    def pairs(layout: dict[str, Any]) -> set:
-        chosen = [
-            next(i for i, c in enumerate(cs) if c.items() <= layout.items()) for cs in CHOICES
-        ]
-        _, axes, stage, _ = places = list(enumerate(chosen))
-        return set(itertools.combinations(places, 2)) - {(axes, stage)}
-
+def pipelines_of_each_schedule() -> list[dict[str, Any]]:
+    """Each schedule that is like no other one with each other choice, and three of four pairs of
+    these: a mesh has another ZeRO stage, and another remat policy, with each schedule."""
+    schedules, *others = CHOICES
     alike = {layout["schedule"] for layout in ALIKE}
-    everything = [layout for layout in every_pipeline() if layout["schedule"] not in alike]
-    chosen = list[dict[str, Any]]()
-    missing = set().union(*map(pairs, everything))
-    while missing:
-        chosen.append(max(everything, key=lambda layout: len(pairs(layout) & missing)))
-        missing -= pairs(chosen[-1])
+    schedules = [choice for choice in schedules if choice["schedule"] not in alike]
+    everything, chosen = every_pipeline(), list[dict[str, Any]]()
+    for schedule, turns in zip(schedules, TURNS, strict=True):
+        for place in range(4):
+            parts = [each[(place + turn) % 4] for each, turn in zip(others, turns)]
+            wanted = schedule | parts[0] | parts[1] | parts[2]
+            chosen += [layout for layout in everything if wanted.items() <= layout.items()]
     return chosen
 
 
@@ -168,7 +166,7 @@ def in_order(engine, params):
 SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ALIKE[:-1]]
 
 
-@pytest.mark.parametrize("layout", [*pairwise_pipelines(), ALIKE[-1], BY_LAYER, *SLOW], ids=name)
+@pytest.mark.parametrize("layout", [*pipelines_of_each_schedule(), ALIKE[-1], BY_LAYER, *SLOW], ids=name)
 def test_every_pipeline_is_one_device_in_float64(layout, capfd):
     check_pipeline(layout)
     assert INVOLUNTARY not in capfd.readouterr().err

@@ -22,7 +22,7 @@ from jaxscale.training import engine as engines
 from jaxscale.training.step import mean_and_norm
 from tests.invariants.layouts import compile_step, open_engine
 
-SEQ_LEN, SEQUENCES, DOCUMENT, VOCABULARY, LAYERS = 1024, 32, 64, 1000, 2
+SEQ_LEN, SEQUENCES, DOCUMENT, VOCABULARY, LAYERS = 256, 128, 64, 1000, 2
 MODEL = {
     "num_layers": LAYERS,
     "d_model": 32,
