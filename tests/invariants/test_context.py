@@ -14,8 +14,8 @@ from jaxscale.compiled import collectives, hlo
 from jaxscale.config import from_dict
 from tests.invariants.layouts import open_engine
 
-SEQUENCES, SEQ_LEN = 1, 4096
-LIMIT = 12e6
+SEQUENCES, SEQ_LEN = 2, 4096
+LIMIT = 24e6
 """Bytes of one device, in the test of what it cannot hold."""
 
 
