@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from jaxscale.ops.attention import relative_bias
 from jaxscale.ops.sizes import BLOCK_SCORES
+from jaxscale.ops.stacked import at
 
 
 class Scoring(NamedTuple):
@@ -144,7 +145,7 @@ def attend_block(
 
     def key_block(j, softmax):
         out_BKGtH, high_BKGt, total_BKGt = softmax
-        k_BKsH, v_BKsH, segments_Bs = (x[j] for x in keys)
+        k_BKsH, v_BKsH, segments_Bs = at(keys, j)
         distance = reach.distance - j * block
         mask_Bts = _mask(segments_Bt, segments_Bs, distance, scoring)
         scores_BKGts = scale * matmul("BKGtH,BKsH->BKGts", q_BKGtH, k_BKsH)
@@ -227,9 +228,8 @@ def gradients(
         # them row by row, which is much faster on a CPU.
         def query_block(i, carry):
             (grad_q_IBKGtH, grad_bias_bN), grad_k_BKsH, grad_v_BKsH = carry
-            q_BKGtH, segments_Bt, log_z_BKGt, grad_BKGtH, inner_BKGt = (
-                x[i] for x in (*queries, *output)
-            )
+            q_BKGtH, segments_Bt = at(queries, i)
+            log_z_BKGt, grad_BKGtH, inner_BKGt = at(output, i)
             distance = offset + (i - j) * block
             mask_Bts = _mask(segments_Bt, segments_Bs, distance, scoring)
             mask_B1s1t = jnp.swapaxes(mask_Bts, 1, 2)[:, None, :, None]
