@@ -101,7 +101,7 @@ def every_pipeline() -> list[dict[str, Any]]:
     return made
 
 
-def pipelines_of_each_schedule() -> list[dict[str, Any]]:
+def each_schedule() -> list[dict[str, Any]]:
     """Each schedule that is like no other one with each other choice, and three of four pairs of
     these: a mesh has another ZeRO stage, and another remat policy, with each schedule."""
     schedules, *others = CHOICES
@@ -166,7 +166,7 @@ def in_order(engine, params):
 SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ALIKE[:-1]]
 
 
-@pytest.mark.parametrize("layout", [*pipelines_of_each_schedule(), ALIKE[-1], BY_LAYER, *SLOW], ids=name)
+@pytest.mark.parametrize("layout", [*each_schedule(), ALIKE[-1], BY_LAYER, *SLOW], ids=name)
 def test_every_pipeline_is_one_device_in_float64(layout, capfd):
     check_pipeline(layout)
     assert INVOLUNTARY not in capfd.readouterr().err
