@@ -131,6 +131,7 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
     except ValueError as error:
         _refuse_own_code(workdir, overrides, error)
         raise
+    run_folder.note_other_model(config, workdir)
     config = run_folder.fit_devices(config, num_devices(), overrides)
     _, engine = open_engine(for_sampling(config))
     tokenizer = open_tokenizer(config, workdir)

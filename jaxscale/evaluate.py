@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         with command_line.refusals():
             keep_compiled_programs()
+            run_folder.note_other_model(config, options.workdir)
             config = run_folder.fit_devices(config, jax.device_count(), overrides)
         result = _answer(options, config, questions) if questions else _evaluate(options, config)
         if options.json and jax.process_index() == 0:

@@ -69,6 +69,7 @@ def _generate(
                 f"--messages: model.family = {config.model.family!r} has an encoder, which reads "
                 "texts, not conversations; use --prompt"
             )
+        run_folder.note_other_model(config, options.workdir)
         config = run_folder.fit_devices(config, jax.device_count(), overrides)
         tokenizer = open_tokenizer(config, options.workdir)
         _, engine = open_engine(for_sampling(config))

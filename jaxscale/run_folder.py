@@ -197,6 +197,15 @@ def fit_devices(config: Config, num_devices: int, overrides: Sequence[str] = ())
     return dataclasses.replace(config, layout=dataclasses.replace(layout, **alone))
 
 
+def note_other_model(config: Config, workdir: pathlib.Path) -> None:
+    """Logs a line for each setting of the model that is not the run's own: its weights were trained
+    with another one."""
+    trained = configs.read_sections(workdir / "config.json").get("model", {})
+    for name, value in configs.to_dict(config)["model"].items():
+        if name in trained and trained[name] != value:
+            log.info(f"note: model.{name} = {value!r}; the run was trained with {trained[name]!r}")
+
+
 def refuse_file(text: str) -> NoReturn:
     """The type of --config where a run has its own: only leaves of it may be changed."""
     raise argparse.ArgumentTypeError(

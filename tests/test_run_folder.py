@@ -101,6 +101,16 @@ def test_a_run_fits_other_devices(num_devices, overrides, expected, tmp_path, ca
     ]
 
 
+def test_a_model_that_was_not_trained_so_is_said(tmp_path, caplog):
+    saved = save(tmp_path)
+    with caplog.at_level("INFO", "jaxscale"):
+        for overrides in ([], ["data.seq_len=64"], ["model.rope_theta=3"]):
+            run_folder.note_other_model(run_folder.load_config(saved, overrides), saved)
+    assert [r.message for r in caplog.records] == [
+        "note: model.rope_theta = 3.0; the run was trained with 10000.0"
+    ]
+
+
 def test_what_training_keeps_need_not_fit(tmp_path):
     """Passes of a pipeline and host memory are for its backward pass."""
     saved = save(tmp_path, pipeline=2, remat="keep:1", offload="optimizer", microbatches=2)
