@@ -2,7 +2,7 @@
 inside a loop.
 
 Indices count from 0. Those that might count from the end would cost a comparison, an addition and a
-choice for each array of a step, in its tracing and in its program: `JUST_AS_IT_IS`.
+choice for each array of a step, in its tracing and in its program: `FROM_ZERO`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 Tree = Any
 Index = int | jax.Array
-JUST_AS_IT_IS = {"allow_negative_indices": False}
+FROM_ZERO = {"allow_negative_indices": False}
 
 
 def at(stack: Tree, *index: Index) -> Tree:
@@ -21,11 +21,11 @@ def at(stack: Tree, *index: Index) -> Tree:
 
     def one(x: jax.Array) -> jax.Array:
         if len(index) == 1:
-            return jax.lax.dynamic_index_in_dim(x, index[0], keepdims=False, **JUST_AS_IT_IS)
+            return jax.lax.dynamic_index_in_dim(x, index[0], keepdims=False, **FROM_ZERO)
         rest = x.shape[len(index) :]
         sizes = (*(1,) * len(index), *rest)
         start = _start(x, index)
-        return jax.lax.dynamic_slice(x, start, sizes, **JUST_AS_IT_IS).reshape(rest)
+        return jax.lax.dynamic_slice(x, start, sizes, **FROM_ZERO).reshape(rest)
 
     return jax.tree.map(one, stack)
 
@@ -35,7 +35,7 @@ def put(stack: Tree, entry: Tree, *index: Index) -> Tree:
 
     def one(x: jax.Array, value: jax.Array) -> jax.Array:
         value = value.reshape((*(1,) * len(index), *value.shape))
-        return jax.lax.dynamic_update_slice(x, value, _start(x, index), **JUST_AS_IT_IS)
+        return jax.lax.dynamic_update_slice(x, value, _start(x, index), **FROM_ZERO)
 
     return jax.tree.map(one, stack, entry)
 
@@ -56,9 +56,9 @@ def add_rows(total: Tree, begin: Index, rows: Tree) -> Tree:
     """Adds to the entries from `begin` on, as many as `rows` has."""
 
     def one(total: jax.Array, grad: jax.Array) -> jax.Array:
-        before = jax.lax.dynamic_slice_in_dim(total, begin, len(grad), **JUST_AS_IT_IS)
+        before = jax.lax.dynamic_slice_in_dim(total, begin, len(grad), **FROM_ZERO)
         after = before + grad.astype(total.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(total, after, begin, axis=0, **JUST_AS_IT_IS)
+        return jax.lax.dynamic_update_slice_in_dim(total, after, begin, axis=0, **FROM_ZERO)
 
     return jax.tree.map(one, total, rows)
 
