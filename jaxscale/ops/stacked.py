@@ -1,8 +1,8 @@
 """Arrays stacked along leading dimensions: read, replace or add to the entry at one index, in place
 inside a loop.
 
-Indices count from 0. Those that might count from the end would cost a comparison, an addition and a
-choice for each array of a step, in its tracing and in its program: `FROM_ZERO`.
+Indices count from 0; one below 0 reads the first entry (`FROM_ZERO`). JAX would compare each with 0
+and add the length to it, which was half of what was traced of ring attention.
 """
 
 from collections.abc import Sequence

@@ -92,13 +92,15 @@ BY_LAYER = {
 """Weights and gradients a layer at a time, as in others here."""
 
 
+def pipeline(*parts: dict[str, Any]) -> dict[str, Any]:
+    """A layout, with as many micro-batches as the schedule and the batch allow."""
+    layout = dict(itertools.chain(*(part.items() for part in parts)))
+    return {**layout, "microbatches": 4 if "data" in layout else 8}
+
+
 def every_pipeline() -> list[dict[str, Any]]:
-    """The whole product, with as many micro-batches as the schedule and the batch allow."""
-    made = []
-    for parts in itertools.product(*CHOICES):
-        layout = dict(itertools.chain(*(part.items() for part in parts)))
-        made.append({**layout, "microbatches": 4 if "data" in layout else 8})
-    return made
+    """The whole product."""
+    return [pipeline(*parts) for parts in itertools.product(*CHOICES)]
 
 
 def each_schedule() -> list[dict[str, Any]]:
@@ -107,13 +109,11 @@ def each_schedule() -> list[dict[str, Any]]:
     schedules, *others = CHOICES
     alike = {layout["schedule"] for layout in ALIKE}
     schedules = [choice for choice in schedules if choice["schedule"] not in alike]
-    everything, chosen = every_pipeline(), list[dict[str, Any]]()
-    for schedule, turns in zip(schedules, TURNS, strict=True):
-        for place in range(4):
-            parts = [each[(place + turn) % 4] for each, turn in zip(others, turns)]
-            wanted = schedule | parts[0] | parts[1] | parts[2]
-            chosen += [layout for layout in everything if wanted.items() <= layout.items()]
-    return chosen
+    return [
+        pipeline(schedule, *(each[(place + turn) % 4] for each, turn in zip(others, turns)))
+        for schedule, turns in zip(schedules, TURNS, strict=True)
+        for place in range(4)
+    ]
 
 
 def name(layout: dict[str, Any]) -> str:
