@@ -1,7 +1,9 @@
-"""python -m jaxscale.convert --from_hf DIR --output RUN
+"""python -m jaxscale.convert --from_hf DIR [--from_peft ADAPTERS] --output RUN
 python -m jaxscale.convert --to_hf --workdir RUN --output DIR
+python -m jaxscale.convert --to_peft --workdir RUN --output DIR
 
-Converts a Hugging Face model to a run's folder, and a run to a Hugging Face model.
+Converts a Hugging Face model to a run's folder, with low-rank adapters of PEFT or without, and a
+run to a Hugging Face model, or its adapters to PEFT's format.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from jaxscale import config as configs
 from jaxscale.distributed import processes
 from jaxscale.distributed.initialize import num_devices
 from jaxscale.formatting import human_bytes
+from jaxscale.model_config import ModelConfig
 from jaxscale.model_config.settings import is_own_family
 from jaxscale.pipeline_schedules.shipped import is_foreign
 from jaxscale.storage.object_store import is_remote
@@ -38,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes.leave_absent_hardware_alone()
     with command_line.refusals():
         processes.take_gpu_memory()
-        convert = _to_hugging_face if options.to_hf else _from_hugging_face
+        convert = _from_hugging_face if options.from_hf else _from_run
         result = convert(options, overrides)
         if options.json:
             options.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -55,7 +58,8 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     from jaxscale.run.setup.layout import open_engine  # noqa: PLC0415
     from jaxscale.training.checkpoint import Checkpoints  # noqa: PLC0415
 
-    model, output = open_model(options.from_hf), options.output
+    output, peft = options.output, options.from_peft
+    model = open_model(options.from_hf, adapters=peft)
     causal = model.config.causal
     data = {} if causal else {"objective": "masked"}
     sections: dict[str, dict] = {"model": dict(model.settings), "data": data}
@@ -72,7 +76,13 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
         sections["data"] = {**sections.get("data", {}), **paired}
     config = configs.from_dict(sections, overrides)
     if depth := config.model.prediction_depth:
-        model = open_model(options.from_hf, prediction_depth=depth)
+        model = open_model(options.from_hf, prediction_depth=depth, adapters=peft)
+    if config.model.lora_rank and not peft:
+        raise ValueError(
+            f"model.lora_rank = {config.model.lora_rank}: --from_hf reads the adapters of "
+            "--from_peft DIR; new ones begin with training: convert without, and train with "
+            "--config.model.init_from and --config.model.lora_rank"
+        )
     check_settings(config.model, model, "--config.model", config.data.seq_len)
     _check_tokenizer(config, model.directory)
     _, engine = open_engine(config)
@@ -117,10 +127,8 @@ def _check_tokenizer(config: configs.Config, directory: pathlib.Path) -> None:
         )
 
 
-def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """Writes a checkpoint of a run, the newest by default, as transformers reads it."""
-    from jaxscale.hugging_face.model_folder import write_model  # noqa: PLC0415
-    from jaxscale.models.low_rank import merge_adapters, without_adapters  # noqa: PLC0415
+def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    """Writes a checkpoint of a run, the newest by default, as transformers or PEFT reads it."""
     from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
     from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
     from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
@@ -131,33 +139,68 @@ def _to_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[
     except ValueError as error:
         _refuse_own_code(workdir, overrides, error)
         raise
+    if options.to_peft and not config.model.lora_rank:
+        raise ValueError(
+            f"{workdir} has no adapters (model.lora_rank = 0); --to_hf writes its model"
+        )
     run_folder.note_other_model(config, workdir)
     config = run_folder.fit_devices(config, num_devices(), overrides)
     _, engine = open_engine(for_sampling(config))
     tokenizer = open_tokenizer(config, workdir)
     step, params, _ = restore_params(engine, workdir, tokenizer, options.step)
-    model, axes = config.model, engine.model.axes
+    if options.to_peft:
+        tensors = _write_adapters(options, config.model, engine.model.axes, params)
+    else:
+        ids = {
+            "end_of_text": tokenizer.boundary,
+            "ends": tokenizer.ends,
+            "decoder_start": tokenizer.decoder_start,
+            "padding": tokenizer.pad,
+            "mask": tokenizer.mask,
+        }
+        seq_len = config.data.seq_len if step else 0
+        tensors = _write_model(options, config.model, engine.model.axes, params, seq_len, ids)
+    log.info(f"step {step} of {workdir} written to {output}: {tensors} tensors")
+    return {"step": step, "tensors": tensors}
+
+
+def _write_model(
+    options: argparse.Namespace,
+    model: ModelConfig,
+    axes: Any,
+    params: Any,
+    seq_len: int,
+    ids: dict[str, Any],
+) -> int:
+    """Writes the model, its adapters merged; returns the number of tensors."""
+    from jaxscale.hugging_face.model_folder import write_model  # noqa: PLC0415
+    from jaxscale.models.low_rank import merge_adapters, without_adapters  # noqa: PLC0415
+
     if model.lora_rank:
         params, axes = merge_adapters(model, params), without_adapters(axes)
         model = dataclasses.replace(model, lora_rank=0, lora_targets="")
-        log.info("the adapters are merged into the weights")
-    tensors = write_model(
-        output,
+        log.info("the adapters are merged into the weights (--to_peft writes them alone)")
+    return write_model(
+        options.output,
         model,
         axes,
         params,
-        dtype=options.dtype or config.model.param_dtype,
-        beside=workdir,
-        seq_len=config.data.seq_len if step else 0,
-        end_of_text=tokenizer.boundary,
-        ends=tokenizer.ends,
-        decoder_start=tokenizer.decoder_start,
-        padding=tokenizer.pad,
-        mask=tokenizer.mask,
+        dtype=options.dtype or model.param_dtype,
+        beside=options.workdir,
+        seq_len=seq_len,
+        **ids,
         max_file_bytes=int((options.max_file_gb or MAX_FILE_GB) * 1e9),
     )
-    log.info(f"step {step} of {workdir} written to {output}: {tensors} tensors")
-    return {"step": step, "tensors": tensors}
+
+
+def _write_adapters(options: argparse.Namespace, model: ModelConfig, axes: Any, params: Any) -> int:
+    """Writes the adapters alone; returns the number of tensors."""
+    from jaxscale.hugging_face.model_folder import is_hugging_face, write_adapters  # noqa: PLC0415
+
+    start = pathlib.Path(model.init_from or options.workdir)
+    base = start if (start / "config.json").is_file() and is_hugging_face(start) else None
+    dtype = options.dtype or "float32"
+    return write_adapters(options.output, model, axes, params, dtype=dtype, base=base)
 
 
 def _refuse_own_code(workdir: pathlib.Path, overrides: list[str], error: ValueError) -> None:
@@ -179,10 +222,17 @@ def _refuse_own_code(workdir: pathlib.Path, overrides: list[str], error: ValueEr
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.to_hf == (options.from_hf is not None):
-        raise ValueError("give --from_hf DIR, or --to_hf with --workdir RUN")
-    if options.to_hf and options.workdir is None:
-        raise ValueError("--to_hf needs --workdir RUN, the run to convert")
+    ways = (options.from_hf is not None, options.to_hf, options.to_peft)
+    if sum(ways) != 1:
+        raise ValueError(
+            "give one of --from_hf DIR, --to_hf and --to_peft, the two with --workdir RUN"
+        )
+    if options.from_hf is None and options.workdir is None:
+        raise ValueError("--to_hf and --to_peft need --workdir RUN, the run to convert")
+    if options.from_hf is None and options.from_peft:
+        raise ValueError("--from_peft goes with --from_hf DIR, the model that the adapters are for")
+    if options.to_peft and options.max_file_gb is not None:
+        raise ValueError("--max_file_gb belongs to --to_hf; PEFT reads adapters from one file")
     others = options.workdir, options.dtype, options.step, options.max_file_gb
     if options.from_hf and any(value is not None for value in others):
         raise ValueError(
@@ -194,7 +244,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _model_folder(text: str) -> pathlib.Path:
-    """The type of --from_hf.
+    """The type of --from_hf and --from_peft.
 
     Raises:
       argparse.ArgumentTypeError: it is an address.
@@ -231,14 +281,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.convert",
         description="Converts a Hugging Face model to a run's folder, or a run to a Hugging Face "
-        "model, which transformers loads.",
+        "model, which transformers loads, or its low-rank adapters to a folder that PEFT loads.",
     )
     parser.add_argument(
         "--from_hf", metavar="DIR", type=_model_folder, help="the model's folder, to read"
     )
+    parser.add_argument(
+        "--from_peft",
+        metavar="DIR",
+        type=_model_folder,
+        help="low-rank adapters of PEFT for the model of --from_hf, to read, too",
+    )
     parser.add_argument("--to_hf", action="store_true", help="write a model's folder from a run")
     parser.add_argument(
-        "--workdir", metavar="RUN", type=run_folder.folder, help="the run, with --to_hf"
+        "--to_peft", action="store_true", help="write the low-rank adapters of a run, for PEFT"
+    )
+    parser.add_argument(
+        "--workdir", metavar="RUN", type=run_folder.folder, help="the run, with --to_*"
     )
     run_folder.add_step_flag(parser)
     parser.add_argument(
@@ -253,7 +312,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="of the tensors written by --to_hf; that of the parameters by default",
+        help="of the tensors written; that of the parameters by default, float32 of adapters",
     )
     parser.add_argument(
         "--max_file_gb",

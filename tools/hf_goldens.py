@@ -3,14 +3,15 @@
 In an environment of its own, since the package does without torch:
 
     python3.11 -m venv /tmp/goldens
-    /tmp/goldens/bin/pip install torch==2.13.0 transformers==5.23.0
+    /tmp/goldens/bin/pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2
     /tmp/goldens/bin/python tools/hf_goldens.py [NAME ...]
 
 A golden is a folder: `config.json` and `model.safetensors` as `save_pretrained` writes them, and
 `expected.safetensors` with tokens, attention mask and positions [batch, time], of which the second
 row ends and the third begins with padding, and float32 logits [batch, time, vocab] of eager
 attention; of an encoder-decoder also tokens and mask of the decoder, whose logits they are. Some
-have `greedy.json`, what `generate` writes after three prompts. Each has the settings of one line of
+have `greedy.json`, what `generate` writes after three prompts, or in `peft` adapters as PEFT saves
+them, and `expected.safetensors` of the model with these. Each has the settings of one line of
 `CASES`; together the lines of a family turn every setting that its config has and
 `jaxscale.model_families` knows. The golden "adamw" is one file, of torch's AdamW.
 """
@@ -24,6 +25,7 @@ import shutil
 import sys
 
 try:
+    import peft  # pyright: ignore[reportMissingImports]
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
     from safetensors.torch import save_file  # pyright: ignore[reportMissingImports]
@@ -138,6 +140,13 @@ GREEDY = {"gemma2": 1.0, "gpt2": 2.0, "mistral": 2.0, "qwen3_moe_sparse": 2.0, "
 """Goldens with greedy texts (soft caps with local and global layers, learned positions, a window
 shorter than the prompts, experts in every second layer, an encoder), and the factor of their
 parameters that makes them less dull."""
+
+PEFT = {
+    "llama": ("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj", {"use_rslora": True}),
+    "gpt2": ("attn.c_proj c_fc", {"fan_in_fan_out": True}),
+    "t5": ("q wo", {}),
+}
+"""Goldens with adapters: of these modules, and further options."""
 
 CASES = {
     # Llama
@@ -500,10 +509,12 @@ def write(name: str) -> None:
 
         write_tokenizer(folder, PLAIN)
     write_logits(model, folder)
+    if name in PEFT:
+        write_adapters(model, folder / "peft", *PEFT[name])
     if name in GREEDY:
         write_greedy(model, folder, GREEDY[name])
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    assert size < 200_000, f"{name} takes {size} bytes"
+    size = sum(path.stat().st_size for path in folder.rglob("*"))
+    assert size < 250_000, f"{name} takes {size} bytes"
     kinds = json.loads((folder / "config.json").read_text())["model_type"]
     print(f"{name}: {kinds}, {size} bytes")
 
@@ -538,6 +549,23 @@ def write_logits(model: torch.nn.Module, folder: pathlib.Path) -> None:
         logits = model(**given).logits
     arrays = {key: value.to(torch.int32) for key, value in batch.items()}
     save_file({**arrays, "logits": logits.contiguous()}, folder / "expected.safetensors")
+
+
+def write_adapters(
+    model: torch.nn.Module, folder: pathlib.Path, targets: str, options: dict
+) -> None:
+    """Writes adapters of the modules `targets`, and the logits with them."""
+    config = peft.LoraConfig(r=3, lora_alpha=8, target_modules=targets.split(), **options)
+    torch.manual_seed(4)
+    adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+    adapted.save_pretrained(folder)
+    (folder / "README.md").unlink()
+    write_logits(adapted.base_model.model.eval(), folder)
+    adapted.unload()
 
 
 def write_greedy(model: torch.nn.Module, folder: pathlib.Path, scale: float) -> None:

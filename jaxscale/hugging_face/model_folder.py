@@ -9,10 +9,12 @@ import logging
 import math
 import pathlib
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import tokenizers
 
 from jaxscale.hugging_face.checkpoint_rules import (
@@ -20,15 +22,25 @@ from jaxscale.hugging_face.checkpoint_rules import (
     check_tensors,
     parameter_tensors,
 )
+from jaxscale.hugging_face.peft_adapters import (
+    CONFIG,
+    PREFIX,
+    TENSORS,
+    adapter_config,
+    adapter_rules,
+    open_adapters,
+)
 from jaxscale.hugging_face.read_params import read_params
-from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor, open_tensors
+from jaxscale.hugging_face.safetensors_format import DTYPES, SINGLE, StoredTensor, open_tensors
 from jaxscale.hugging_face.text_part import DEFAULTS, text_settings, text_tensors
 from jaxscale.hugging_face.value_types import check_value_types
 from jaxscale.hugging_face.write_params import write_params
 from jaxscale.model_config import ModelConfig
+from jaxscale.model_config.low_rank import is_adapter
 from jaxscale.model_families.hf.config import with_context
 from jaxscale.model_families.shipped import SHIPPED, find_family
 from jaxscale.run_folder import HF_CONFIG, copy_tokenizer
+from jaxscale.sharding.resolve import is_axes, leaf_name
 
 log = logging.getLogger("jaxscale")
 
@@ -62,13 +74,13 @@ class HuggingFaceModel:
     @property
     def dtype(self) -> str:
         """The type that holds every parameter: bfloat16 where all tensors are, but for those that
-        are never, else float32."""
+        are never and adapters, else float32."""
         rules = find_family(self.config.family).tensors(self.config)
         wide = [rule.name.format(layer="*", expert="*") for rule in rules if rule.wide]
         narrow = all(
             one.dtype == "BF16" or any(fnmatch.fnmatchcase(name, pattern) for pattern in wide)
             for name, one in self.tensors.items()
-            if one.dtype in DTYPES
+            if one.dtype in DTYPES and not name.startswith(PREFIX)
         )
         return "bfloat16" if narrow else "float32"
 
@@ -110,14 +122,20 @@ def is_hugging_face(directory: pathlib.Path) -> bool:
     return "model_type" in _read_json(directory / "config.json")
 
 
-def open_model(directory: pathlib.Path, *, prediction_depth: int = 0) -> HuggingFaceModel:
+def open_model(
+    directory: pathlib.Path,
+    *,
+    prediction_depth: int = 0,
+    adapters: pathlib.Path | None = None,
+) -> HuggingFaceModel:
     """Opens a folder; reads no values.
 
     Args:
       prediction_depth: how many of the modules that predict further tokens are read.
+      adapters: a folder with adapters of PEFT, which are read, too.
 
     Raises:
-      FileNotFoundError: no config.json, or no checkpoint.
+      FileNotFoundError: no config.json, no checkpoint, or no adapters.
       ValueError: a model, a setting or a file that is not supported; names it.
     """
     whole = _read_json(directory / "config.json")
@@ -163,6 +181,11 @@ def open_model(directory: pathlib.Path, *, prediction_depth: int = 0) -> Hugging
         tensors = {_with_end(name, old, new): tensor for name, tensor in tensors.items()}
     if not any(name.startswith(family.hf_prefix) for name in tensors):
         tensors = {family.hf_prefix + name: tensor for name, tensor in tensors.items()}
+    if adapters:
+        model = ModelConfig(**settings)
+        found = open_adapters(adapters, model, family.tensors(model))
+        settings |= found.settings
+        tensors = {**tensors, **found.tensors}
     further = range(layers, layers + (hf.get("num_nextn_predict_layers") or 1))
     ignored = tuple(pattern.format(layers=k) for pattern in family.ignored for k in further)
     return HuggingFaceModel(directory, settings, tensors, ignored)
@@ -173,8 +196,11 @@ def _with_end(name: str, old: str, new: str) -> str:
 
 
 def parameters_of(config: ModelConfig, axes: Any, shapes: Any) -> tuple[ParameterTensors, ...]:
-    """The tensors of each parameter of a model."""
+    """The tensors of each parameter of a model, with its adapters."""
     rules = find_family(config.family).tensors(config)
+    leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)
+    names = [leaf_name(path) for path, _ in leaves]
+    rules += tuple(adapter_rules(rules, names, config.lora_rank))
     return parameter_tensors(rules, axes, shapes, config.vocab_size)
 
 
@@ -214,14 +240,10 @@ def write_model(
     Raises:
       ValueError: the folder exists, the family has no such form, or values are too large.
     """
-    if directory.exists():
-        raise ValueError(f"--output {directory} exists; name a new folder")
     family = find_family(config.family)
     config, params = family.hf_form(config, params)
     hf = family.to_hf(with_context(config, seq_len))
-    unfinished = directory.with_name(directory.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
+    unfinished = _unfinished(directory)
     parameters = parameters_of(config, axes, params)
     stored = write_params(unfinished, parameters, params, dtype, max_file_bytes)
     if padding is None and not (config.causal and not config.num_encoder_layers):
@@ -244,6 +266,59 @@ def write_model(
     name_tokenizer_class(unfinished, {"mask_token_id": mask, **written})
     unfinished.rename(directory)
     return len(stored)
+
+
+def write_adapters(
+    directory: pathlib.Path,
+    config: ModelConfig,
+    axes: Any,
+    params: Any,
+    *,
+    dtype: str,
+    base: pathlib.Path | None = None,
+) -> int:
+    """Writes the adapters of a model as PEFT loads them; the folder has its name only once it is
+    complete.
+
+    Args:
+      params: in canonical form, with those of the model.
+      dtype: as `write_model`.
+      base: the Hugging Face folder of the model that they are for, if that is known.
+
+    Returns:
+      The number of tensors.
+
+    Raises:
+      ValueError: the folder exists, the family has no such form, or values are too large.
+    """
+    parameters = parameters_of(config, axes, params)
+    adapters = [one for one in parameters if is_adapter(one.name)]
+    of_model, of_adapters = (
+        [name for one in some for name in one.tensors]
+        for some in ([one for one in parameters if one not in adapters], adapters)
+    )
+    rules = find_family(config.family).tensors(config)
+    peft = adapter_config(config, rules, of_model, of_adapters, base and str(base))
+    unfinished = _unfinished(directory)
+    write_params(unfinished, adapters, params, dtype, sys.maxsize)
+    (unfinished / SINGLE).rename(unfinished / TENSORS)
+    (unfinished / CONFIG).write_text(json.dumps(peft, indent=2) + "\n")
+    unfinished.rename(directory)
+    return len(of_adapters)
+
+
+def _unfinished(directory: pathlib.Path) -> pathlib.Path:
+    """A new folder for the files of another, until it is complete.
+
+    Raises:
+      ValueError: the other exists.
+    """
+    if directory.exists():
+        raise ValueError(f"--output {directory} exists; name a new folder")
+    unfinished = directory.with_name(directory.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    return unfinished
 
 
 def copy_special_ids(directory: pathlib.Path, workdir: pathlib.Path) -> None:

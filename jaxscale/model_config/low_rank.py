@@ -11,6 +11,9 @@ LORA = ("lora_rank", "lora_alpha", "lora_targets")
 OF_ATTENTION = ("q", "k", "v", "out")
 OF_MLP = ("up", "gate", "down")
 
+ADAPTER = "_lora"
+"""How the name of an adapter ends, after that of its weight."""
+
 
 @dataclass(frozen=True)
 class LoraOptions:
@@ -87,6 +90,11 @@ class LoraOptions:
         }
         found = [sizes[name] for name in adapted]
         return {name: (self.lora_rank * n, self.lora_rank * m) for name, n, m in found}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is an adapter's: "layers/attention/q_lora/a"."""
+    return any(part.endswith(ADAPTER) for part in name.split("/"))
 
 
 def _targets(*, gated: bool, has_experts: bool) -> tuple[str, ...]:

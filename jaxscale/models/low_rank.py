@@ -12,12 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.model_config import ModelConfig
+from jaxscale.model_config.low_rank import ADAPTER, is_adapter
 from jaxscale.models.weights import Weights
 from jaxscale.ops.tensor_parallel import linear
 from jaxscale.sharding.resolve import is_axes, leaf_name
-
-ADAPTER = "_lora"
-"""How the name of an adapter ends, after that of its weight."""
 
 
 class LowRank(nnx.Module):
@@ -67,11 +65,6 @@ def frozen_names(axes: Any) -> tuple[str, ...]:
     paths = jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_axes)[0]
     names = [leaf_name(path) for path, _ in paths]
     return tuple(name for name in names if not is_adapter(name))
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter is an adapter's: "layers/attention/q_lora/a"."""
-    return any(part.endswith(ADAPTER) for part in name.split("/"))
 
 
 def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.batch import Batch
+from jaxscale.hugging_face.model_folder import open_model
 from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
@@ -114,6 +115,7 @@ def from_pretrained(
     *,
     compute_dtype: str = "float32",
     param_dtype: str | None = None,
+    adapters: str | pathlib.Path | None = None,
 ) -> Pretrained:
     """Reads a Hugging Face model's folder, or the newest checkpoint of a run's, onto the default
     device.
@@ -121,6 +123,7 @@ def from_pretrained(
     Args:
       compute_dtype: "float32", or "bfloat16" for less memory and more speed.
       param_dtype: None is the type of the folder: bfloat16 where all its tensors are, else float32.
+      adapters: a folder with low-rank adapters of PEFT for a Hugging Face model.
 
     Raises:
       FileNotFoundError: the folder holds neither.
@@ -131,7 +134,11 @@ def from_pretrained(
             "compute_dtype or param_dtype = 'float64' needs jax.config.update('jax_enable_x64', "
             "True) first"
         )
-    weights = open_weights(pathlib.Path(directory))
+    folder = pathlib.Path(directory)
+    if adapters:
+        weights = open_model(folder, adapters=pathlib.Path(adapters))
+    else:
+        weights = open_weights(folder)
     config = dataclasses.replace(
         weights.config,
         compute_dtype=compute_dtype,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxscale.hugging_face.model_folder import open_model, write_model
+from jaxscale.hugging_face.model_folder import open_model, write_adapters, write_model
 from jaxscale.model_families.shipped import find_family
 from jaxscale.run.pretrained import from_pretrained
 
@@ -62,6 +62,53 @@ def test_logits_and_tensors_are_those_of_transformers(name, tmp_path):
         json.loads((folder / "config.json").read_text()) for folder in (GOLDENS / name, written)
     )
     assert after["architectures"] == before["architectures"]
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDENS.glob("*/peft")))
+def test_adapters_are_those_of_peft(name, tmp_path):
+    """Logits, and the folder back: every tensor bit for bit, and of the config what says the same.
+    A Conv1D of GPT-2 and an encoder are among them, and a scale by the root of the rank."""
+    base, folder = GOLDENS / name, GOLDENS / name / "peft"
+    with jax.enable_x64(False):
+        model = from_pretrained(base, adapters=folder)
+        expected = load_file(folder / "expected.safetensors")
+        decoder = [expected[one] for one in ("decoder_tokens",) if one in expected]
+        masks = {"segments": expected["mask"], "decoder_segments": expected.get("decoder_mask")}
+        logits = np.asarray(model(expected["tokens"], *decoder, **masks))
+    real = expected.get("decoder_mask", expected["mask"]) > 0
+    np.testing.assert_allclose(logits[real], expected["logits"][real], rtol=0, atol=1e-4)
+    without = load_file(base / "expected.safetensors")["logits"]
+    assert np.abs(logits - without)[real].max() > 0.1
+
+    back = tmp_path / "back"
+    axes = model.model.axes
+    write_adapters(back, model.config, axes, model.params, dtype="float32", base=base)
+    tensors, theirs = (load_file(at / "adapter_model.safetensors") for at in (back, folder))
+    assert {key: value.tobytes() for key, value in tensors.items()} == {
+        key: value.tobytes() for key, value in theirs.items()
+    }
+    ours, peft = (json.loads((at / "adapter_config.json").read_text()) for at in (back, folder))
+    assert ours.keys() < peft.keys()
+    scales = [
+        one["lora_alpha"] / (one["r"] ** 0.5 if one["use_rslora"] else one["r"])
+        for one in (ours, peft)
+    ]
+    assert scales[0] == pytest.approx(scales[1])
+    same = ("r", "peft_type", "bias", "fan_in_fan_out", "inference_mode")
+    assert {key: ours[key] for key in same} == {key: peft[key] for key in same}
+    assert ours["base_model_name_or_path"] == str(base)
+    # PEFT adapts every module that is named, or whose name ends so.
+    modules = {key.removesuffix(".weight") for key in load_file(base / "model.safetensors")}
+    found = {
+        module
+        for module in modules
+        for target in ours["target_modules"]
+        if f".{module}".endswith(f".{target}")
+    }
+    assert {f"base_model.model.{one}.lora_A.weight" for one in found} == {
+        key for key in tensors if "lora_A" in key
+    }
+    assert from_pretrained(base, adapters=back).config == model.config
 
 
 @pytest.mark.parametrize("name", ["bert", "esm"])
