@@ -224,9 +224,7 @@ def _refuse_own_code(workdir: pathlib.Path, overrides: list[str], error: ValueEr
 def _check(options: argparse.Namespace) -> None:
     ways = (options.from_hf is not None, options.to_hf, options.to_peft)
     if sum(ways) != 1:
-        raise ValueError(
-            "give one of --from_hf DIR, --to_hf and --to_peft, the two with --workdir RUN"
-        )
+        raise ValueError("give --from_hf DIR, or --to_hf or --to_peft with --workdir RUN")
     if options.from_hf is None and options.workdir is None:
         raise ValueError("--to_hf and --to_peft need --workdir RUN, the run to convert")
     if options.from_hf is None and options.from_peft:

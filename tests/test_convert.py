@@ -196,6 +196,23 @@ def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp
     np.testing.assert_allclose(logits(exported), adapted, atol=1e-5)
     assert load_all(exported).keys() == load_all(hf).keys()
 
+    # Alone, in PEFT's format, and beside the model that they are for into a run again.
+    peft, again = tmp_path / "peft", tmp_path / "again"
+    written = ["--to_peft", "--workdir", str(tmp_path), "--output", str(peft)]
+    assert convert.main([*written, "--config.layout.fsdp=2"]) == 0
+    read = ["--from_hf", str(hf), "--from_peft", str(peft), "--output", str(again)]
+    assert convert.main([*read, *DATA]) == 0
+    pretrained = jaxscale.from_pretrained(again)
+    jax.tree.map(np.testing.assert_array_equal, pretrained.params, trained)
+    np.testing.assert_array_equal(pretrained(TOKENS), adapted)
+    weights = open_initial(*open_engine(load_config(again)), tmp_path / "nothing")
+    assert weights is None, "the folder itself is what a run in it starts from"
+    config, engine = open_engine(load_config(again, [f"model.init_from={again}"]))
+    weights = open_initial(config, engine, tmp_path / "new")
+    assert weights is not None
+    state = initial_state(engine, weights, KEY)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), trained)
+
 
 REFUSED = {
     "settings": (
@@ -288,7 +305,31 @@ def test_a_special_token_beyond_the_model_is_refused_only_in_a_text(tmp_path, ca
 
 BAD_COMMANDS = {
     "neither": (["--output", "x"], "give --from_hf DIR, or --to_hf"),
-    "no run": (["--to_hf", "--output", "x"], "--to_hf needs --workdir"),
+    "no run": (["--to_hf", "--output", "x"], "--to_hf and --to_peft need --work"),
+    "two ways": (
+        ["--to_hf", "--to_peft", "--output", "x"],
+        "or --to_hf or --to_peft with",
+    ),
+    "adapters of what": (
+        ["--to_hf", "--workdir", "{run}", "--from_peft", "x", "--output", "{hf}_"],
+        "--from_peft goes with --from_hf DIR, the model that the adapters are for",
+    ),
+    "no adapters": (
+        ["--to_peft", "--workdir", "{run}", "--output", "{hf}_"],
+        "{run} has no adapters (model.lora_rank = 0); --to_hf writes its model",
+    ),
+    "no such adapters": (
+        ["--from_hf", "{hf}", "--from_peft", "{hf}", "--output", "{hf}_", *DATA],
+        "{hf} holds no adapters of PEFT: no adapter_config.json",
+    ),
+    "new adapters": (
+        ["--from_hf", "{hf}", "--output", "{hf}_", "--config.model.lora_rank=4", *DATA],
+        "model.lora_rank = 4: --from_hf reads the adapters of --from_peft DIR; new ones begin",
+    ),
+    "adapters in files": (
+        ["--to_peft", "--workdir", "{run}", "--max_file_gb=1", "--output", "x"],
+        "--max_file_gb belongs to --to_hf; PEFT reads adapters from one file",
+    ),
     "mixed": (["--from_hf", "x", "--dtype=float32", "--output", "y"], "belong to --to_hf"),
     "file size": (["--from_hf", "x", "--max_file_gb=1", "--output", "y"], "belong to --to_hf"),
     "not empty": (["--from_hf", "{hf}", "--output", "{run}"], "is not empty; name a new folder"),

@@ -58,6 +58,7 @@ class HuggingFaceModel:
     settings: Mapping[str, Any]  # ours
     tensors: Mapping[str, StoredTensor]
     ignored: tuple[str, ...]  # patterns of tensors without a parameter
+    adapters: pathlib.Path | None = None  # the folder of those that PEFT wrote for it
 
     has_state = False  # of an optimizer
 
@@ -104,7 +105,8 @@ class HuggingFaceModel:
           ValueError: names missing and unknown tensors, and those of another shape or type.
         """
         parameters = parameters_of(self.config, axes, shapes)
-        check_tensors(self.tensors, parameters, self.ignored, self.directory)
+        where = f"{self.directory} with {self.adapters}" if self.adapters else self.directory
+        check_tensors(self.tensors, parameters, self.ignored, where)
         return parameters
 
     def read(self, axes: Any, abstract: Any) -> Any:
@@ -188,7 +190,7 @@ def open_model(
         tensors = {**tensors, **found.tensors}
     further = range(layers, layers + (hf.get("num_nextn_predict_layers") or 1))
     ignored = tuple(pattern.format(layers=k) for pattern in family.ignored for k in further)
-    return HuggingFaceModel(directory, settings, tensors, ignored)
+    return HuggingFaceModel(directory, settings, tensors, ignored, adapters)
 
 
 def _with_end(name: str, old: str, new: str) -> str:

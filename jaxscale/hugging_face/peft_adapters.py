@@ -108,8 +108,11 @@ def open_adapters(
       ValueError: they are of another kind, or of another model; says why.
     """
     path = directory / CONFIG
-    if not path.is_file():
-        raise FileNotFoundError(f"{directory} holds no adapters of PEFT: no {CONFIG}")
+    for name in (CONFIG, TENSORS):
+        if not (directory / name).is_file():
+            raise FileNotFoundError(
+                f"{directory} holds no adapters of PEFT: no {name}, which save_pretrained writes"
+            )
     try:
         peft = json.loads(path.read_text())
         rank, alpha = peft["r"], peft["lora_alpha"]

@@ -1,0 +1,103 @@
+"""Adapters of PEFT that are refused, before any value is read where that can be known."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxscale.hugging_face.model_folder import open_model, write_adapters
+from jaxscale.run.pretrained import from_pretrained
+
+GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
+LLAMA = GOLDENS / "llama"
+
+
+def settings(**changes):
+    def change(folder):
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def tensors(rename):
+    def change(folder):
+        path = folder / "adapter_model.safetensors"
+        found = load_file(path)
+        save_file({new: found[old] for old in found if (new := rename(old))}, path)
+
+    return change
+
+
+REFUSED = {
+    "kind": (settings(peft_type="IA3"), "peft_type = 'IA3', r = 3, .*; it must be 'LORA'"),
+    "no rank": (
+        settings(r=0),
+        "peft_type = 'LORA', r = 0, lora_alpha = 8; it must be",
+    ),
+    "text for a rank": (settings(r="3"), "r = '3', lora_alpha = 8; it must be 'LORA'"),
+    "no config": (
+        lambda folder: (folder / "adapter_config.json").write_text("{}"),
+        r"adapter_config.json is not the config of low-rank adapters: KeyError\('r'\)",
+    ),
+    "magnitudes": (settings(use_dora=True), "use_dora = True is not supported"),
+    "ranks": (
+        settings(rank_pattern={"q_proj": 4}),
+        "rank_pattern = {'q_proj': 4} is not sup",
+    ),
+    "copies": (settings(modules_to_save=["lm_head"]), "modules_to_save = .*is not supported"),
+    "what we do not know": (settings(use_new=1), "use_new = 1 is not supported"),
+    "biases": (settings(bias="all"), "bias = 'all'; adapters of weights alone are read"),
+    "another start": (
+        settings(init_lora_weights="pissa"),
+        "init_lora_weights = 'pissa' changes the weights of the model, too; convert the adapters",
+    ),
+    "pickle": (
+        lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"),
+        "holds no adapters of PEFT: no adapter_model.safetensors, which save_pretrained writes",
+    ),
+    "another model": (
+        tensors(lambda name: name.replace("model.layers", "transformer.h")),
+        "has no adapter of a weight of this model, such as base_model.model.transformer.h.0",
+    ),
+    "a layer less": (
+        tensors(lambda name: "" if ".layers.1." in name else name),
+        "(?s)llama with .*/peft: 14 tensors do not fit .*layers.1.*q_proj.lora_A.*: missing",
+    ),
+    "a tensor more": (
+        tensors(lambda name: name.replace("1.self_attn.q_proj.lora_A", "1.input_layernorm.lora_A")),
+        "input_layernorm.lora_A.weight .3, 24.: unknown",
+    ),
+    "another rank": (settings(r=2), "q_proj.lora_A.weight: shape .3, 24., and .2, 24. by config"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_adapters_that_cannot_be_read_are_refused(name, tmp_path):
+    change, message = REFUSED[name]
+    folder = shutil.copytree(LLAMA / "peft", tmp_path / "peft")
+    change(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        from_pretrained(LLAMA, adapters=folder)
+
+
+def test_which_weights_have_adapters_is_what_the_tensors_say(tmp_path):
+    """As a run names them, whatever the modules of the config are."""
+    folder = shutil.copytree(LLAMA / "peft", tmp_path / "peft")
+    assert open_model(LLAMA, adapters=folder).settings["lora_targets"] == ""
+    tensors(lambda name: name if "v_proj" in name or "down" in name else "")(folder)
+    settings(target_modules="all-linear", use_rslora=False)(folder)
+    given = {"lora_rank": 3, "lora_alpha": 8.0, "lora_targets": "v,down"}
+    assert given.items() <= open_model(LLAMA, adapters=folder).settings.items()
+
+
+def test_one_adapter_of_a_fused_weight_is_none_of_its_parts(tmp_path):
+    model = from_pretrained(GOLDENS / "phi3")
+    config = {"lora_rank": 2, "lora_targets": "q,down"}
+    adapted = type(model.config)(**{**open_model(GOLDENS / "phi3").settings, **config})
+    decoder = type(model.model)(adapted, model.model.kernels)
+    with pytest.raises(ValueError, match=r"(?s)qkv_proj.weight holds 'q' and more.*\(--to_hf\)"):
+        write_adapters(tmp_path / "out", adapted, decoder.axes, model.params, dtype="float32")
+    assert not (tmp_path / "out").exists()
