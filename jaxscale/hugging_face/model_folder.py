@@ -39,7 +39,7 @@ from jaxscale.model_config import ModelConfig
 from jaxscale.model_config.low_rank import is_adapter
 from jaxscale.model_families.hf.config import with_context
 from jaxscale.model_families.shipped import SHIPPED, find_family
-from jaxscale.run_folder import HF_CONFIG, copy_tokenizer
+from jaxscale.run_folder import HF_CONFIG, TOKENIZERS, copy_tokenizer
 from jaxscale.sharding.resolve import is_axes, leaf_name
 
 log = logging.getLogger("jaxscale")
@@ -349,23 +349,19 @@ def _with_ends(eos: int | list[int] | None, ends: Sequence[int]) -> int | list[i
 
 
 def name_tokenizer_class(directory: pathlib.Path, hf: Mapping[str, Any]) -> None:
-    """Says that tokenizer.json is to be read as it is. Where tokenizer_config.json names no class,
-    transformers takes that of the model's type, which may split texts otherwise (Qwen's every
-    digit) or find no token of its own and fail (Gemma's).
+    """Says that the tokenizer's file is to be read as it is. Where tokenizer_config.json names no
+    class, transformers takes that of the model's type, which may split texts otherwise (Qwen's
+    every digit), take ids of its own for the pieces of a SentencePiece model (Gemma's), end texts
+    (T5's), or find no token of its own and fail (Gemma's, BERT's).
 
     Args:
       hf: the config.json, with the ids of special tokens.
     """
-    file, path = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    path = directory / "tokenizer_config.json"
     given = _read_json(path) if path.is_file() else {}
-    if "tokenizer_class" in given or not file.is_file():
+    if "tokenizer_class" in given or not any((directory / name).is_file() for name in TOKENIZERS):
         return
-    added = tokenizers.Tokenizer.from_file(str(file)).get_added_tokens_decoder()
-    # An ordinary token that is named would become a special one.
-    special = {i: token.content for i, token in added.items() if token.special}
-    ids = {f"{name}_token": hf.get(f"{name}_token_id") for name in ("bos", "eos", "pad", "mask")}
-    first = {name: one[0] if isinstance(one, list) else one for name, one in ids.items()}
-    names = {name: special[i] for name, i in first.items() if i in special}
+    names = _special_names(directory / "tokenizer.json", hf)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, **given}
     path.write_text(json.dumps(config, indent=2) + "\n")
     if hf["model_type"] == "qwen2":
@@ -374,6 +370,18 @@ def name_tokenizer_class(directory: pathlib.Path, hf: Mapping[str, Any]) -> None
             "whatever tokenizer_config.json says; load this tokenizer with "
             "PreTrainedTokenizerFast.from_pretrained(DIR)"
         )
+
+
+def _special_names(file: pathlib.Path, hf: Mapping[str, Any]) -> dict[str, str]:
+    """What tokenizer_config.json says of a tokenizer.json; a SentencePiece model says it itself."""
+    if not file.is_file():
+        return {}
+    added = tokenizers.Tokenizer.from_file(str(file)).get_added_tokens_decoder()
+    # An ordinary token that is named would become a special one.
+    special = {i: token.content for i, token in added.items() if token.special}
+    ids = {f"{name}_token": hf.get(f"{name}_token_id") for name in ("bos", "eos", "pad", "mask")}
+    first = {name: one[0] if isinstance(one, list) else one for name, one in ids.items()}
+    return {name: special[i] for name, i in first.items() if i in special}
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -183,6 +183,23 @@ def test_an_exported_tokenizer_says_that_it_is_read_as_it_is(given, written, tmp
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == written
 
 
+def test_an_exported_sentencepiece_model_is_read_as_it_is_too(tmp_path):
+    """By their types transformers 5 would take ids of Gemma's own for its pieces, end every text as
+    T5's do, or fail on it, as on BERT's."""
+    path = tmp_path / "tokenizer_config.json"
+    name_tokenizer_class(tmp_path, {"model_type": "t5"})
+    assert not path.exists(), "there is no tokenizer"
+    (tmp_path / "tokenizer.model").write_bytes(b"pieces")
+    name_tokenizer_class(tmp_path, {"model_type": "t5", "eos_token_id": 1})
+    assert json.loads(path.read_text()) == {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text('{"add_bos_token": true}')
+    name_tokenizer_class(tmp_path, {"model_type": "gemma2"})
+    assert json.loads(path.read_text()) == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": True,
+    }
+
+
 def test_headers_are_read_as_the_library_writes_them(tmp_path):
     tiny_llama.save(tmp_path)
     expected = tiny_llama.tensors(tiny_llama.CONFIG)
