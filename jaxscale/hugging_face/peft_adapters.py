@@ -74,10 +74,11 @@ def _weight(name: str) -> str:
 
 def _adapter_rule(weight: TensorRule, name: str, rank: int) -> TensorRule:
     if _is_fused(weight):
+        tensor, letter = weight.name.format(layer="*"), _letter(weight)
         raise ValueError(
-            f"{weight.name} holds {_letter(weight)!r} and more, and PEFT has one adapter for all "
-            "of it: write the model with its adapters merged (--to_hf), or train without "
-            f"{_letter(weight)!r} in model.lora_targets"
+            f"{tensor} holds {letter!r} and more, and PEFT has one adapter for all of it: write "
+            "the model with its adapters merged (--to_hf), or train without "
+            f"{letter!r} in model.lora_targets"
         )
     outputs, inputs = weight.view if weight.order == (1, 0) else weight.view[::-1]
     part = name[-1]
@@ -162,7 +163,7 @@ def _refuse_others(peft: Mapping[str, Any], path: pathlib.Path) -> None:
 
 def _has_adapter(tensors: Collection[str], rule: TensorRule) -> bool:
     """Whether the weight of a rule has one among these tensors, in the first layer of its stack."""
-    if _is_fused(rule):
+    if _is_fused(rule) or "{expert}" in rule.name:
         return False
     name = _adapter_rule(rule, f"{rule.param}{ADAPTER}/a", 1).name
     return name.format(layer=rule.first) in tensors

@@ -1,14 +1,21 @@
-"""Adapters of PEFT that are refused, before any value is read where that can be known."""
+"""Adapters in PEFT's format: out and in again, and those that are refused."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxscale.hugging_face.model_folder import open_model, write_adapters
+from jaxscale.models.decoder import plain_kernels
+from jaxscale.models.low_rank import with_adapters
 from jaxscale.run.pretrained import from_pretrained
+from jaxscale.training.engine import find_model
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 LLAMA = GOLDENS / "llama"
@@ -93,11 +100,39 @@ def test_which_weights_have_adapters_is_what_the_tensors_say(tmp_path):
     assert given.items() <= open_model(LLAMA, adapters=folder).settings.items()
 
 
+def adapted(name, targets):
+    """A golden with random adapters: its config, the axes of its parameters, and these."""
+    base = from_pretrained(GOLDENS / name)
+    config = dataclasses.replace(base.config, lora_rank=2, lora_targets=targets)
+    model = find_model(config)(config, plain_kernels())
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    random = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
+    return config, model.axes, with_adapters(base.params, random)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "modules"),
+    [
+        ("mixtral", "", ["k_proj", "o_proj", "q_proj", "v_proj"]),
+        ("qwen3_moe_sparse", "q", ["q_proj"]),  # experts in every second layer
+        # Attention's own output ends so, too.
+        ("bert", "down", [f"bert.encoder.layer.{i}.output.dense" for i in range(2)]),
+        ("t5_first", "up", ["wi"]),
+    ],
+)
+def test_adapters_come_back_as_they_were(name, targets, modules, tmp_path):
+    config, axes, params = adapted(name, targets)
+    write_adapters(tmp_path / "peft", config, axes, params, dtype="float32")
+    written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert written["target_modules"] == modules
+    back = from_pretrained(GOLDENS / name, adapters=tmp_path / "peft")
+    assert back.config == config
+    jax.tree.map(np.testing.assert_array_equal, back.params, params)
+
+
 def test_one_adapter_of_a_fused_weight_is_none_of_its_parts(tmp_path):
-    model = from_pretrained(GOLDENS / "phi3")
-    config = {"lora_rank": 2, "lora_targets": "q,down"}
-    adapted = type(model.config)(**{**open_model(GOLDENS / "phi3").settings, **config})
-    decoder = type(model.model)(adapted, model.model.kernels)
-    with pytest.raises(ValueError, match=r"(?s)qkv_proj.weight holds 'q' and more.*\(--to_hf\)"):
-        write_adapters(tmp_path / "out", adapted, decoder.axes, model.params, dtype="float32")
+    fused = r"layers.\*.self_attn.qkv_proj.weight holds 'q' and more, .*\(--to_hf\)"
+    with pytest.raises(ValueError, match=fused):
+        write_adapters(tmp_path / "out", *adapted("phi3", "q,down"), dtype="float32")
     assert not (tmp_path / "out").exists()
