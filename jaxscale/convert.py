@@ -195,10 +195,19 @@ def _write_model(
 
 def _write_adapters(options: argparse.Namespace, model: ModelConfig, axes: Any, params: Any) -> int:
     """Writes the adapters alone; returns the number of tensors."""
-    from jaxscale.hugging_face.model_folder import is_hugging_face, write_adapters  # noqa: PLC0415
+    from jaxscale.hugging_face.model_folder import (  # noqa: PLC0415
+        is_hugging_face,
+        open_model,
+        write_adapters,
+    )
 
     start = pathlib.Path(model.init_from or options.workdir)
     base = start if (start / "config.json").is_file() and is_hugging_face(start) else None
+    if base and (size := open_model(base).config.vocab_size) < model.vocab_size:
+        raise ValueError(
+            f"the run has {model.vocab_size - size} tokens more than {base}, and their rows of the "
+            "embedding are not among its adapters; --to_hf writes the model with these merged"
+        )
     dtype = options.dtype or "float32"
     return write_adapters(options.output, model, axes, params, dtype=dtype, base=base)
 
@@ -234,8 +243,8 @@ def _check(options: argparse.Namespace) -> None:
     others = options.workdir, options.dtype, options.step, options.max_file_gb
     if options.from_hf and any(value is not None for value in others):
         raise ValueError(
-            "--workdir, --step, --dtype and --max_file_gb belong to --to_hf; --from_hf writes to "
-            "--output, in the type of --config.model.param_dtype"
+            "--workdir, --step, --dtype and --max_file_gb belong to --to_hf and --to_peft; "
+            "--from_hf writes to --output, in the type of --config.model.param_dtype"
         )
     if options.output.exists() and any(options.output.iterdir()):
         raise ValueError(f"--output {options.output} is not empty; name a new folder")

@@ -1,5 +1,6 @@
 """From a Hugging Face folder to a run, trained in two layouts, and back."""
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -205,13 +206,17 @@ def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp
     pretrained = jaxscale.from_pretrained(again)
     jax.tree.map(np.testing.assert_array_equal, pretrained.params, trained)
     np.testing.assert_array_equal(pretrained(TOKENS), adapted)
-    weights = open_initial(*open_engine(load_config(again)), tmp_path / "nothing")
-    assert weights is None, "the folder itself is what a run in it starts from"
     config, engine = open_engine(load_config(again, [f"model.init_from={again}"]))
     weights = open_initial(config, engine, tmp_path / "new")
     assert weights is not None
     state = initial_state(engine, weights, KEY)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), trained)
+
+    sections["model"] |= {"vocab_size": 131, "init_from": str(hf)}
+    options = argparse.Namespace(workdir=tmp_path, output=tmp_path / "wider", dtype=None)
+    wider = from_dict(sections).model
+    with pytest.raises(ValueError, match=r"run has 1 tokens more than .*hf, and their rows"):
+        convert._write_adapters(options, wider, engine.model.axes, trained)
 
 
 REFUSED = {

@@ -74,11 +74,11 @@ def _weight(name: str) -> str:
 
 def _adapter_rule(weight: TensorRule, name: str, rank: int) -> TensorRule:
     if _is_fused(weight):
-        tensor, letter = weight.name.format(layer="*"), _letter(weight)
+        tensor, target = weight.name.format(layer="*"), _target(weight)
         raise ValueError(
-            f"{tensor} holds {letter!r} and more, and PEFT has one adapter for all of it: write "
+            f"{tensor} holds {target!r} and more, and PEFT has one adapter for all of it: write "
             "the model with its adapters merged (--to_hf), or train without "
-            f"{letter!r} in model.lora_targets"
+            f"{target!r} in model.lora_targets"
         )
     outputs, inputs = weight.view if weight.order == (1, 0) else weight.view[::-1]
     part = name[-1]
@@ -87,7 +87,7 @@ def _adapter_rule(weight: TensorRule, name: str, rank: int) -> TensorRule:
     return dataclasses.replace(weight, param=name, name=tensor, view=view, order=(1, 0))
 
 
-def _letter(rule: TensorRule) -> str:
+def _target(rule: TensorRule) -> str:
     """As `model.lora_targets` names the weight of a rule."""
     return rule.param.rsplit("/", 1)[-1]
 
@@ -128,8 +128,8 @@ def open_adapters(
     _refuse_others(peft, path)
     tensors = read_header(directory / TENSORS)
     every = dataclasses.replace(model, lora_rank=rank).adapted_weights
-    adapted = {_letter(rule) for rule in rules if _has_adapter(tensors, rule)}
-    targets = [letter for letter in every if letter in adapted]
+    adapted = {_target(rule) for rule in rules if _has_adapter(tensors, rule)}
+    targets = [name for name in every if name in adapted]
     if not targets:
         raise ValueError(
             f"{directory / TENSORS} has no adapter of a weight of this model, such as "
@@ -189,7 +189,7 @@ def adapter_config(
     ends = {name.rsplit(".", 1)[1] for name in adapted}
     # PEFT gives an adapter to every module whose name ends so.
     distinct = ends.isdisjoint(name.rsplit(".", 1)[-1] for name in others)
-    weights = [rule for rule in rules if _letter(rule) in config.adapted_weights]
+    weights = [rule for rule in rules if _target(rule) in config.adapted_weights]
     kind = "SEQ_2_SEQ_LM" if config.num_encoder_layers else "CAUSAL_LM" if config.causal else None
     alpha = config.lora_alpha
     return {
