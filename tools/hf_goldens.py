@@ -25,7 +25,6 @@ import shutil
 import sys
 
 try:
-    import peft  # pyright: ignore[reportMissingImports]
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
     from safetensors.torch import save_file  # pyright: ignore[reportMissingImports]
@@ -555,6 +554,9 @@ def write_adapters(
     model: torch.nn.Module, folder: pathlib.Path, targets: str, options: dict
 ) -> None:
     """Writes adapters of the modules `targets`, and the logits with them."""
+    # Imported here: --logits needs no adapters.
+    import peft  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
+
     config = peft.LoraConfig(r=3, lora_alpha=8, target_modules=targets.split(), **options)
     torch.manual_seed(4)
     adapted = peft.get_peft_model(model, config)

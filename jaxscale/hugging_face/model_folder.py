@@ -295,10 +295,8 @@ def write_adapters(
     """
     parameters = parameters_of(config, axes, params)
     adapters = [one for one in parameters if is_adapter(one.name)]
-    of_model, of_adapters = (
-        [name for one in some for name in one.tensors]
-        for some in ([one for one in parameters if one not in adapters], adapters)
-    )
+    of_adapters = [name for one in adapters for name in one.tensors]
+    of_model = {name for one in parameters for name in one.tensors}.difference(of_adapters)
     rules = find_family(config.family).tensors(config)
     peft = adapter_config(config, rules, of_model, of_adapters, base and str(base))
     unfinished = _unfinished(directory)
