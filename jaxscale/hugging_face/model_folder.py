@@ -23,9 +23,9 @@ from jaxscale.hugging_face.checkpoint_rules import (
     parameter_tensors,
 )
 from jaxscale.hugging_face.peft_adapters import (
-    CONFIG,
-    PREFIX,
-    TENSORS,
+    PEFT_CONFIG,
+    PEFT_PREFIX,
+    PEFT_TENSORS,
     adapter_config,
     adapter_rules,
     open_adapters,
@@ -81,7 +81,7 @@ class HuggingFaceModel:
         narrow = all(
             one.dtype == "BF16" or any(fnmatch.fnmatchcase(name, pattern) for pattern in wide)
             for name, one in self.tensors.items()
-            if one.dtype in DTYPES and not name.startswith(PREFIX)
+            if one.dtype in DTYPES and not name.startswith(PEFT_PREFIX)
         )
         return "bfloat16" if narrow else "float32"
 
@@ -301,8 +301,8 @@ def write_adapters(
     peft = adapter_config(config, rules, of_model, of_adapters, base and str(base))
     unfinished = _unfinished(directory)
     write_params(unfinished, adapters, params, dtype, sys.maxsize)
-    (unfinished / SINGLE).rename(unfinished / TENSORS)
-    (unfinished / CONFIG).write_text(json.dumps(peft, indent=2) + "\n")
+    (unfinished / SINGLE).rename(unfinished / PEFT_TENSORS)
+    (unfinished / PEFT_CONFIG).write_text(json.dumps(peft, indent=2) + "\n")
     unfinished.rename(directory)
     return len(of_adapters)
 

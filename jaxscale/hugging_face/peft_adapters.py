@@ -18,9 +18,9 @@ from jaxscale.model_config import ModelConfig
 from jaxscale.model_config.low_rank import ADAPTER, is_adapter
 from jaxscale.model_families.family import TensorRule
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 """Before the name of the weight."""
 
 PARTS = {"a": "lora_A", "b": "lora_B"}
@@ -46,7 +46,6 @@ KEEP_THE_MODEL = (None, True, False, "gaussian", "orthogonal", "eva")
 class PeftAdapters:
     """A folder of adapters: the settings of ours, and where its tensors are."""
 
-    directory: pathlib.Path
     settings: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
 
@@ -82,7 +81,7 @@ def _adapter_rule(weight: TensorRule, name: str, rank: int) -> TensorRule:
         )
     outputs, inputs = weight.view if weight.order == (1, 0) else weight.view[::-1]
     part = name[-1]
-    tensor = f"{PREFIX}{weight.name.removesuffix('.weight')}.{PARTS[part]}.weight"
+    tensor = f"{PEFT_PREFIX}{weight.name.removesuffix('.weight')}.{PARTS[part]}.weight"
     view = {"a": (rank, inputs), "b": (outputs, rank)}[part]
     return dataclasses.replace(weight, param=name, name=tensor, view=view, order=(1, 0))
 
@@ -108,8 +107,8 @@ def open_adapters(
       FileNotFoundError: it holds no adapters.
       ValueError: they are of another kind, or of another model; says why.
     """
-    path = directory / CONFIG
-    for name in (CONFIG, TENSORS):
+    path = directory / PEFT_CONFIG
+    for name in (PEFT_CONFIG, PEFT_TENSORS):
         if not (directory / name).is_file():
             raise FileNotFoundError(
                 f"{directory} holds no adapters of PEFT: no {name}, which save_pretrained writes"
@@ -126,13 +125,13 @@ def open_adapters(
             "it must be 'LORA', with a rank and an alpha above 0"
         )
     _refuse_others(peft, path)
-    tensors = read_header(directory / TENSORS)
+    tensors = read_header(directory / PEFT_TENSORS)
     every = dataclasses.replace(model, lora_rank=rank).adapted_weights
     adapted = {_target(rule) for rule in rules if _has_adapter(tensors, rule)}
     targets = [name for name in every if name in adapted]
     if not targets:
         raise ValueError(
-            f"{directory / TENSORS} has no adapter of a weight of this model, such as "
+            f"{directory / PEFT_TENSORS} has no adapter of a weight of this model, such as "
             f"{next(iter(tensors), 'no tensor at all')}"
         )
     settings = {
@@ -141,7 +140,7 @@ def open_adapters(
         "lora_alpha": float(alpha * math.sqrt(rank) if peft.get("use_rslora") else alpha),
         "lora_targets": "" if len(targets) == len(every) else ",".join(targets),
     }
-    return PeftAdapters(directory, settings, tensors)
+    return PeftAdapters(settings, tensors)
 
 
 def _refuse_others(peft: Mapping[str, Any], path: pathlib.Path) -> None:
@@ -184,7 +183,7 @@ def adapter_config(
       adapters: names of the adapters'.
       base: where the model is, if that is known.
     """
-    adapted = {name.removeprefix(PREFIX).rsplit(".", 2)[0] for name in adapters}
+    adapted = {name.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0] for name in adapters}
     others = {name.removesuffix(".weight") for name in tensors} - adapted
     ends = {name.rsplit(".", 1)[1] for name in adapted}
     # PEFT gives an adapter to every module whose name ends so.
