@@ -129,6 +129,7 @@ def _check_tokenizer(config: configs.Config, directory: pathlib.Path) -> None:
 
 def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     """Writes a checkpoint of a run, the newest by default, as transformers or PEFT reads it."""
+    from jaxscale.hugging_face.model_folder import write_adapters  # noqa: PLC0415
     from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
     from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
     from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
@@ -139,17 +140,17 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     except ValueError as error:
         _refuse_own_code(workdir, overrides, error)
         raise
-    if options.to_peft and not config.model.lora_rank:
-        raise ValueError(
-            f"{workdir} has no adapters (model.lora_rank = 0); --to_hf writes its model"
-        )
+    base = _base_of_adapters(config.model, workdir) if options.to_peft else None
     run_folder.note_other_model(config, workdir)
     config = run_folder.fit_devices(config, num_devices(), overrides)
     _, engine = open_engine(for_sampling(config))
     tokenizer = open_tokenizer(config, workdir)
     step, params, _ = restore_params(engine, workdir, tokenizer, options.step)
     if options.to_peft:
-        tensors = _write_adapters(options, config.model, engine.model.axes, params)
+        dtype = options.dtype or "float32"
+        tensors = write_adapters(
+            output, config.model, engine.model.axes, params, dtype=dtype, base=base
+        )
     else:
         ids = {
             "end_of_text": tokenizer.boundary,
@@ -193,23 +194,28 @@ def _write_model(
     )
 
 
-def _write_adapters(options: argparse.Namespace, model: ModelConfig, axes: Any, params: Any) -> int:
-    """Writes the adapters alone; returns the number of tensors."""
-    from jaxscale.hugging_face.model_folder import (  # noqa: PLC0415
-        is_hugging_face,
-        open_model,
-        write_adapters,
-    )
+def _base_of_adapters(model: ModelConfig, workdir: pathlib.Path) -> pathlib.Path | None:
+    """The Hugging Face folder of the model that a run's adapters are for, where that is known.
 
-    start = pathlib.Path(model.init_from or options.workdir)
-    base = start if (start / "config.json").is_file() and is_hugging_face(start) else None
-    if base and (size := open_model(base).config.vocab_size) < model.vocab_size:
+    Raises:
+      ValueError: there are no adapters, or they alone are not what the run has trained.
+    """
+    from jaxscale.hugging_face.model_folder import is_hugging_face, open_model  # noqa: PLC0415
+    from jaxscale.run.initial_weights import num_new_tokens  # noqa: PLC0415
+
+    if not model.lora_rank:
         raise ValueError(
-            f"the run has {model.vocab_size - size} tokens more than {base}, and their rows of the "
-            "embedding are not among its adapters; --to_hf writes the model with these merged"
+            f"{workdir} has no adapters (model.lora_rank = 0); --to_hf writes its model"
         )
-    dtype = options.dtype or "float32"
-    return write_adapters(options.output, model, axes, params, dtype=dtype, base=base)
+    base = pathlib.Path(model.init_from)
+    if not (base / "config.json").is_file() or not is_hugging_face(base):
+        return None
+    if new := num_new_tokens(model, open_model(base)):
+        raise ValueError(
+            f"model.vocab_size = {model.vocab_size} is {new} more than {base} has, and the rows of "
+            "new tokens are not among the adapters; --to_hf writes the model with these merged"
+        )
+    return base
 
 
 def _refuse_own_code(workdir: pathlib.Path, overrides: list[str], error: ValueError) -> None:
@@ -243,8 +249,8 @@ def _check(options: argparse.Namespace) -> None:
     others = options.workdir, options.dtype, options.step, options.max_file_gb
     if options.from_hf and any(value is not None for value in others):
         raise ValueError(
-            "--workdir, --step, --dtype and --max_file_gb belong to --to_hf and --to_peft; "
-            "--from_hf writes to --output, in the type of --config.model.param_dtype"
+            "--workdir, --step and --dtype belong to --to_hf and --to_peft, --max_file_gb to "
+            "--to_hf; --from_hf writes to --output, in the type of --config.model.param_dtype"
         )
     if options.output.exists() and any(options.output.iterdir()):
         raise ValueError(f"--output {options.output} is not empty; name a new folder")

@@ -40,20 +40,14 @@ def tensors(rename):
 
 REFUSED = {
     "kind": (settings(peft_type="IA3"), "peft_type = 'IA3', r = 3, .*; it must be 'LORA'"),
-    "no rank": (
-        settings(r=0),
-        "peft_type = 'LORA', r = 0, lora_alpha = 8; it must be",
-    ),
+    "no rank": (settings(r=0), "peft_type = 'LORA', r = 0, lora_alpha = 8; it must be"),
     "text for a rank": (settings(r="3"), "r = '3', lora_alpha = 8; it must be 'LORA'"),
     "no config": (
         lambda folder: (folder / "adapter_config.json").write_text("{}"),
         r"adapter_config.json is not the config of low-rank adapters: KeyError\('r'\)",
     ),
     "magnitudes": (settings(use_dora=True), "use_dora = True is not supported"),
-    "ranks": (
-        settings(rank_pattern={"q_proj": 4}),
-        "rank_pattern = {'q_proj': 4} is not sup",
-    ),
+    "ranks": (settings(rank_pattern={"q_proj": 4}), "rank_pattern = {'q_proj': 4} is not sup"),
     "copies": (settings(modules_to_save=["lm_head"]), "modules_to_save = .*is not supported"),
     "what we do not know": (settings(use_new=1), "use_new = 1 is not supported"),
     "biases": (settings(bias="all"), "bias = 'all'; adapters of weights alone are read"),
