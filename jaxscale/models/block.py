@@ -7,7 +7,7 @@ H head_dim, V vocab (padded), L layers.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,8 @@ class Norm(nnx.Module):
 
 class Attention(nnx.Module):
     """Self-attention with grouped heads."""
+
+    linear_weights: ClassVar = {"q": 1, "k": 1, "v": 1, "out": 2}  # as in `Stack`
 
     def __init__(self, config: ModelConfig, weights: Weights):
         self.config = config
@@ -216,6 +218,8 @@ class MLP(nnx.Module):
     Args:
       hidden: the logical axis between the matrices.
     """
+
+    linear_weights: ClassVar = {"up": 1, "gate": 1, "down": 1}  # as in `Stack`
 
     def __init__(self, config: ModelConfig, weights: Weights, hidden: str = "mlp"):
         self.config, self.biased = config, config.mlp_bias

@@ -32,6 +32,7 @@ from jaxscale.models.parts import (
     all_parts,
     join_sums,
     part_axes,
+    part_linear,
     part_params,
     part_sums,
     trunk_parts,
@@ -136,6 +137,7 @@ class Decoder:
             sums=sums,
             period=self.settings.period,
             turn=len(part.blocks),
+            linear=part_linear(part, self.settings),
             tensors=BLOCK_TENSORS,
         )
 

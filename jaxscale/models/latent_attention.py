@@ -7,7 +7,7 @@ query_rank or, where queries are made of the stream itself, D.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,17 @@ class MultiHeadLatentAttention(nnx.Module):
     The matrices out of the compressed features have their input dimension under the name "embed":
     ZeRO shards it.
     """
+
+    linear_weights: ClassVar = {  # as in `Stack`
+        "q_down": 1,
+        "q_plain": 1,
+        "q_turned": 1,
+        "kv_down": 1,
+        "k_turned": 1,
+        "k_plain": 1,
+        "v": 1,
+        "out": 2,
+    }
 
     def __init__(self, config: ModelConfig, weights: Weights):
         self.config = config

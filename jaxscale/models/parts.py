@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.model_config import ModelConfig
+from jaxscale.models.block import MLP, Attention, Block
 from jaxscale.models.experts import ExpertBlock, expert_sums
+from jaxscale.models.latent_attention import MultiHeadLatentAttention
 from jaxscale.models.prediction import MERGE, PREDICTION, Merge
 from jaxscale.models.protocol import Params, Sums, add_at_path
 from jaxscale.models.weights import stack_axes, stack_params
@@ -107,6 +109,21 @@ def part_axes(part: Part, config: ModelConfig) -> Params:
         return dict(zip(map("/".join, part.paths), several))
     merge = {MERGE: stack_axes(Merge, config)} if part.name == PREDICTION else {}
     return {**several[0], **merge}
+
+
+def part_linear(part: Part, config: ModelConfig) -> dict[str, int]:
+    """`Stack.linear` of a part's stack: of the package's own layers."""
+    attention: Any = MultiHeadLatentAttention if config.kv_rank else Attention
+    places = {Block: "mlp", ExpertBlock: "mlp/shared"}
+    found: dict[str, int] = {}
+    for path, block in zip(part.paths, part.blocks):
+        if block in places:
+            for place, names in (
+                ("attention", attention.linear_weights),
+                (places[block], MLP.linear_weights),
+            ):
+                found |= {"/".join((*path, place, name)): n for name, n in names.items()}
+    return found
 
 
 def part_sums(part: Part, config: ModelConfig) -> dict[str, tuple[int, ...]]:

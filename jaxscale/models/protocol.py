@@ -68,6 +68,11 @@ class Stack:
     period: int = 1
     turn: int = 1
     """Layers of the model, of several kinds, that are one of the stack."""
+    linear: Mapping[str, int] = field(default_factory=dict)
+    """Weights that nothing but `Kernels.columns`, `rows` and `linear` reads, by their paths in the
+    block's, such as "mlp/up", and how many of their first dimensions are contracted: a step may
+    quantise them before its micro-batches, and then the block is given a
+    `ops.matmul.QuantisedWeight` in their place."""
     tensors: tuple[str, ...] = ()
     """Names that the block gives to its activations (`checkpoint_name`), for `layout.remat`."""
 

@@ -22,7 +22,8 @@ gradients HIGHEST: a weight's has as many terms as there are tokens.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +62,58 @@ _LARGEST_SCALE = 2.0**100
 """The scale of arrays that are all but zero: float32 holds it and its inverse."""
 
 
+class Scaled(NamedTuple):
+    """An array of float8 in place of `values * unit`."""
+
+    values: Array
+    unit: Array  # one over the scale, in float32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantisedWeight:
+    """A weight [*c, *o] and what its matmuls of float8 read of it, for a step that multiplies by it
+    several times: its maximum, two arrays of float8 and one transpose are made once.
+
+    Modules read it as a weight: `linear` and its like take either. Gradients have the same form,
+    and are in `weight`.
+    """
+
+    weight: Array  # in the compute type; no matmul reads it, and the compiler drops it
+    forward: Array  # [*o, *c]: Hopper multiplies float8 along the last dimension alone
+    backward: Array  # [*c, *o]
+    unit: Array  # of both, as of `Scaled`
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.weight.ndim
+
+    def __getitem__(self, key: Any) -> "QuantisedWeight":
+        """`weight[...]`, as modules read their parameters."""
+        assert key is ..., "a quantised weight is read as a whole"
+        return self
+
+
+def is_quantised(x: Any) -> bool:
+    """Whether this is a `QuantisedWeight`, a leaf of a tree of weights."""
+    return isinstance(x, QuantisedWeight)
+
+
+def quantised_weight(weight: Array, contracted: int) -> QuantisedWeight:
+    """The weight [*c, *o] for matmuls of float8, with `contracted` dimensions c."""
+    dtype = OPERANDS["float8", FORWARD][1]
+    values, unit = scaled_float8(weight, dtype)
+    order = (*range(contracted, weight.ndim), *range(contracted))
+    return QuantisedWeight(weight, values.transpose(order), values, unit)
+
+
 def matmul(
     x: Array,
-    y: Array,
+    y: Array | Scaled,
     contracted: tuple[Sequence[int], Sequence[int]],
     *,
     dtype: str = "",
@@ -76,12 +126,13 @@ def matmul(
     """[*a, *c] x [*c, *o] -> [*a, *o] for any places of c, as `jax.lax.dot_general` has them.
 
     Args:
+      y: with `dtype` "float8" it may be quantised already.
       contracted: the dimensions c of x and of y.
       dtype: `model.matmul_dtype`; "" multiplies the operands as they are.
       role: of FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT.
       over: a manual mesh axis that c is spread over, so that its ranks find the same scales where
         these are along c.
-      result: the type of the result; None is that of the operands.
+      result: the type of the result; None is that of the operands, or of x.
       as_laid_out: whether a float8 y keeps the order of its dimensions in memory. Hopper multiplies
         along the last dimension, and XLA would transpose what y is made of: in a loop over layers
         the parameters of all of them at once, in float32.
@@ -91,9 +142,11 @@ def matmul(
     types = OPERANDS.get((dtype, role))
     if types is None:
         return jax.lax.dot_general(x, y, dims, preferred_element_type=result)
-    result = jnp.dtype(result or jnp.result_type(x, y))
+    given = y if isinstance(y, Scaled) else None
+    result = jnp.dtype(result or (x.dtype if given else jnp.result_type(x, y)))
     if dtype == "float8":
-        (x, unit_x), (y, unit_y) = map(scaled_float8, (x, y), types, (None, of_y))
+        x, unit_x = scaled_float8(x, types[0])
+        y, unit_y = given or scaled_float8(y, types[1], of_y)
         if as_laid_out:
             y = by_rows(y)
         product = jax.lax.dot_general(
@@ -120,16 +173,16 @@ def weight_scale(weight: Array, dtype: str) -> Array | None:
     return named(float8_scale(weight, OPERANDS[dtype, FORWARD][1]), WEIGHT_SCALE)
 
 
-def scaled_float8(x: Array, dtype: Any, scale: Array | None = None) -> tuple[Array, Array]:
-    """The array times its scale, in `dtype`, and one over the scale, in float32.
+def scaled_float8(x: Array, dtype: Any, scale: Array | None = None) -> Scaled:
+    """The array times its scale, in `dtype`.
 
-    An infinity or NaN anywhere makes that infinite or NaN.
+    An infinity or NaN anywhere makes the unit infinite or NaN.
 
     Args:
       scale: `float8_scale(x, dtype)`, where it is known.
     """
     scale = float8_scale(x, dtype) if scale is None else scale
-    return (x.astype(_wide(x)) * scale).astype(dtype), 1 / scale
+    return Scaled((x.astype(_wide(x)) * scale).astype(dtype), 1 / scale)
 
 
 def float8_scale(x: Array, dtype: Any) -> Array:

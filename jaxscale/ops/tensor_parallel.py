@@ -6,6 +6,7 @@ dimensions of x, c those that are contracted, o the outputs.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,15 +19,21 @@ from jaxscale.ops.collective_matmul import gather_matmuls, matmuls_scatter
 from jaxscale.ops.matmul import (
     FORWARD,
     INPUT_GRADIENT,
+    OPERANDS,
     WEIGHT_GRADIENT,
+    QuantisedWeight,
+    Scaled,
     by_rows,
     matmul,
     weight_scale,
 )
 
+Weight = Array | QuantisedWeight
+"""[*c, *o]"""
+
 
 def linear(
-    x: Array, weight: Array, *, contracted: int = 1, dtype: str = "", platform: str = ""
+    x: Array, weight: Weight, *, contracted: int = 1, dtype: str = "", platform: str = ""
 ) -> Array:
     """[*a, *c] x [*c, *o] -> [*a, *o].
 
@@ -46,7 +53,7 @@ def linear(
 
 def columns(
     x_BTD: Array,
-    weights: Sequence[Array],
+    weights: Sequence[Weight],
     *,
     dtype: str = "",
     platform: str = "",
@@ -65,7 +72,7 @@ def columns(
     return tuple(_linear(how, x_BTD, weight) for weight in weights)
 
 
-def rows(x_BT: Array, weight: Array, *, dtype: str = "", platform: str = "") -> Array:
+def rows(x_BT: Array, weight: Weight, *, dtype: str = "", platform: str = "") -> Array:
     """A matmul back into the residual stream: [B, T, *c] x [*c, D] -> [B, T, D]."""
     return linear(x_BT, weight, contracted=x_BT.ndim - 2, dtype=dtype, platform=platform)
 
@@ -193,13 +200,18 @@ def _for_cpu(x: Array, dy: Array, leading: int) -> tuple[Array, Array, int]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(how: _Matmul, x: Array, weight: Array) -> Array:
+def _linear(how: _Matmul, x: Array, weight: Weight) -> Array:
     return _forward(how, x, weight)[0]
 
 
-def _forward(how: _Matmul, x: Array, weight: Array):
-    dims = range(x.ndim - how.contracted, x.ndim), range(how.contracted)
-    scale, as_laid_out = weight_scale(weight, how.dtype), how.platform == "gpu"
+def _forward(how: _Matmul, x: Array, weight: Weight):
+    over = range(x.ndim - how.contracted, x.ndim)
+    if isinstance(weight, QuantisedWeight):
+        given = Scaled(weight.forward, weight.unit)
+        dims = over, range(weight.ndim - how.contracted, weight.ndim)
+        return matmul(x, given, dims, dtype=how.dtype), (x, weight, None)
+    dims, scale = (over, range(how.contracted)), weight_scale(weight, how.dtype)
+    as_laid_out = how.platform == "gpu"
     y = matmul(x, weight, dims, dtype=how.dtype, as_laid_out=as_laid_out, of_y=scale)
     return y, (x, weight, scale)
 
@@ -208,13 +220,24 @@ def _backward(how: _Matmul, residuals, dy: Array):
     x, weight, scale = residuals
     leading = x.ndim - how.contracted
     dims = range(leading, dy.ndim), range(how.contracted, weight.ndim)
-    dx = matmul(dy, weight, dims, dtype=how.dtype, role=INPUT_GRADIENT, of_y=scale)
+    quantised = isinstance(weight, QuantisedWeight)
+    given = Scaled(weight.backward, weight.unit) if quantised else weight
+    dx = matmul(dy, given, dims, dtype=how.dtype, role=INPUT_GRADIENT, of_y=scale)
     if how.platform == "cpu":
         x, dy, leading = _for_cpu(x, dy, leading)
-    return dx, _weight_gradient(_by_rows(how, x), dy, leading, how.dtype)
+    dweight = _weight_gradient(_by_rows(how, x), dy, leading, how.dtype)
+    return dx, _gradient_of(weight, dweight)
 
 
 _linear.defvjp(_forward, _backward)
+
+
+def _gradient_of(weight: Weight, grad: Array) -> Weight:
+    """The gradient of a weight in the form of the weight."""
+    if not isinstance(weight, QuantisedWeight):
+        return grad
+    others = weight.forward, weight.backward, weight.unit
+    return QuantisedWeight(grad, *map(jnp.zeros_like, others))
 
 
 def _by_rows(how: _Matmul, x: Array) -> Array:
@@ -223,20 +246,25 @@ def _by_rows(how: _Matmul, x: Array) -> Array:
     return by_rows(x) if how.platform == "gpu" else x
 
 
-def _are_narrow(weights: Sequence[Array]) -> bool:
+def _are_narrow(weights: Sequence[Weight]) -> bool:
     """Whether gradients side by side pay: they save writing and reading a gradient of x for all
     weights but one, and cost at most the reading of all outputs' gradients. XLA would compute for
     each what the gradients of several have in common, as those of gate and up."""
-    features, outputs = weights[0].shape[0], sum(weight[0].size for weight in weights)
+    features, outputs = weights[0].shape[0], sum(map(_outputs, weights))
     return outputs < 2 * (len(weights) - 1) * features
 
 
+def _outputs(weight: Weight) -> int:
+    """Of a weight [D, *o]."""
+    return math.prod(weight.shape[1:])
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _side_by_side(how: _Matmul, x: Array, weights: tuple[Array, ...]) -> tuple[Array, ...]:
+def _side_by_side(how: _Matmul, x: Array, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
     return _side_by_side_forward(how, x, weights)[0]
 
 
-def _side_by_side_forward(how: _Matmul, x: Array, weights: tuple[Array, ...]):
+def _side_by_side_forward(how: _Matmul, x: Array, weights: tuple[Weight, ...]):
     ys, residuals = zip(*(_forward(how, x, weight) for weight in weights))
     return ys, (x, weights, [scale for _, _, scale in residuals])
 
@@ -247,14 +275,37 @@ def _side_by_side_backward(how: _Matmul, residuals, dys: tuple[Array, ...]):
     dy = jax.lax.optimization_barrier(
         jnp.concatenate([dy.reshape(*x.shape[:-1], -1) for dy in dys], -1)
     )
-    weight = jnp.concatenate([weight.reshape(x.shape[-1], -1) for weight in weights], -1)
-    scale = functools.reduce(jnp.minimum, scales) if how.dtype == "float8" else None
+    weight, scale = _joined(how, weights, scales)
     dims = [dy.ndim - 1], [1]
     dx = matmul(dy, weight, dims, dtype=how.dtype, role=INPUT_GRADIENT, of_y=scale)
     dweight = _weight_gradient(_by_rows(how, x), dy, x.ndim - 1, how.dtype)
-    ends = itertools.accumulate(weight[0].size for weight in weights[:-1])
+    ends = itertools.accumulate(map(_outputs, weights[:-1]))
     parts = jnp.split(dweight, list(ends), axis=-1)
-    return dx, tuple(part.reshape(weight.shape) for part, weight in zip(parts, weights))
+    grads = [part.reshape(weight.shape) for part, weight in zip(parts, weights)]
+    return dx, tuple(map(_gradient_of, weights, grads))
+
+
+def _joined(
+    how: _Matmul, weights: Sequence[Weight], scales: Sequence[Array | None]
+) -> tuple[Array | Scaled, Array | None]:
+    """Weights [D, *o] side by side, for the gradient of x, and the scale of all, where they are not
+    quantised yet."""
+
+    def join(parts: Sequence[Array]) -> Array:
+        return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], -1)
+
+    quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+    if not quantised:
+        scale = functools.reduce(jnp.minimum, scales) if how.dtype == "float8" else None
+        return join(weights), scale
+    unit = functools.reduce(jnp.maximum, [weight.unit for weight in quantised])
+    dtype = OPERANDS["float8", INPUT_GRADIENT][1]
+    # Powers of two: but for numbers that become 2^14 times smaller than the largest, exact.
+    parts = [
+        (weight.backward.astype(jnp.float32) * (weight.unit / unit)).astype(dtype)
+        for weight in quantised
+    ]
+    return Scaled(join(parts), unit), None
 
 
 _side_by_side.defvjp(_side_by_side_forward, _side_by_side_backward)

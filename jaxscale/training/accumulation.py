@@ -35,6 +35,7 @@ from jaxscale.models.protocol import (
     sum_shapes,
     zero_sums,
 )
+from jaxscale.ops.matmul import quantised_weight
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.ops.stacked import add, at
@@ -109,7 +110,7 @@ def make_accumulation(
 
     def run(params: Tree, groups: Batch) -> tuple[Sums, Tree]:
         early = early_reductions(layout, zero, platform, groups.tokens[0, 0].size // layout.context)
-        weights = _cast_once(model, zero, params) if layout.casts_once else params
+        weights = _cast_once(model, layout, zero, params) if layout.casts_once else params
         grads = zero.zeros(params, zero.axes, finished=count == 1)
         if unfilled and count == 1 and not (zero.reduces or zero.remains):
             # Every layer's gradients are written, and nothing is added (`Loop.writes_once`).
@@ -161,23 +162,34 @@ def _can_leave_unfilled(layout: Layout, platform: str) -> bool:
     return platform == "gpu" and all(sizes[axis] == 1 for axis in automatic_axes(sizes))
 
 
-def _cast_once(model: Model, zero: Zero, params: Tree) -> Tree:
-    """The parameters, with the matrices of each layer cast to arrays of their own."""
+def _cast_once(model: Model, layout: Layout, zero: Zero, params: Tree) -> Tree:
+    """The parameters, with the matrices of each layer cast to arrays of their own, or quantised."""
 
     def matrices(stack: Stack, index: int) -> Tree:
+        linear = stack.linear if quantises_once(model, layout) else {}
+
+        def prepared(path: tuple, at_rest: jax.Array, cast: jax.Array) -> Any:
+            contracted = linear.get("/".join(key.key for key in path))
+            if contracted:
+                return quantised_weight(cast, contracted)
+            return cast if cast.ndim > 1 and cast.dtype != at_rest.dtype else None
+
         at_rest = at(params[stack.name], index)
         weights = zero.gather_part(at_rest, stack.name)
-        return jax.tree.map(
-            lambda x, cast: cast if x.ndim > 1 and x.dtype != cast.dtype else None,
-            at_rest,
-            weights,
-        )
+        return jax.tree_util.tree_map_with_path(prepared, at_rest, weights)
 
     def cast(stack: Stack) -> CastOnce:
         each = (matrices(stack, index) for index in range(stack.num_layers))
         return CastOnce(params[stack.name], tuple(each))
 
     return {**params, **{stack.name: cast(stack) for stack in model.stacks}}
+
+
+def quantises_once(model: Model, layout: Layout) -> bool:
+    """Whether a step also quantises them once: those that no ranks of tensor share, each of which
+    scales its own part."""
+    dtype = getattr(model.settings, "matmul_dtype", "")
+    return layout.casts_once and layout.tensor == 1 and dtype == "float8"
 
 
 def _unfilled(like: Tree) -> Tree:

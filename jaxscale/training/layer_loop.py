@@ -34,6 +34,7 @@ import jax.numpy as jnp
 
 from jaxscale.batch import Batch
 from jaxscale.models.protocol import Stack, Stream, Sums, add_layer_sums
+from jaxscale.ops.matmul import is_quantised
 from jaxscale.ops.save_in_place import save_in_place
 from jaxscale.ops.stacked import add, add_at, after, at, put
 from jaxscale.sharding.zero import Zero
@@ -143,7 +144,7 @@ class CastOnce(NamedTuple):
     """The layers of a stack, of which a step casts matrices once (`Layout.casts_once`)."""
 
     at_rest: Tree  # parameters, [L, ...]
-    matrices: tuple[Tree, ...]  # of each layer, in the compute type; None where nothing is cast
+    matrices: tuple[Tree, ...]  # of each layer, cast or quantised; None where neither
 
 
 class Inputs(NamedTuple):
@@ -375,6 +376,9 @@ def _sum_gradients(
         batch, shared, residuals, dx, dshared = xs
         context = batch, place.index
         dweights, dx, more = backward(weights, shared, context, residuals, (dx, seed))
+        dweights = jax.tree.map(
+            lambda x: x.weight if is_quantised(x) else x, dweights, is_leaf=is_quantised
+        )
         return add(total, dweights), (dx, add(dshared, more))
 
     total = loop.zero.running_sum(weights, loop.axes, inputs.batch)
@@ -394,7 +398,10 @@ def _gather(loop: Loop, layers: Tree | CastOnce, index: Index, now: Index | None
     # Matrices are there from the start: a layer waits for the one before by its vectors alone.
     others, matrices = _gather(loop, layers.at_rest, index, now), layers.matrices[index]
     return jax.tree.map(
-        lambda x, other: other if x is None else x, matrices, others, is_leaf=lambda x: x is None
+        lambda x, other: other if x is None else x,
+        matrices,
+        others,
+        is_leaf=lambda x: x is None or is_quantised(x),
     )
 
 
