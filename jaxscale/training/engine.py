@@ -183,7 +183,8 @@ def make_engine(
     gradients = make_gradients(
         models.trained, layout, zero, mesh, stages, unroll_loops=unroll_loops
     )
-    step = make_step(config, built, rows, gradients, optimizer, frozen, _shardings(state))
+    shardings = _shardings(state)
+    step = make_step(config, built, rows, gradients, optimizer, frozen, shardings, platform)
     evaluate = _make_evaluate(make_loss(models.evaluated, layout, zero, mesh, stages))
     options = step_options(
         mesh,

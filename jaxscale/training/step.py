@@ -60,6 +60,7 @@ def make_step(
     optimizer: optax.GradientTransformation,
     frozen: Tree,
     shardings: TrainState,
+    platform: str,
 ) -> Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]:
     """Gradients, clipped, the optimizer's update, and what the model does after it.
 
@@ -67,6 +68,7 @@ def make_step(
       rows: the layer in each row of the parameters' stacks.
       frozen: tree of the parameters with whether each is left as it is.
       shardings: of the state between steps.
+      platform: of the devices.
     """
     offloads, run = config.layout.offloads("optimizer"), config.run
     # Without those that the model itself wants frozen, which it may adjust.
@@ -85,7 +87,11 @@ def make_step(
             squares = sums_of_squares(grads)
             grads, grad_norm = mean_and_norm(grads, count, config.optimizer.clip_norm)
             params = state.params
-            opt_state = from_host(state.opt_state) if offloads else state.opt_state
+            opt_state = state.opt_state
+            if offloads and platform == "gpu":
+                # XLA would fetch it early in the backward pass, and hold it beside the activations.
+                opt_state, _ = jax.lax.optimization_barrier((opt_state, grads))
+            opt_state = from_host(opt_state) if offloads else opt_state
 
             def update(params: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
                 updates, opt_state = optimizer.update(grads, opt_state, params)
