@@ -9,10 +9,12 @@ gradients have: 2^29). So where all operands of e4m3 are larger than that, layou
 They are here: with positive parameters no sum comes near zero.
 """
 
+import collections
 import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -31,6 +33,7 @@ from tests.invariants.layouts import (
     relative_error,
 )
 from tests.invariants.models import canonical, on_ranks
+from tests.ops.programs import equations
 
 DENSE = {
     "num_layers": 2,
@@ -51,6 +54,7 @@ SIZES = {"heads": 4, "kv_heads": 4, "mlp": 4, "experts": 2}
 
 CONTEXT = {"context": 2, "fsdp": 2}
 EXPERT_COLUMNS = {"expert": 2, "tensor": 2}
+QUANTISED_ONCE = {"unroll_layers": True, "zero_stage": 2, "microbatches": 2}
 CASES = [
     (
         "float8",
@@ -58,6 +62,7 @@ CASES = [
         {**CONTEXT, "context_method": "ulysses", "tensor": 2, "zero_stage": 2, "microbatches": 2},
     ),
     ("float8", "dense", {"pipeline": 2, "microbatches": 4, "schedule": "zb_h1"}),
+    ("float8", "dense", QUANTISED_ONCE),
     ("float8", "experts", {"fsdp": 2, "expert": 2}),
     ("int8", "dense", {"pipeline": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"}),
     ("int8", "experts", EXPERT_COLUMNS),
@@ -127,6 +132,25 @@ def test_matmuls_of_8_bits_are_one_device_in_every_layout(dtype, model, layout):
     np.testing.assert_allclose(got.metrics, expected.metrics, rtol=1e-10)
     assert relative_error(got.gradients, expected.gradients, LEAST_GRADIENT) < 1e-10
     assert relative_error(got.params, expected.params) < 1e-10
+
+
+def test_unrolled_layers_quantise_a_weight_once_a_step():
+    """And find its scale once; with the same layers unrolled otherwise, in each micro-batch."""
+    shapes = [(32, 4, 8), (32, 2, 8), (32, 2, 8), (4, 8, 32), (32, 48), (32, 48), (48, 32)]
+
+    def times(layout: dict[str, Any]) -> dict[str, int]:
+        engine, found = open_with("float8", "dense", layout), collections.Counter()
+        step = jax.make_jaxpr(engine.step)(engine.abstract_state, engine.abstract_batch)
+        for one, runs in equations(step.jaxpr):
+            narrow = one.params.get("new_dtype") == jnp.float8_e4m3fn
+            if one.primitive.name == "reduce_max" or narrow:
+                found[one.primitive.name] += runs * (one.invars[0].aval.shape in shapes)
+        return dict(found)
+
+    weights = DENSE["num_layers"] * len(shapes)
+    assert times(QUANTISED_ONCE) == dict.fromkeys(("reduce_max", "convert_element_type"), weights)
+    each = times(QUANTISED_ONCE | {"zero_stage": 3})
+    assert each == {"reduce_max": 2 * weights, "convert_element_type": 4 * weights}
 
 
 def sample(engine: Engine, state: TrainState) -> list[str]:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.compiled.topology import compiler_installed, open_topology
 from jaxscale.ops.collective_matmul import matmuls_scatter
+from jaxscale.ops.matmul import quantised_weight
 from jaxscale.ops.tensor_parallel import Spread, columns, linear, rows, spread_columns, spread_rows
 from jaxscale.training.xla_options import FLOAT8
 from tests.ops.programs import equations
@@ -66,6 +67,11 @@ def test_narrow_columns_have_their_gradients_side_by_side(shapes, matmuls, dtype
     together = functools.partial(run, True)
     got, wanted = together(x, weights, dys), run(False, x, weights, dys)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-12), got, wanted)
+    if dtype:  # the same of weights that are quantised before
+        prepared = tuple(quantised_weight(weight, 1) for weight in weights)
+        ys, (dx, dweights) = together(x, prepared, dys)
+        got = ys, (dx, tuple(grad.weight for grad in dweights))
+        jax.tree.map(functools.partial(np.testing.assert_array_equal), got, wanted)
     traced = jax.make_jaxpr(together)(x, weights, dys).jaxpr
     names = [one.primitive.name for one, _ in equations(traced)]
     assert names.count("dot_general") == matmuls
