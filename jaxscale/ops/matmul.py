@@ -132,7 +132,7 @@ def matmul(
       role: of FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT.
       over: a manual mesh axis that c is spread over, so that its ranks find the same scales where
         these are along c.
-      result: the type of the result; None is that of the operands, or of x.
+      result: the type of the result; None is that of the operands, or of x beside a quantised y.
       as_laid_out: whether a float8 y keeps the order of its dimensions in memory. Hopper multiplies
         along the last dimension, and XLA would transpose what y is made of: in a loop over layers
         the parameters of all of them at once, in float32.
@@ -141,12 +141,12 @@ def matmul(
     dims: Any = (contracted, ((), ()))
     types = OPERANDS.get((dtype, role))
     if types is None:
+        assert not isinstance(y, Scaled), f"no float8 in {role!r} of matmul_dtype {dtype!r}"
         return jax.lax.dot_general(x, y, dims, preferred_element_type=result)
-    given = y if isinstance(y, Scaled) else None
-    result = jnp.dtype(result or (x.dtype if given else jnp.result_type(x, y)))
-    if dtype == "float8":
+    result = jnp.dtype(result or (x.dtype if isinstance(y, Scaled) else jnp.result_type(x, y)))
+    if isinstance(y, Scaled) or dtype == "float8":
         x, unit_x = scaled_float8(x, types[0])
-        y, unit_y = given or scaled_float8(y, types[1], of_y)
+        y, unit_y = y if isinstance(y, Scaled) else scaled_float8(y, types[1], of_y)
         if as_laid_out:
             y = by_rows(y)
         product = jax.lax.dot_general(

@@ -286,26 +286,24 @@ def _side_by_side_backward(how: _Matmul, residuals, dys: tuple[Array, ...]):
 
 
 def _joined(
-    how: _Matmul, weights: Sequence[Weight], scales: Sequence[Array | None]
+    how: _Matmul, weights: Sequence[Weight], scales: Sequence[Any]
 ) -> tuple[Array | Scaled, Array | None]:
     """Weights [D, *o] side by side, for the gradient of x, and the scale of all, where they are not
     quantised yet."""
-
-    def join(parts: Sequence[Array]) -> Array:
-        return jnp.concatenate([part.reshape(part.shape[0], -1) for part in parts], -1)
-
+    plain = [weight for weight in weights if not isinstance(weight, QuantisedWeight)]
     quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
-    if not quantised:
+    if plain:
         scale = functools.reduce(jnp.minimum, scales) if how.dtype == "float8" else None
-        return join(weights), scale
+        return _flat(plain), scale
     unit = functools.reduce(jnp.maximum, [weight.unit for weight in quantised])
-    dtype = OPERANDS["float8", INPUT_GRADIENT][1]
     # Powers of two: but for numbers that become 2^14 times smaller than the largest, exact.
-    parts = [
-        (weight.backward.astype(jnp.float32) * (weight.unit / unit)).astype(dtype)
-        for weight in quantised
-    ]
-    return Scaled(join(parts), unit), None
+    parts = [weight.backward.astype(jnp.float32) * (weight.unit / unit) for weight in quantised]
+    return Scaled(_flat(parts).astype(OPERANDS["float8", INPUT_GRADIENT][1]), unit), None
+
+
+def _flat(weights: Sequence[Array]) -> Array:
+    """Weights [D, *o] side by side."""
+    return jnp.concatenate([weight.reshape(weight.shape[0], -1) for weight in weights], -1)
 
 
 _side_by_side.defvjp(_side_by_side_forward, _side_by_side_backward)

@@ -27,6 +27,7 @@ from jaxscale.planner.search.trainable_model import check_parameters
 from jaxscale.sharding.resolve import is_axes, layer_rules, leaf_name, resolve
 from jaxscale.sharding.rules import Axes, Rules
 from jaxscale.sharding.zero import Zero
+from jaxscale.training.accumulation import quantises_once
 from jaxscale.training.engine import ENGINE_ADVICE, Engine, find_model
 from jaxscale.training.flops import counted_kernels, example, forward_cost, step_flops
 from jaxscale.training.remat import rematerialised_attention
@@ -185,12 +186,14 @@ def _stages(engine: Engine) -> str:
 
 
 def _kept_weights(engine: Engine, zero: Zero) -> int:
-    """Bytes of the weights in the compute type that a step keeps, gathered or cast once."""
+    """Bytes of the weights that a step keeps in the compute type, gathered or cast once, or
+    quantised once, to two arrays of half the bytes."""
     params, axes = engine.abstract_state.params, engine.state_axes.params
     if not zero.keeps:
         at_rest = jnp.dtype(engine.config.model.param_dtype)
         layout = dataclasses.replace(engine.layout, zero_stage=zero.stage)
-        casts = layout.casts_once and at_rest != zero.compute_dtype
+        quantises = quantises_once(engine.model, layout)
+        casts = quantises or (layout.casts_once and at_rest != zero.compute_dtype)
         stacks = [stack.name for stack in engine.model.stacks] if casts else []
         params, axes = ({name: tree[name] for name in stacks} for tree in (params, axes))
     width = zero.compute_dtype.itemsize

@@ -355,8 +355,10 @@ def _kept(config: Config, loop: LayerLoop, rows: Rows) -> Ints:
 
 
 def _cast_once(config: Config, rows: Rows) -> Ints:
-    """Weights of layers that are cast once a step, of which their vectors are too few to matter."""
-    casts = config.model.compute_dtype != config.model.param_dtype
+    """Weights of layers that are cast once a step, of which their vectors are too few to matter, or
+    quantised once, to two arrays of half the bytes."""
+    quantised = (config.model.matmul_dtype == "float8") & (config.layout.tensor == 1)
+    casts = quantised | (config.model.compute_dtype != config.model.param_dtype)
     layers = sum(count * elements(config, part) for part, count in rows.items())
     return select(config.layout.casts_once, layers * casts)
 

@@ -202,4 +202,6 @@ def test_matrices_that_unrolled_layers_cast_once_are_held_through_the_step():
     assert kept(zero_stage=0) == 2 * of_layers
     assert kept(data=4, fsdp=1) == kept(data=4, fsdp=1, zero_stage=2, unroll_layers=False) == 0
     assert kept(MODEL, zero_stage=0) == 0
+    narrow = model | {"matmul_dtype": "float8", "param_dtype": "bfloat16"}
+    assert kept(narrow, zero_stage=0) == 2 * of_layers  # quantised once, too
     assert kept(zero_stage=2) == kept(zero_stage=2, unroll_layers=False) > 2 * of_layers
