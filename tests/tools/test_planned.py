@@ -14,7 +14,9 @@ def rows():
     sys.path.insert(0, str(ROOT / "tools/bench"))
     import planned  # noqa: PLC0415
 
-    yield list(planned.compared(planned.RECORDS, "h200"))
+    rows = planned.compared(planned.RECORDS, "h200")
+    # The one with an offloaded state was measured while XLA fetched that during the backward pass.
+    yield [row for row in rows if row["offload"] == "none"]
     sys.path.remove(str(ROOT / "tools/bench"))
     del sys.modules["planned"]
 
@@ -24,7 +26,7 @@ def test_seconds_of_steps_with_the_vendors_attention_are_near_those_measured(row
     errors = [
         row["seconds"][1] / row["seconds"][0] - 1 for row in rows if row["attention"] == "cudnn"
     ]
-    assert len(errors) == 20
+    assert len(errors) == 29
     assert min(errors) > -0.08
     assert max(errors) < 0.03
     assert statistics.median(map(abs, errors)) < 0.02

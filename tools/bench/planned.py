@@ -35,7 +35,7 @@ def main() -> int:
     with command_line.refusals():
         options.records.open().close()
         make_cluster(options.hardware, 1)
-    names = ["model", "sequences", "remat", "layers", "matmuls", "attention"]
+    names = ["model", "sequences", "remat", "offload", "layers", "matmuls", "attention"]
     titles = [*names, "s a step", "planned", "", "peak", "planned"]
     print(row_of(titles))
     print(row_of(["---"] * len(titles)))
@@ -72,6 +72,7 @@ def compared(records: pathlib.Path, hardware: str) -> Iterator[dict[str, Any]]:
             "model": pathlib.Path(record["config"]).stem,
             "sequences": f"{layout.microbatches} x {each}",
             "remat": layout.remat,
+            "offload": layout.offload,
             "layers": "unrolled" if layout.unroll_layers else "loop",
             "matmuls": config.model.matmul_dtype or config.model.compute_dtype,
             "attention": record["note"].removesuffix(" attention"),
