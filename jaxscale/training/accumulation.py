@@ -39,7 +39,7 @@ from jaxscale.ops.matmul import quantised_weight
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.ops.stacked import add, at
-from jaxscale.sharding.resolve import automatic_axes, has_experts
+from jaxscale.sharding.resolve import automatic_axes, has_experts, leaf_name
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layer_loop import (
     Carry,
@@ -169,7 +169,7 @@ def _cast_once(model: Model, layout: Layout, zero: Zero, params: Tree) -> Tree:
         linear = stack.linear if quantises_once(model, layout) else {}
 
         def prepared(path: tuple, at_rest: jax.Array, cast: jax.Array) -> Any:
-            contracted = linear.get("/".join(key.key for key in path))
+            contracted = linear.get(leaf_name(path))
             if contracted:
                 return quantised_weight(cast, contracted)
             return cast if cast.ndim > 1 and cast.dtype != at_rest.dtype else None
