@@ -67,7 +67,8 @@ def columns(
         several is written, and read again, for each.
     """
     how = _Matmul(1, dtype, platform)
-    if side_by_side and _are_narrow(weights):
+    alike = len({isinstance(weight, QuantisedWeight) for weight in weights}) == 1
+    if side_by_side and alike and _are_narrow(weights):
         return _side_by_side(how, x_BTD, tuple(weights))
     return tuple(_linear(how, x_BTD, weight) for weight in weights)
 
@@ -288,8 +289,8 @@ def _side_by_side_backward(how: _Matmul, residuals, dys: tuple[Array, ...]):
 def _joined(
     how: _Matmul, weights: Sequence[Weight], scales: Sequence[Any]
 ) -> tuple[Array | Scaled, Array | None]:
-    """Weights [D, *o] side by side, for the gradient of x, and the scale of all, where they are not
-    quantised yet."""
+    """Weights [D, *o] side by side, all quantised or none, for the gradient of x, and the scale of
+    all, where they are not quantised yet."""
     plain = [weight for weight in weights if not isinstance(weight, QuantisedWeight)]
     quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
     if plain:
