@@ -181,14 +181,13 @@ class Decoder:
             return ()
         return tuple(part for part in self.parts if part.expert_paths)
 
-    def adjust(self, params: Params, sums: Sums) -> Params:
+    @property
+    def adjust(self) -> Callable[[Params, Sums], Params] | None:
         """Balancing without an auxiliary loss (arXiv 2408.15664): the bias of an expert that more
-        tokens chose than the mean falls by `balance_rate`, and that of one with fewer rises.
+        tokens chose than the mean falls by `balance_rate`, and that of one with fewer rises."""
+        return self._balance if self._biased else None
 
-        Args:
-          sums: of the whole step, in the order of the layers' rows.
-        """
-
+    def _balance(self, params: Params, sums: Sums) -> Params:
         def change(load_LE: jax.Array) -> jax.Array:
             uneven_LE = jnp.sign(jnp.mean(load_LE, axis=-1, keepdims=True) - load_LE)
             return self.settings.balance_rate * uneven_LE

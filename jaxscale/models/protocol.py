@@ -81,7 +81,8 @@ class Model(Protocol):
     """A model, as `make(settings, kernels)` returns it; hashable, since it is static under jit.
 
     A model may also have `adjust(params, sums) -> params`, which follows the update of a step: for
-    parameters that change by another rule than a gradient's, which `frozen` should name. `sums` are
+    parameters that change by another rule than a gradient's, which `frozen` should name. Where it
+    is None, what `frozen` names stays as it is, and checkpoints share its files. `sums` are
     those of the whole step; those of layers are in the order of the parameters' rows. And it may
     have `report(sums) -> sums`, from the sums of its layers to numbers for each layer, [layers]
     each, whose means become metrics by these names; where it is None the sums are reported as they

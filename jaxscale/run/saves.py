@@ -10,9 +10,11 @@ from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.data.passed_over import ranges_of
 from jaxscale.distributed import phases, processes
-from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.run.setup.text import Text
+from jaxscale.sharding.resolve import leaf_name
 from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.training.engine import Engine
+from jaxscale.training.optimizer import frozen_params
 from jaxscale.training.step import TrainState
 
 log = logging.getLogger("jaxscale")
@@ -40,6 +42,16 @@ def wait_for_write(checkpoints: Checkpoints, step: int) -> None:
     checkpoints.wait(growing=begin)
 
 
+def unchanged_params(engine: Engine) -> set[str]:
+    """The paths in a state of the parameters that no step changes: frozen ones, but those that the
+    model adjusts itself."""
+    adjusts = getattr(engine.model, "adjust", None)
+    names = () if adjusts else engine.model.frozen
+    frozen = frozen_params(engine.config.optimizer.groups, engine.model.axes, names)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(frozen)
+    return {f"params/{leaf_name(path)}" for path, still in leaves if still}
+
+
 class Saves:
     """Saves a state when it is due, and again after a save that failed: after one step, then two,
     four, ..., while training continues.
@@ -48,21 +60,19 @@ class Saves:
 
     Args:
       begin: the step that the run began at, which is saved.
-      own_optimizer: whether the update rule is not that of `config`, which is saved too.
     """
 
     def __init__(
         self,
         config: Config,
-        placement: LayerPlacement,
+        engine: Engine,
         text: Text,
         checkpoints: Checkpoints,
         begin: int,
-        own_optimizer: bool,
     ) -> None:
-        self._config, self._placement, self._text = config, placement, text
-        self._own_optimizer = own_optimizer
+        self._config, self._engine, self._text = config, engine, text
         self._checkpoints = checkpoints
+        self._unchanged = unchanged_params(engine)
         self._begun = begin  # the step of the last save
         self._writing = False
         self._retry_in = 1
@@ -93,8 +103,10 @@ class Saves:
         wait_for_write(self._checkpoints, step)
         phases.enter_phase("saving", step)
         with jax.transfer_guard("allow"):
-            saved = self._placement.to_canonical(state, on_host=True)
-            self._checkpoints.save(step, saved, self._metadata(step), finite=FINITE)
+            saved = self._engine.placement.to_canonical(state, on_host=True)
+            self._checkpoints.save(
+                step, saved, self._metadata(step), finite=FINITE, frozen=self._unchanged
+            )
         self._begun, self._writing, self._retry_at = step, True, None
 
     def finish(self, step: int, state: TrainState) -> None:
@@ -127,5 +139,5 @@ class Saves:
         return {
             "config": configs.to_dict(self._config),
             "data": data,
-            "own_optimizer": self._own_optimizer,
+            "own_optimizer": self._engine.own_optimizer,
         }

@@ -35,10 +35,12 @@ from jaxscale.run.resume import (
     resume,
     set_aside,
 )
+from jaxscale.run.saves import unchanged_params
 from jaxscale.run.setup.layout import resolve_layout
 from jaxscale.run.setup.memory_check import check_host_room, check_memory
 from jaxscale.run.setup.text import Text, open_text
 from jaxscale.sharding.mesh import make_mesh
+from jaxscale.storage.checkpoint_folder import named_arrays
 from jaxscale.storage.differences import describe_difference
 from jaxscale.storage.tiers import CHECKPOINTS, LAST_SAVED, check_free, store_of
 from jaxscale.training.checkpoint import Checkpoints
@@ -245,11 +247,16 @@ def _check_local_room(run: RunConfig, engine: Engine, checkpoints: Checkpoints) 
     """
     if store_of(checkpoints.directory.parent) is None or jax.process_index() != 0:
         return
-    leaves = jax.tree.leaves(engine.abstract_state)
-    size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    sizes = {
+        name: math.prod(leaf.shape) * leaf.dtype.itemsize
+        for name, leaf in named_arrays(engine.abstract_state).items()
+    }
+    once = sum(sizes[name] for name in unchanged_params(engine))
+    there = len(checkpoints.steps())
     # The new one is whole before an old one goes.
-    missing = max(0, run.keep_last + 1 - len(checkpoints.steps()))
-    check_free(checkpoints.directory.parent, missing * size, f"{missing} checkpoints of the run")
+    missing = max(0, run.keep_last + 1 - there)
+    needs = missing * (sum(sizes.values()) - once) + (0 if there else once)
+    check_free(checkpoints.directory.parent, needs, f"{missing} checkpoints of the run")
 
 
 def _read_and_compile(

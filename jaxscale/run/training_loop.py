@@ -242,8 +242,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
         engine, text.train, data.global_batch_size, start_step=trainer.begin, workers=data.workers
     )
     stops = _Stops()
-    own = engine.own_optimizer
-    saves = Saves(config, engine.placement, text, trainer.checkpoints, trainer.begin, own)
+    saves = Saves(config, engine, text, trainer.checkpoints, trainer.begin)
 
     def stop(step: int, request: str) -> NoReturn:
         phases.enter_phase("saving", step)

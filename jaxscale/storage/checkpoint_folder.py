@@ -1,16 +1,18 @@
 """The folder of a checkpoint: arrays, whatever their layout, and the description of them.
 
 Every array is stored whole, under its path in the state, so neither the layout nor the classes that
-saved it matter when it is read. The description, with the arrays' checksums and what the run adds,
-is in the same folder.
+saved it matter when it is read. Those that training leaves as they are have files of their own,
+which a later checkpoint need not write again. The description, with the arrays' checksums and what
+the run adds, is in the same folder.
 """
 
 import errno
 import logging
 import os
 import pathlib
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import absl.logging
@@ -22,7 +24,7 @@ from etils import epath, epy
 from jaxscale.storage import durable
 from jaxscale.storage.description import write_description
 from jaxscale.storage.differences import array_differences
-from jaxscale.storage.tiers import MARKER, local_steps
+from jaxscale.storage.tiers import FROZEN, MARKER, local_steps
 
 with epy.lazy_imports():  # by a run, while its step is compiled
     import orbax.checkpoint as ocp
@@ -32,6 +34,9 @@ absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pa
 # Of several files that cannot be written the first is reported. The others' errors asyncio reports
 # when they are forgotten.
 logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
+
+ARRAYS = "arrays"
+"""The folder of a checkpoint for arrays that training changes."""
 
 MOST_ERRORS = 1000
 """Of one save that failed."""
@@ -105,14 +110,48 @@ def array_writer(host_gb: int) -> ArrayWriter:
     )
     # Folders are made before `save` returns: in the background, a failure would hang threads.
     return ocp.AsyncCheckpointer(
-        ocp.CompositeCheckpointHandler(arrays=handler),
+        ocp.CompositeCheckpointHandler(**{ARRAYS: handler, FROZEN: handler}),
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
     )
 
 
-def begin_write(writer: ArrayWriter, path: pathlib.Path, arrays: dict[str, Any]) -> None:
-    """Returns as soon as the arrays may be changed or donated."""
-    writer.save(path, args=ocp.args.Composite(arrays=ocp.args.PyTreeSave(arrays)))
+def begin_write(
+    writer: ArrayWriter, path: pathlib.Path, arrays: dict[str, Any], frozen: Collection[str] = ()
+) -> None:
+    """Returns as soon as the arrays may be changed or donated.
+
+    Args:
+      frozen: those of `arrays` that have files of their own.
+    """
+    parts = {
+        folder: ocp.args.PyTreeSave(part) for folder, part in _by_folder(arrays, frozen).items()
+    }
+    writer.save(path, args=ocp.args.Composite(**parts))
+
+
+def _by_folder(arrays: dict[str, Any], frozen: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Arrays by the folder of a checkpoint that has their files; without empty folders."""
+    folders: dict[str, dict[str, Any]] = {}
+    for name, array in arrays.items():
+        folders.setdefault(FROZEN if name in frozen else ARRAYS, {})[name] = array
+    return folders
+
+
+def frozen_arrays(arrays: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Those of the arrays in a description that training leaves as they are."""
+    return {name: about for name, about in arrays.items() if about.get("frozen")}
+
+
+def link_files(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Makes a folder whose files are links to those of another.
+
+    Raises:
+      OSError: the file system has no links, or cannot make these.
+    """
+    try:
+        shutil.copytree(source, target, copy_function=os.link)
+    except shutil.Error as error:  # of all files: the reason of the first says enough
+        raise OSError(error.args[0][0][2]) from error
 
 
 def forget_errors(writer: ArrayWriter) -> None:
@@ -133,7 +172,9 @@ def complete_folder(path: pathlib.Path, description: dict[str, Any]) -> None:
     Raises:
       ValueError: what was written cannot be read.
     """
-    saved = _open_arrays(path / "arrays")
+    saved = _open_arrays(path / ARRAYS)
+    if frozen_arrays(description["arrays"]):
+        saved |= _open_arrays(path / FROZEN)
     if differences := array_differences(saved, description["arrays"], part=False):
         raise ValueError(f"what was written cannot be read: {differences[0]}")
     description["files"] = durable.describe_files(path)
@@ -152,25 +193,37 @@ def _open_arrays(path: pathlib.Path) -> dict[str, dict[str, Any]]:
         handler.close()
 
 
-def read_arrays(directory: pathlib.Path, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+def read_arrays(
+    directory: pathlib.Path, step: int, wanted: dict[str, Any], frozen: Collection[str]
+) -> dict[str, jax.Array]:
     """Arrays of a checkpoint, each with the sharding and type of its `jax.ShapeDtypeStruct`.
+
+    Args:
+      frozen: those that have files of their own.
 
     Raises:
       DamagedError: they cannot be used.
       UnreadableError: the operating system does not let this process read them.
     """
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    restore_args = {
-        name: ocp.ArrayRestoreArgs(
-            sharding=leaf.sharding or default, global_shape=leaf.shape, dtype=leaf.dtype
-        )
-        for name, leaf in wanted.items()
-    }
     reader = ocp.PyTreeCheckpointHandler()  # an `ocp.Checkpointer` waits for all processes
-    path = epath.Path(directory / str(step) / "arrays")
-    item = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
-    try:
+
+    def read(folder: str, part: dict[str, Any]) -> dict[str, jax.Array]:
+        restore_args = {
+            name: ocp.ArrayRestoreArgs(
+                sharding=leaf.sharding or default, global_shape=leaf.shape, dtype=leaf.dtype
+            )
+            for name, leaf in part.items()
+        }
+        item = ocp.args.PyTreeRestore(item=part, restore_args=restore_args, partial_restore=True)
+        path = epath.Path(directory / str(step) / folder)
         return read_twice(lambda: reader.restore(path, args=item))
+
+    try:
+        found: dict[str, jax.Array] = {}
+        for folder, part in _by_folder(wanted, frozen).items():
+            found |= read(folder, part)
+        return found
     except jax.errors.JaxRuntimeError:  # such as out of memory: not the checkpoint's fault
         raise
     except Exception as error:  # Orbax raises bare Exceptions

@@ -88,6 +88,7 @@ def _is_array(item: tuple[str, Any]) -> bool:
         and all(map(_is_count, about["shape"]))
         and isinstance(about.get("dtype"), str)
         and _is_count(about.get("checksum"))
+        and isinstance(about.get("frozen", False), bool)
     )
 
 

@@ -46,6 +46,10 @@ CHECKPOINTS = "checkpoints"
 MARKER = "description/metadata"
 """The file of a checkpoint that describes the others."""
 
+FROZEN = "frozen"
+"""The folder of a checkpoint for arrays that training leaves as they are: of the checkpoints in one
+folder, its files may be links to the same."""
+
 FETCHED = ".fetched"
 """The file of a checkpoint here that came from the address, and can do so again."""
 
@@ -191,7 +195,8 @@ def _steps(names: Mapping[str, Any]) -> list[int]:
 
 
 def send_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> int:
-    """Puts a checkpoint, its description last; returns its bytes.
+    """Puts a checkpoint, its description last; returns the bytes that were sent. A file that it
+    shares with a checkpoint which is there already is copied inside the store.
 
     Args:
       folder: of the checkpoints here.
@@ -204,7 +209,10 @@ def send_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> int:
     files = {f"{prefix}/{path.relative_to(place).as_posix()}": path for path in paths}
     sizes = {name: path.stat().st_size for name, path in files.items()}
     marker = {f"{prefix}/{MARKER}": files.pop(f"{prefix}/{MARKER}")}
-    store.upload(files)
+    copies = _stored_twins(store, folder, step)
+    for name, twin in copies.items():
+        store.copy(twin, name)
+    store.upload({name: path for name, path in files.items() if name not in copies})
     there = store.sizes(prefix)
     for name in files:
         if there.get(name) != sizes[name]:
@@ -212,7 +220,24 @@ def send_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> int:
                 f"{store.address}/{name}: {there.get(name, 0)} bytes arrived of {sizes[name]}"
             )
     store.upload(marker)
-    return sum(sizes.values())
+    return sum(size for name, size in sizes.items() if name not in copies)
+
+
+def _stored_twins(store: ObjectStore, folder: pathlib.Path, step: int) -> dict[str, str]:
+    """Objects of a checkpoint that is still to be put in a store: the same object of another that
+    is there, where here both are links to one file."""
+    twins: dict[str, str] = {}
+    frozen = [path for path in (folder / str(step) / FROZEN).rglob("*") if path.is_file()]
+    others = stored_steps(store) if frozen else []
+    for other in others:
+        sizes = store.sizes(f"{CHECKPOINTS}/{other}")
+        for path in frozen:
+            name = path.relative_to(folder / str(step)).as_posix()
+            stored, twin = f"{CHECKPOINTS}/{other}/{name}", folder / str(other) / name
+            shared = twin.is_file() and twin.samefile(path)
+            if shared and sizes.get(stored) == path.stat().st_size:
+                twins[f"{CHECKPOINTS}/{step}/{name}"] = stored
+    return twins
 
 
 def fetch_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> pathlib.Path:

@@ -4,8 +4,9 @@ A checkpoint is a folder named by its step (`storage/checkpoint_folder.py` write
 files). It gets that name by one rename, after everything in it is on disk and was opened as a
 reader would: a killed save leaves a folder under another name, which is never read and which the
 next save removes. What the caller adds (data state, config, axes) is in the same folder and the
-same commit. Checksums are compared on reading, so that a bit that flipped on disk does not go
-unnoticed.
+same commit. Arrays that no step changes are written once: a later checkpoint has links to the files
+of the one before it, and is whole without that one. Checksums are compared on reading, so that a
+bit that flipped on disk does not go unnoticed.
 """
 
 import contextlib
@@ -32,6 +33,8 @@ from jaxscale.storage.checkpoint_folder import (
     begin_write,
     complete_folder,
     forget_errors,
+    frozen_arrays,
+    link_files,
     named_arrays,
     read_arrays,
     read_twice,
@@ -39,7 +42,7 @@ from jaxscale.storage.checkpoint_folder import (
 )
 from jaxscale.storage.description import read_description
 from jaxscale.storage.differences import array_differences, describe_difference, listing
-from jaxscale.storage.tiers import MARKER, local_steps
+from jaxscale.storage.tiers import FROZEN, MARKER, local_steps
 
 LOOK_SECONDS = 5.0
 """Between looks at how much is written, by one who waits for it."""
@@ -114,7 +117,13 @@ class Checkpoints:
         self._looked_at = b""  # the description of the checkpoint whose files were there
 
     def save(
-        self, step: int, state: Any, metadata: Mapping[str, Any], *, finite: tuple[str, ...] = ()
+        self,
+        step: int,
+        state: Any,
+        metadata: Mapping[str, Any],
+        *,
+        finite: tuple[str, ...] = (),
+        frozen: Collection[str] = (),
     ) -> None:
         """Begins a save and returns as soon as `state` may be changed or donated.
 
@@ -127,6 +136,8 @@ class Checkpoints:
           metadata: what JSON can hold; the config, under "config", is used in messages.
           finite: the parts of the state, such as "params", that are refused with a number that is
             not finite in an array of 1 or more dimensions.
+          frozen: paths of arrays that training leaves as they are. Where the newest checkpoint has
+            the same bits of all of them, they are not written again.
 
         Raises:
           ValueError: the step is already saved, or `metadata` is not JSON.
@@ -148,7 +159,10 @@ class Checkpoints:
             raise NotFiniteError(step, names)
         description = {
             "arrays": {
-                n: array_signature(a) | {"checksum": sums[n].checksum} for n, a in arrays.items()
+                name: array_signature(array)
+                | {"checksum": sums[name].checksum}
+                | ({"frozen": True} if name in frozen else {})
+                for name, array in arrays.items()
             },
             "metadata": dict(metadata),
         }
@@ -159,15 +173,20 @@ class Checkpoints:
         # What ends the thread in a way that nobody foresaw is no success.
         self._failure = f"saving checkpoint {step} in {self.directory} did not end"
         begin = time.monotonic()
+        linked = bool(frozen) and processes.from_first(
+            "links of a save", self._link_frozen(step, description["arrays"])
+        )
+        if linked:
+            arrays = {name: array for name, array in arrays.items() if name not in frozen}
         try:
             self._writer = self._writer or array_writer(self._host_gb)
-            begin_write(self._writer, self._unfinished(step), arrays)
+            begin_write(self._writer, self._unfinished(step), arrays, frozen)
         except Exception as error:
             if self._writer:
                 forget_errors(self._writer)
             self._fail(step, error)
             return
-        arguments = (step, description, begin)
+        arguments = (step, description, linked, begin)
         self._thread = threading.Thread(target=self._commit, args=arguments, name="commit")
         try:
             self._thread.start()
@@ -184,6 +203,26 @@ class Checkpoints:
         except OSError as error:
             return durable.reason(error)
         return ""
+
+    def _link_frozen(self, step: int, arrays: dict[str, dict[str, Any]]) -> bool:
+        """Makes links to the frozen arrays of the newest checkpoint, beside the unfinished one;
+        False where they are to be written: its bits are others, or there cannot be links."""
+        if jax.process_index() != 0:
+            return False
+        frozen, newest = frozen_arrays(arrays), None
+        try:
+            newest = max(self.steps(), default=None)
+            if newest is None or frozen_arrays(self._description(newest)["arrays"]) != frozen:
+                return False
+            link_files(self.directory / str(newest) / FROZEN, self._links(step))
+        except (OSError, ValueError) as error:
+            self._report(
+                f"checkpoint {step}: frozen arrays are written again, since they cannot be linked "
+                f"to those of checkpoint {newest} ({durable.reason(error)})"
+            )
+            shutil.rmtree(self._links(step), ignore_errors=True)
+            return False
+        return True
 
     def wait(self, growing: Callable[[], object] = lambda: None) -> None:
         """Returns when nothing is being written.
@@ -306,7 +345,7 @@ class Checkpoints:
         """
         saved = self.check_fits(step, abstract_state, config=config, part=part, without=without)
         wanted = named_arrays(abstract_state)
-        arrays = self._read_everywhere(step, wanted)
+        arrays = self._read_everywhere(step, wanted, frozen_arrays(saved))
         sums = array_sums(arrays, finite=False)
         wrong = [name for name in arrays if saved[name]["checksum"] != sums[name].checksum]
         if wrong:
@@ -347,11 +386,13 @@ class Checkpoints:
             raise ValueError(listing(title, found, changed))
         return saved
 
-    def _read_everywhere(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+    def _read_everywhere(
+        self, step: int, wanted: dict[str, Any], frozen: Collection[str]
+    ) -> dict[str, jax.Array]:
         """Reads the arrays in every process: all raise when one does, so that none waits for it."""
         arrays, problem = {}, ["", ""]
         try:
-            arrays = read_arrays(self.directory, step, wanted)
+            arrays = read_arrays(self.directory, step, wanted, frozen)
         except (DamagedError, UnreadableError) as error:
             if jax.process_count() == 1:
                 raise
@@ -392,14 +433,14 @@ class Checkpoints:
         except OSError as error:
             self._report(f"checkpoint {step} is old but could not be deleted: {error}")
 
-    def _commit(self, step: int, description: dict[str, Any], begin: float) -> None:
+    def _commit(self, step: int, description: dict[str, Any], linked: bool, begin: float) -> None:
         """In the background: waits for the arrays, gives the checkpoint its name, and removes old
         ones."""
         assert self._writer, "a save has begun"
         try:
             self._writer.wait_until_finished()
             if jax.process_index() == 0:
-                self._finish(step, description)
+                self._finish(step, description, linked)
         except Exception as error:
             forget_errors(self._writer)
             self._fail(step, error)
@@ -412,13 +453,15 @@ class Checkpoints:
             except OSError as error:
                 self._report(f"old checkpoints could not be listed: {error}")
 
-    def _finish(self, step: int, description: dict[str, Any]) -> None:
+    def _finish(self, step: int, description: dict[str, Any], linked: bool) -> None:
         """Completes what was written, and gives it the name of a checkpoint.
 
         Raises:
           ValueError: it cannot be read.
         """
         path = self._unfinished(step)
+        if linked:
+            self._links(step).rename(path / FROZEN)
         complete_folder(path, description)
         target = self.directory / str(step)
         try:
@@ -440,6 +483,9 @@ class Checkpoints:
 
     def _unfinished(self, step: int) -> pathlib.Path:
         return self.directory / f"{step}.unfinished"
+
+    def _links(self, step: int) -> pathlib.Path:
+        return self.directory / f"{step}.{FROZEN}.unfinished"
 
     def _fail(self, step: int, error: Exception) -> None:
         self._failure = (

@@ -40,19 +40,36 @@ def whole_state_bytes(config: Config) -> Ints:
     return parameter_bytes(whole, rows) + moment_bytes(whole, rows)
 
 
+def unchanged_bytes(config: Config) -> Ints:
+    """Of these, the parameters that no step changes, whose files checkpoints share."""
+    whole = dataclasses.replace(config, layout=Layout(data=1))
+    model, groups = config.model, config.optimizer.groups
+    unchanged = [
+        array
+        for array in parameters(model)
+        if find_group(f"{array.part}/{array.name}", groups).frozen
+        or (model.lora_rank and not array.in_adapter)
+    ]
+    return _bytes_of(unchanged, whole, dict(stack_sizes(model)))
+
+
 def parameter_bytes(config: Config, rows: Rows) -> Ints:
     """The parameters, sharded over fsdp from ZeRO stage 1.
 
     Args:
       rows: layers of each stack that a device allocates.
     """
+    return _bytes_of(parameters(config.model), config, rows)
+
+
+def _bytes_of(arrays: Iterable[ParamShape], config: Config, rows: Rows) -> Ints:
     layout, stage = config.layout, config.layout.zero_stage
     width = itemsize(config.model.param_dtype)
     return sum(
         (max(width, 4) if array.name.endswith(BALANCED) or array.in_adapter else width)
         * _repeats(array, rows)
         * array.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
-        for array in _stacks(parameters(config.model))
+        for array in _stacks(arrays)
     )
 
 

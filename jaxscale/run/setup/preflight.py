@@ -20,7 +20,7 @@ from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.model_config import ModelConfig
 from jaxscale.planner.auto_layout import devices_here
 from jaxscale.planner.cost.collectives import axis_levels, reduce_seconds
-from jaxscale.planner.memory.at_rest import whole_state_bytes
+from jaxscale.planner.memory.at_rest import unchanged_bytes, whole_state_bytes
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.specs import REPLICATED
@@ -162,7 +162,8 @@ def _storage(config: Config, workdir: pathlib.Path) -> Iterator[Finding]:
         kept = run.keep_last + 1  # the new one is whole before an old one goes
         if run.keep_every:
             kept += run.steps // run.keep_every
-        needs = kept * _state_bytes(config)
+        once = _unchanged_bytes(config)
+        needs = kept * (_state_bytes(config) - once) + once
         yield Finding(
             "disk",
             f"{gigabytes(free)} free, {kept} checkpoints take {gigabytes(needs)}",
@@ -206,3 +207,8 @@ def _host_memory(config: Config) -> Finding:
 def _state_bytes(config: Config) -> float:
     """The bytes of a checkpoint; 0 for a model without formulas."""
     return whole_state_bytes(config) if isinstance(config.model, ModelConfig) else 0
+
+
+def _unchanged_bytes(config: Config) -> float:
+    """Those that several checkpoints have once; 0 for a model without formulas."""
+    return unchanged_bytes(config) if isinstance(config.model, ModelConfig) else 0
