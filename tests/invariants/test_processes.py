@@ -34,6 +34,7 @@ TINY = (
     "optimizer.accumulation_dtype=float64",
     "layout.fsdp=2",
     "layout.tensor=2",
+    "optimizer.groups={'params':'layers/mlp_norm/*','frozen':True}",
     f"run.steps={STEPS}",
     "run.checkpoint_every=2",
 )
@@ -269,6 +270,18 @@ def check_two_processes_start_from_the_same_weights(name, folder, one, two, orig
     assert records(folder / f"from_{name}")[0]["loss"] < records(one)[0]["loss"] - 0.01
 
 
+def check_checkpoints_of_two_processes_share_what_is_frozen(two):
+    """Process 0 links to what both wrote."""
+    place = two[0] / "checkpoints"
+    first, second = (
+        sorted(
+            path.stat().st_ino for path in (place / step / "frozen").rglob("*") if path.is_file()
+        )
+        for step in ("2", str(STEPS))
+    )
+    assert first == second != []
+
+
 def check_one_process_continues_what_two_began(one, two):
     half = continued(two[0].with_name("two_done"), "two_then_one")
     assert several.fit([str(part) for part in fit(half)[1:]]) == 0
@@ -314,6 +327,7 @@ def test_several_processes_are_one_run(folder, one, two, origins):
     check_evaluate_and_generate_find_what_the_training_said(folder, one, two)
     check_the_doctor_shows_every_process(folder, two)
     check_two_processes_continue_what_one_began(one, two)
+    check_checkpoints_of_two_processes_share_what_is_frozen(two)
     for name in ("run", "hf"):
         check_two_processes_start_from_the_same_weights(name, folder, one, two, origins)
     check_one_process_continues_what_two_began(one, two)

@@ -54,13 +54,13 @@ def open_checkpoints(place):
     )
 
 
-def save(place, *steps, seconds=30.0):
+def save(place, *steps, seconds=30.0, frozen=()):
     """Saves checkpoints on this machine, and puts them at an address; what could not be put."""
     workdir = run_folder.folder(place)
     (workdir / "config.json").write_text("{}")
     with contextlib.closing(open_checkpoints(place)) as checkpoints:
         for step in steps:
-            checkpoints.save(step, {**STATE, "step": np.int32(step)}, METADATA)
+            checkpoints.save(step, {**STATE, "step": np.int32(step)}, METADATA, frozen=frozen)
             checkpoints.wait()
         with mirror.mirrored(workdir) as uploads:
             uploads.start(checkpoints)
@@ -179,6 +179,34 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
     assert tiers.stored_steps(store) == [4, 5]
     assert tiers.unfinished_steps(store) == []
     assert not [name for name in store.sizes("checkpoints") if name.startswith("checkpoints/6/")]
+
+
+@pytest.mark.parametrize("address", ["s3"], indirect=True)
+def test_files_that_checkpoints_share_are_sent_once(address, tmp_path, monkeypatch, lines):
+    """Also by a machine that had to fetch them. At the address each checkpoint has its own."""
+    sent, upload = [], ObjectStore.upload
+
+    def counted(store, files):
+        sent.extend(name for name in files if "/frozen/" in name)
+        upload(store, files)
+
+    monkeypatch.setattr(ObjectStore, "upload", counted)
+    for step in (2, 4):
+        assert not save(address, step, frozen=("b",))
+    assert sent
+    assert all(name.startswith("checkpoints/2/frozen/") for name in sent)
+    store = tiers.open_store(address)
+    shared = {name.split("/", 2)[2] for name in sent}
+    for step in (2, 4):
+        assert shared < {name.split("/", 2)[2] for name in store.sizes(f"checkpoints/{step}")}
+
+    move_to(monkeypatch, tmp_path / "second_machine")
+    assert newest(address) == 4
+    store.write(f"checkpoints/4/{min(shared)}", b"cut")  # no copy is made of this one
+    assert not save(address, 6, frozen=("b",))
+    assert [name for name in sent if "checkpoints/6/" in name] == [f"checkpoints/6/{min(shared)}"]
+    move_to(monkeypatch, tmp_path / "third_machine")
+    assert newest(address) == 6
 
 
 @pytest.mark.parametrize("address", ["s3"], indirect=True)

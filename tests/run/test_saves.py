@@ -26,16 +26,20 @@ from jaxscale import config as configs
 from jaxscale import convert, evaluate, generate, train
 from jaxscale.data.passed_over import ranges_of
 from jaxscale.distributed import phases
+from jaxscale.planner.memory import at_rest
 from jaxscale.run import recorder, resume, saves, trainer, training_loop
 from jaxscale.run.evaluation import device_batches
 from jaxscale.run.resume import find_newest
 from jaxscale.run.saves import SaveError
+from jaxscale.run.setup.layout import resolve_layout
 from jaxscale.run.setup.restore import check_tokenizer_of, held_checkpoint
+from jaxscale.sharding.mesh import make_mesh
 from jaxscale.storage import checkpoint_folder
-from jaxscale.storage.checkpoint_folder import DamagedError, UnreadableError
+from jaxscale.storage.checkpoint_folder import DamagedError, UnreadableError, named_arrays
 from jaxscale.supervise import newest_step
 from jaxscale.training import checkpoint, metrics
 from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.training.engine import make_engine
 from tests.run.test_trainer import count
 
 SETTINGS = [
@@ -563,3 +567,32 @@ def test_a_failed_save_leaves_no_error_for_later_ones_and_says_one_line(tmp_path
         "3 saved",
         "warning: saving 4 failed (File too large)",
     ]
+
+
+UNCHANGED = {
+    "adapters": (
+        ["model.lora_rank=2", "optimizer.groups={'params':'*/q_lora/*','frozen':True}"],
+        lambda name: "_lora" not in name or "/q_lora/" in name,
+    ),
+    "embedding": (
+        ["optimizer.groups={'params':'embed/*','frozen':True}"],
+        lambda name: name.startswith("params/embed/"),
+    ),
+    "balanced": (
+        ["model.num_experts=4", "model.router_bias=True", "model.balance_rate=0.01"],
+        lambda name: False,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNCHANGED)
+def test_which_parameters_no_step_changes(kind):
+    """A model moves the biases of its routers itself. The planner counts the same bytes."""
+    settings, unchanged = UNCHANGED[kind]
+    config = resolve_layout(configs.load("configs/tiny.py", [*SETTINGS, *settings]))
+    engine = make_engine(config, make_mesh(config.layout))
+    arrays = named_arrays({"params": engine.abstract_state.params})
+    found = saves.unchanged_params(engine)
+    assert found == set(filter(unchanged, arrays))
+    size = sum(arrays[name].size * arrays[name].dtype.itemsize for name in found)
+    assert at_rest.unchanged_bytes(config) == size

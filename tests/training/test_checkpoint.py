@@ -536,7 +536,8 @@ checkpoints = Checkpoints(sys.argv[1], keep_last=2, report=lambda line: print(li
 step = checkpoints.latest() or 0
 while True:
     step += 1
-    checkpoints.save(step, {"a": jnp.arange(50_000.0) * step, "step": step}, {"step": step})
+    state = {"a": jnp.arange(50_000.0) * step, "frozen": jnp.arange(9_000.0), "step": step}
+    checkpoints.save(step, state, {"step": step}, frozen={"frozen"})
 """
 
 
@@ -559,10 +560,12 @@ def test_kill_9_costs_at_most_the_save_under_way(tmp_path: pathlib.Path) -> None
         for step in steps:
             wanted = {
                 "a": jax.ShapeDtypeStruct((50_000,), jnp.float64),
+                "frozen": jax.ShapeDtypeStruct((9_000,), jnp.float64),
                 "step": jax.ShapeDtypeStruct((), jnp.int64),
             }
             restored = checkpoints.restore(step, wanted)
             np.testing.assert_array_equal(restored["a"], np.arange(50_000.0) * step)
+            np.testing.assert_array_equal(restored["frozen"], np.arange(9_000.0))
             assert restored["step"] == checkpoints.metadata(step)["step"] == step
         checkpoints.close()
 
