@@ -579,7 +579,17 @@ UNCHANGED = {
         lambda name: name.startswith("params/embed/"),
     ),
     "balanced": (
-        ["model.num_experts=4", "model.router_bias=True", "model.balance_rate=0.01"],
+        [
+            "model.family=deepseek_v3",
+            "model.num_experts=4",
+            "model.experts_per_token=2",
+            "model.dense_layers=0",
+            "model.kv_rank=8",
+            "model.rope_head_dim=4",
+            "model.router_groups=1",
+            "model.num_kv_heads=4",
+            "model.router_groups_kept=1",
+        ],
         lambda name: False,
     ),
 }

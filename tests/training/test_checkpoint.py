@@ -315,7 +315,7 @@ def test_who_waits_hears_of_files_that_grow(
     """So that a write which goes on is not taken for one that hangs."""
     checkpoints, heard, waits = opened(tmp_path), threading.Event(), []
 
-    def grow(step: int, description: object) -> None:
+    def grow(step: int, *_: object) -> None:
         for size in (1, 2, 3):
             (tmp_path / "1.unfinished" / "more").write_bytes(bytes(size))
             waits.append(heard.wait(10))
