@@ -5,6 +5,7 @@ verifies it.
 
 A state of parameters and two moments in float32, on the devices that JAX has, is saved, and read
 again: once from the disk, with nothing of its files in the page cache, and once from that cache.
+With --frozen all arrays but one stay as they are from save to save, as with low-rank adapters.
 Processor seconds are those of the whole process, and tell on a machine that does other things, too.
 Medians of the repeats; the last line is JSON, and with --json FILE it is appended to one.
 """
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of the state; default 2",
     )
     parser.add_argument("--repeats", type=command_line.whole(1, 10**6), default=5)
+    parser.add_argument("--frozen", action="store_true", help="all arrays but one never change")
     parser.add_argument("--rehearse", action="store_true", help="20 MB once, whatever is asked for")
     parser.add_argument(
         "--json",
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             checkpoint.Checkpoints(folder / "checkpoints", keep_last=1, report=silent)
         ) as checkpoints:
             for number in range(options.repeats + 1):  # the first one compiles
-                rounds.append(measure(checkpoints, number, state))
+                rounds.append(measure(checkpoints, number, state, options.frozen))
                 print(f"{number}: {rounds[-1]}", flush=True)
     finally:
         shutil.rmtree(folder)
@@ -76,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     device = jax.devices()[0].device_kind
-    record = {"bytes": num_bytes, "device": device, "repeats": options.repeats, **medians}
+    about = {"bytes": num_bytes, "frozen": options.frozen, "device": device}
+    record = {**about, "repeats": options.repeats, **medians}
     print(json.dumps(record))
     if options.json:
         with pathlib.Path(options.json).open("a") as lines:
@@ -105,15 +108,30 @@ class Spent(NamedTuple):
     processor: float
 
 
-def measure(checkpoints: checkpoint.Checkpoints, step: int, state: Any) -> dict[str, float]:
-    """Saves and reads a state once; seconds, and shares of a load."""
-    state = jax.block_until_ready(jax.tree.map(lambda x: x * jnp.float32(1.0001), state))
-    found = {}
-    spent = timed(lambda: checkpoints.save(step, state, {}, finite=("params", "mu", "nu")))
+def measure(
+    checkpoints: checkpoint.Checkpoints, step: int, state: Any, are_frozen: bool
+) -> dict[str, float]:
+    """Saves and reads a state once; seconds, the bytes that were written, and shares of a load."""
+    frozen = {f"{part}/{name}" for part in state for name in state[part]} if are_frozen else set()
+    frozen -= {"nu/w0"}
+    changed = {
+        part: {
+            name: x if f"{part}/{name}" in frozen else x * jnp.float32(1 + step / 10_000)
+            for name, x in arrays.items()
+        }
+        for part, arrays in state.items()
+    }
+    state = jax.block_until_ready(changed)
+    finite = ("params", "mu", "nu")
+    found, begin, clock = {}, time.perf_counter(), time.time()
+    spent = timed(lambda: checkpoints.save(step, state, {}, finite=finite, frozen=frozen))
     found["stall_seconds"], found["stall_processor_seconds"] = spent
     checkpoints.wait()
+    found["saved_seconds"] = time.perf_counter() - begin
     if checkpoints.outcome():
         raise SystemExit(checkpoints.outcome())
+    about = [path.stat() for path in checkpoints.directory.rglob("*") if path.is_file()]
+    found["written_bytes"] = sum(one.st_size for one in about if one.st_mtime >= clock - 1)
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state
     )
