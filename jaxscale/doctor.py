@@ -5,6 +5,7 @@ reported, not a crash.
 """
 
 import argparse
+import importlib
 import importlib.metadata
 import json
 import logging
@@ -27,25 +28,27 @@ from jaxscale.distributed import launcher, processes
 log = logging.getLogger("jaxscale")
 
 MINIMUM_JAX = "0.11.2"
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "grain",
-    "array-record",
-    "fsspec",
-    "jinja2",
-    "ml_collections",
-    "tokenizers",
-    "numpy",
-    "matplotlib",
-    "tensorboardX",
-    "absl-py",
-    "etils",
-    *(("backports.zstd",) if sys.version_info < (3, 14) else ()),
-)
+PACKAGES = {
+    "jax": "jax",
+    "jaxlib": "jaxlib",
+    "flax": "flax",
+    "optax": "optax",
+    "orbax-checkpoint": "orbax.checkpoint",
+    "grain": "grain",
+    "array-record": "array_record",
+    "fsspec": "fsspec",
+    "jinja2": "jinja2",
+    "ml_collections": "ml_collections",
+    "tokenizers": "tokenizers",
+    "numpy": "numpy",
+    "matplotlib": "matplotlib.figure",
+    "tensorboardX": "tensorboardX",
+    "absl-py": "absl.logging",
+    "etils": "etils.epath",
+    **({"backports.zstd": "backports.zstd"} if sys.version_info < (3, 14) else {}),
+}
+"""Distribution that a run needs -> the module that is imported of it."""
+
 EXTRAS = {
     "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
     "tpu": ("libtpu",),
@@ -77,6 +80,19 @@ def version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def broken_packages() -> dict[str, list[str]]:
+    """Why modules cannot be imported -> the installed distributions that this is true of, such as
+    of one whose own requirements are not installed."""
+    found: dict[str, list[str]] = {}
+    for name, module in PACKAGES.items():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # any error is reported as the result
+            if version(name):
+                found.setdefault(f"{type(error).__name__}: {error}", []).append(name)
+    return found
 
 
 def missing_extras() -> dict[str, str]:
@@ -195,7 +211,8 @@ def examine() -> dict[str, Any]:
         reason = str(error) or f"no plugin for JAX_PLATFORMS = {asked} loads"
         report |= {"devices": [], "xla_flags": [], "xla_flags_version": "unknown"}
         report["self_test"] = {"passed": False, "seconds": 0.0, "error": f"no JAX: {reason}"}
-    report["problems"] = problems(report["versions"], report["self_test"])
+    broken = broken_packages()
+    report["problems"] = problems(report["versions"], broken, report["self_test"])
     own = {key: report[key] for key in ("host", "devices", "problems")}
     report["processes"] = processes.all_reports("doctor", own)
     report["hints"] = [
@@ -206,12 +223,18 @@ def examine() -> dict[str, Any]:
     return report
 
 
-def problems(installed: dict[str, str | None], test: dict[str, Any]) -> list[str]:
+def problems(
+    installed: dict[str, str | None], broken: dict[str, list[str]], test: dict[str, Any]
+) -> list[str]:
     """What must be fixed before training."""
     found = [
         f"{name} is not installed: uv sync --inexact"
         for name, got in installed.items()
         if got is None
+    ]
+    found += [
+        f"{', '.join(names)} cannot be imported ({why}): uv sync --inexact --reinstall"
+        for why, names in broken.items()
     ]
     jax_version = installed["jax"]
     if jax_version and _numbers(jax_version) < _numbers(MINIMUM_JAX):

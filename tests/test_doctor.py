@@ -94,15 +94,29 @@ def test_an_installation_without_devices_is_a_finding(error, said, monkeypatch, 
     ],
 )
 def test_an_old_jax_is_a_problem(version, fine):
-    found = doctor.problems({"jax": version}, {"passed": True})
+    found = doctor.problems({"jax": version}, {}, {"passed": True})
     assert (found == []) == fine
     assert fine or f"jax is {version}; at least 0.11.2" in found[0]
 
 
 def test_a_package_that_is_not_installed_is_a_problem(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "PACKAGES", ("jax", "no-such-distribution"))
+    monkeypatch.setattr(doctor, "PACKAGES", {"jax": "jax", "no-such-distribution": "no_such"})
     assert doctor.main([]) == 1
-    assert "problem: no-such-distribution is not installed" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "problem: no-such-distribution is not installed" in printed
+    assert "cannot be imported" not in printed
+
+
+def test_a_package_without_what_it_needs_is_a_problem(monkeypatch, tmp_path, capsys):
+    """As pip leaves it with --no-deps."""
+    (tmp_path / "needs_more.py").write_text("import no_such_requirement")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "PACKAGES", {"jax": "jax", "numpy": "needs_more"})
+    assert doctor.main([]) == 1
+    assert (
+        "problem: numpy cannot be imported (ModuleNotFoundError: No module named "
+        "'no_such_requirement'): uv sync --inexact --reinstall"
+    ) in capsys.readouterr().out
 
 
 def test_a_flag_that_the_compiler_refuses_is_left_out(monkeypatch, capsys):
