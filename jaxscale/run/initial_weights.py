@@ -21,7 +21,7 @@ from jaxscale.distributed import processes
 from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face, open_model
 from jaxscale.model_config import ModelConfig, is_own_family
 from jaxscale.model_config.low_rank import LORA
-from jaxscale.model_config.rope_scaling import SCALING
+from jaxscale.model_config.rope_scaling import SCALING, USUAL_TURNS
 from jaxscale.models.low_rank import with_adapters, without_adapters
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.run.both_tiers import bring_newest
@@ -193,7 +193,7 @@ def check_settings(
     Raises:
       ValueError: with a line for each setting that differs.
     """
-    ours, theirs = dataclasses.asdict(model), dataclasses.asdict(weights.config)
+    ours, theirs = _as_used(model), _as_used(weights.config)
     none = "no such setting"
     free = may_differ(model) | set(LORA if adds_adapters(model, weights) else ())
     differ = {
@@ -221,6 +221,15 @@ def check_settings(
             f"note: {'; '.join(differ.values())}: other rotary positions, since data.seq_len = "
             f"{seq_len} is above the {context} tokens that the weights are for"
         )
+
+
+def _as_used(model: ModelConfig) -> dict[str, Any]:
+    """The settings of a model, which may be of one's own, and the usual turns of rotary positions
+    where they are left out: Hugging Face writes them."""
+    settings = dataclasses.asdict(model)
+    if getattr(model, "rope_scaling", "none") in USUAL_TURNS:
+        settings |= zip(("rope_low_turns", "rope_high_turns"), model.rope_turns)
+    return settings
 
 
 def adds_adapters(model: ModelConfig, weights: Weights) -> bool:

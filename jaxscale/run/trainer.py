@@ -125,7 +125,8 @@ def open_trainer(
     if not skip_memory_check:
         check_memory(engine)
     _check_local_room(run, engine, checkpoints)
-    if found.step == 0 and (line := lost_updates(config.model.param_dtype)):
+    trained = engine.zero.trained(engine.abstract_state.params, engine.zero.frozen)
+    if found.step == 0 and (line := lost_updates(trained)):
         log.warning(f"warning: {line}")
     if found.step == 0 and not engine.own_optimizer and (line := early_end(config)):
         log.warning(f"warning: {line}")

@@ -10,7 +10,7 @@ over; Lion wants a third to a tenth of it (arXiv 2302.06675).
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -160,10 +160,14 @@ def state_axes(
     return jax.tree_util.tree_map_with_path(axes_of, state)
 
 
-def lost_updates(param_dtype: str) -> str:
-    """A line about parameters that are too narrow for small updates, "" where they are not: their
-    type is a setting of the model, and rounding is to the nearest."""
-    if param_dtype != "bfloat16":
+def lost_updates(trained: Iterable[Any]) -> str:
+    """A line about parameters that are too narrow for small updates, "" where none is: their type
+    is a setting of the model, and rounding is to the nearest.
+
+    Args:
+      trained: what is not frozen.
+    """
+    if all(leaf.dtype != jnp.bfloat16 for leaf in trained):
         return ""
     return (
         "model.param_dtype = 'bfloat16': an update of less than 2^-9 of a parameter is lost when "

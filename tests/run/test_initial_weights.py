@@ -49,6 +49,16 @@ def test_what_the_weights_were_trained_for_may_not(settings, changes, line):
 YARN = {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_context": 64}
 
 
+@pytest.mark.parametrize(("scaling", "usual"), [("llama3", (1.0, 4.0)), ("yarn", (1.0, 32.0))])
+def test_the_usual_turns_are_those_that_hugging_face_writes(scaling, usual):
+    """As `llama32_1b.py`, which leaves them out, starts from the model's folder."""
+    settings = {"family": "llama", "rope_scaling": scaling, "rope_factor": 2.0}
+    low, high = usual
+    check(settings, {"rope_low_turns": low, "rope_high_turns": high})
+    with pytest.raises(ValueError, match=rf"rope_high_turns = 5.0 here, {high} there"):
+        check(settings, {"rope_high_turns": 5.0})
+
+
 def test_rotary_positions_may_differ_where_the_context_is_extended(caplog):
     plain = {"family": "llama", "rope_theta": 1e4}
     for changes in ({"rope_theta": 1e6}, YARN):

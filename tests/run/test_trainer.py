@@ -188,6 +188,12 @@ def test_parameters_too_narrow_for_small_updates_are_said(dtype, lost, tmp_path,
     assert bool(said) is lost
 
 
+def test_adapters_are_wide_enough_beside_narrow_weights(tmp_path, caplog):
+    caplog.set_level("WARNING", "jaxscale")
+    open_uncompiled(tmp_path, "model.param_dtype=bfloat16", "model.lora_rank=2")
+    assert "2^-9" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
