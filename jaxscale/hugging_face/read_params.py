@@ -1,10 +1,12 @@
 """Parameters from a checkpoint straight onto their devices.
 
-The host holds one device's part of one layer of one parameter at a time, or of one expert, so its
-memory stays within the largest tensor and a block, whatever the layout. A stack [layers, ...] is
-allocated on the devices and filled there tensor by tensor.
+The host holds the parts that this process's devices have of one parameter of a layer, or of an
+expert, and of the next `READ_AHEAD` ones, which are read meanwhile, whatever the layout. A stack [layers, ...] is
+allocated on the devices and filled there tensor by tensor. Devices transpose what they are given.
 """
 
+import collections
+import concurrent.futures
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,11 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.hugging_face.checkpoint_rules import ParameterTensors
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
-from jaxscale.hugging_face.tensor_blocks import Index, read_part, whole_index
+from jaxscale.hugging_face.tensor_blocks import Index, read_part, stored_order, whole_index
 from jaxscale.sharding.resolve import leaf_name
+
+
+READ_AHEAD = 3
+"""Layers, or experts."""
 
 
 def read_params(
@@ -34,33 +41,60 @@ def read_params(
       A tree like `abstract`, the padding rows of the vocabulary zero.
     """
     by_name = {one.name: one for one in parameters}
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _read_array(found, by_name[leaf_name(path)], leaf), abstract
-    )
+    with concurrent.futures.ThreadPoolExecutor() as readers:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: _read_array(found, by_name[leaf_name(path)], leaf, readers), abstract
+        )
 
 
 def _read_array(
-    found: Mapping[str, StoredTensor], parameter: ParameterTensors, leaf: jax.ShapeDtypeStruct
+    found: Mapping[str, StoredTensor],
+    parameter: ParameterTensors,
+    leaf: jax.ShapeDtypeStruct,
+    readers: concurrent.futures.Executor,
 ) -> jax.Array:
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     indices: Any = sharding.addressable_devices_indices_map(leaf.shape)
     places = {device: whole_index(index, leaf.shape) for device, index in indices.items()}
     dims = len(parameter.parts)
-    if not dims:
-        tensor = found[parameter.tensor()]
-        shards = {index: (tensor, index) for index in places.values()}
-        return _widened(_put(parameter, leaf, leaf.shape, sharding, places, shards), leaf.dtype)
-    stack = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
     counts = sharding.shard_shape(leaf.shape)[:dims]
     shape = (*(n // count for n, count in zip(leaf.shape, counts)), *leaf.shape[dims:])
-    for row in np.ndindex(counts):  # of every device's part of the stack
-        shards = {
-            index: (found[parameter.tensor(*_place(index, row))], index[dims:])
-            for index in places.values()
+    order = (*range(dims), *(dims + dim for dim in stored_order(parameter.rule)))
+    stored = _transposed_sharding(sharding, order)
+
+    def read(row: tuple[int, ...]) -> dict[Index, concurrent.futures.Future]:
+        """Begins to read what every device has in a row of its part of the stack."""
+        return {
+            index: readers.submit(
+                _read_part, found[parameter.tensor(*_place(index, row))], parameter, index, leaf
+            )
+            for index in set(places.values())
         }
-        rows = _put(parameter, leaf, shape, sharding, places, shards)
-        stack = _set_rows(stack, rows, tuple(np.int32(number) for number in row))
+
+    rows, stack = list(np.ndindex(counts)), None
+    following = collections.deque(map(read, rows[:READ_AHEAD]))
+    for number, row in enumerate(rows):
+        parts = {index: future.result() for index, future in following.popleft().items()}
+        following.extend(map(read, rows[number + READ_AHEAD : number + READ_AHEAD + 1]))
+        array = _put(parts, tuple(shape[dim] for dim in order), stored, places)
+        array = _in_order(array, order, array.dtype if dims else leaf.dtype, sharding)
+        if not dims:
+            return array
+        if stack is None:
+            stack = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+        stack = _set_rows(stack, array, tuple(np.int32(number) for number in row))
+    assert stack is not None, "a stack has rows"
     return stack
+
+
+def _transposed_sharding(
+    sharding: jax.sharding.Sharding, order: tuple[int, ...]
+) -> jax.sharding.Sharding:
+    """That of an array whose dimensions are those of another in this order."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding  # one device's
+    spec = (*sharding.spec, *[None] * (len(order) - len(sharding.spec)))
+    return NamedSharding(sharding.mesh, PartitionSpec(*(spec[dim] for dim in order)))
 
 
 def _place(index: Index, row: tuple[int, ...]) -> tuple[int, ...]:
@@ -68,31 +102,35 @@ def _place(index: Index, row: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(part.start + number for part, number in zip(index, row))
 
 
+def _read_part(
+    tensor: StoredTensor, parameter: ParameterTensors, index: Index, leaf: jax.ShapeDtypeStruct
+) -> np.ndarray:
+    """A part of a tensor, in the narrower of the two types; the device widens it."""
+    dims = len(parameter.parts)
+    wanted, stored = np.dtype(leaf.dtype), DTYPES[tensor.dtype]
+    narrower = wanted if wanted.itemsize < stored.itemsize else stored
+    part = read_part(tensor, parameter.rule, index[dims:], narrower)
+    return np.expand_dims(part, tuple(range(dims)))
+
+
 def _put(
-    parameter: ParameterTensors,
-    leaf: jax.ShapeDtypeStruct,
+    parts: dict[Index, np.ndarray],
     shape: tuple[int, ...],
     sharding: jax.sharding.Sharding,
     places: Mapping[Any, Index],
-    shards: Mapping[Index, tuple[StoredTensor, Index]],
 ) -> jax.Array:
-    """An array on devices, each shard read from a part of a tensor, in the narrower of the two
-    types; the device widens it.
+    """An array on devices.
 
     Args:
+      parts: by their index in the parameter; given up.
       places: the index of each device.
-      shards: the tensor, and the part of the parameter in it, for each index.
     """
     devices_of: dict[Index, list[Any]] = {}
     for device, index in places.items():
         devices_of.setdefault(index, []).append(device)
-    arrays, wanted = [], np.dtype(leaf.dtype)
+    arrays = []
     for index, devices in devices_of.items():
-        tensor, part_index = shards[index]
-        stored = DTYPES[tensor.dtype]
-        narrower = wanted if wanted.itemsize < stored.itemsize else stored
-        part = read_part(tensor, parameter.rule, part_index, narrower)
-        part = np.expand_dims(part, tuple(range(len(parameter.parts))))
+        part = parts.pop(index)
         # Waits: what is not copied yet stays on the host.
         arrays += [jax.block_until_ready(jax.device_put(part, device)) for device in devices]
         del part
@@ -113,10 +151,18 @@ def _set_rows(stack: jax.Array, rows: jax.Array, row: tuple[jax.Array, ...]) -> 
     return parts.reshape(stack.shape)
 
 
-def _widened(array: jax.Array, dtype: Any) -> jax.Array:
-    return array if array.dtype == dtype else _converted(array, dtype)
+def _in_order(
+    array: jax.Array, order: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """The array whose dimensions these are in this order, in a type."""
+    if array.dtype == dtype and order == tuple(range(array.ndim)):
+        return array
+    # Apart from `_set_rows`: there XLA for CPUs transposes four times as slowly.
+    return _transposed(array, tuple(np.argsort(order).tolist()), dtype, sharding)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _converted(array: jax.Array, dtype: Any) -> jax.Array:
-    return array.astype(dtype)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _transposed(
+    array: jax.Array, dims: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    return jax.lax.with_sharding_constraint(array.transpose(dims).astype(dtype), sharding)

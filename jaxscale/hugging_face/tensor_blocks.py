@@ -1,6 +1,6 @@
 """Parts of parameters in tensors of files, read and written a block of rows at a time.
 
-The host holds the part asked for, in the order of ours, and one block of `BLOCK_BYTES`.
+The host holds the part asked for, and one block of `BLOCK_BYTES`.
 """
 
 import math
@@ -37,8 +37,14 @@ def taken_shape(rule: TensorRule) -> tuple[int, ...]:
     return tuple(part[dim] for dim in rule.order)
 
 
+def stored_order(rule: TensorRule) -> tuple[int, ...]:
+    """Which of a parameter's dimensions each of those is that a rule takes of a tensor."""
+    return tuple(int(dim) for dim in np.argsort(rule.order))
+
+
 def read_part(tensor: StoredTensor, rule: TensorRule, index: Index, dtype: np.dtype) -> np.ndarray:
-    """A part of a parameter, in the order of ours.
+    """A part of a parameter, its dimensions in the order of the tensor's: the host would take
+    longer to transpose it than to read it.
 
     Args:
       index: of the parameter of one layer; beyond its end, in padding rows, there are zeros.
@@ -46,12 +52,11 @@ def read_part(tensor: StoredTensor, rule: TensorRule, index: Index, dtype: np.dt
     Raises:
       ValueError: the file ends too early.
     """
-    part = np.zeros([place.stop - place.start for place in index], dtype)
-    inside = _inside(rule, index)
+    inside, dims = _inside(rule, index), stored_order(rule)
+    part = np.zeros([index[dim].stop - index[dim].start for dim in dims], dtype)
     if any(place.stop <= place.start for place in inside):
         return part
-    target = part[tuple(slice(0, i.stop - i.start) for i in inside)]
-    target = target.transpose(np.argsort(rule.order))
+    target = part[tuple(slice(0, inside[dim].stop - inside[dim].start) for dim in dims)]
     stored = DTYPES[tensor.dtype]
     with tensor.path.open("rb", buffering=0) as file:
         for block in _blocks(tensor, rule, inside):
@@ -70,7 +75,7 @@ def write_part(tensor: StoredTensor, rule: TensorRule, index: Index, part: np.nd
     if any(place.stop <= place.start for place in inside):
         return
     source = part[tuple(slice(0, i.stop - i.start) for i in inside)]
-    source = source.transpose(np.argsort(rule.order))
+    source = source.transpose(stored_order(rule))
     stored = DTYPES[tensor.dtype]
     with tensor.path.open("r+b", buffering=0) as file:
         for block in _blocks(tensor, rule, inside):
