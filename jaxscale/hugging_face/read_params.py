@@ -1,7 +1,7 @@
 """Parameters from a checkpoint straight onto their devices.
 
-The host holds the parts that this process's devices have of one parameter of a layer, or of an
-expert, and of the next `READ_AHEAD` ones, which are read meanwhile, whatever the layout. A stack [layers, ...] is
+The host holds what this process's devices have of one parameter of a layer, or of an expert, and of
+the next `READ_AHEAD` ones, which are read meanwhile, whatever the layout. A stack [layers, ...] is
 allocated on the devices and filled there tensor by tensor. Devices transpose what they are given.
 """
 
@@ -9,7 +9,7 @@ import collections
 import concurrent.futures
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,6 @@ from jaxscale.hugging_face.checkpoint_rules import ParameterTensors
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
 from jaxscale.hugging_face.tensor_blocks import Index, read_part, stored_order, whole_index
 from jaxscale.sharding.resolve import leaf_name
-
 
 READ_AHEAD = 3
 """Layers, or experts."""
@@ -91,8 +90,8 @@ def _transposed_sharding(
     sharding: jax.sharding.Sharding, order: tuple[int, ...]
 ) -> jax.sharding.Sharding:
     """That of an array whose dimensions are those of another in this order."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding  # one device's
+    if not isinstance(sharding, NamedSharding) or order == tuple(range(len(order))):
+        return sharding
     spec = (*sharding.spec, *[None] * (len(order) - len(sharding.spec)))
     return NamedSharding(sharding.mesh, PartitionSpec(*(spec[dim] for dim in order)))
 
@@ -158,11 +157,11 @@ def _in_order(
     if array.dtype == dtype and order == tuple(range(array.ndim)):
         return array
     # Apart from `_set_rows`: there XLA for CPUs transposes four times as slowly.
-    return _transposed(array, tuple(np.argsort(order).tolist()), dtype, sharding)
+    return _transpose(tuple(np.argsort(order).tolist()), dtype, sharding)(array)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _transposed(
-    array: jax.Array, dims: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
-) -> jax.Array:
-    return jax.lax.with_sharding_constraint(array.transpose(dims).astype(dtype), sharding)
+@functools.lru_cache
+def _transpose(
+    dims: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
+) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda array: array.transpose(dims).astype(dtype), out_shardings=sharding)
