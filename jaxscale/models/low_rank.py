@@ -78,13 +78,21 @@ def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_adapters(params: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """A tree without adapters, with those of another one."""
+    joined = dict(params)
+    for name, leaf in others.items():
+        if name.endswith(ADAPTER):
+            joined[name] = leaf
+        elif isinstance(leaf, Mapping):
+            joined[name] = with_adapters(params[name], leaf)
+    return joined
+
+
+def only_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The adapters of a tree, at their places."""
     return {
-        name: leaf
-        if name.endswith(ADAPTER)
-        else with_adapters(params[name], leaf)
-        if isinstance(leaf, Mapping)
-        else params[name]
-        for name, leaf in others.items()
+        name: leaf if name.endswith(ADAPTER) else only_adapters(leaf)
+        for name, leaf in params.items()
+        if name.endswith(ADAPTER) or isinstance(leaf, Mapping)
     }
 
 

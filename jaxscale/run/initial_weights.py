@@ -22,7 +22,7 @@ from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face
 from jaxscale.model_config import ModelConfig, is_own_family
 from jaxscale.model_config.low_rank import LORA
 from jaxscale.model_config.rope_scaling import SCALING, USUAL_TURNS
-from jaxscale.models.low_rank import with_adapters, without_adapters
+from jaxscale.models.low_rank import only_adapters, with_adapters, without_adapters
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.run.both_tiers import bring_newest
 from jaxscale.run_folder import TOKENIZERS, folder_of
@@ -341,20 +341,15 @@ def check_tokenizer(tokenizer: Tokenizer, weights: Weights) -> None:
 def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainState:
     """The state of a new run with these parameters, and step 0. The optimizer is fresh, but for the
     moments where `optimizer.keep_state`: the learning rate's schedule begins anew in any case."""
-    state = engine.init(key)
     axes, placement = _placement(engine, weights)
-    new_adapters = adds_adapters(engine.config.model, weights)
-    unused = without_adapters(state.params) if new_adapters else state.params
-    for leaf in jax.tree.leaves(unused):
-        leaf.delete()  # of the fresh state only the optimizer's is needed, and new adapters
     params = weights.read(axes, placement.canonical)
     if new := num_new_tokens(engine.config.model, weights):
         params = _with_new_tokens(params, axes, weights.config.vocab_size, new)
     params = placement.from_canonical(params, donate=True)
-    if new_adapters:
-        params = with_adapters(params, state.params)
+    if adds_adapters(engine.config.model, weights):
+        params = with_adapters(params, _draw_adapters(engine, key))
     log.info(f"parameters read from {weights.directory}")
-    state = state._replace(params=params)
+    state = engine.begin(params)
     if engine.config.optimizer.keep_state:
         assert isinstance(weights, RunWeights), "`open_initial` refuses others"
         kept = weights.restore("opt_state", engine.placement.canonical.opt_state)
@@ -362,6 +357,13 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
         state = state._replace(opt_state=_with_schedule_of(state.opt_state, kept))
         log.info(f"the optimizer's moments are those of step {weights.step} there")
     return state
+
+
+def _draw_adapters(engine: Engine, key: jax.Array) -> dict[str, Any]:
+    """Fresh adapters, as `engine.init` has them; XLA leaves out all other parameters."""
+    abstract = only_adapters(engine.abstract_state.params)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(lambda key: only_adapters(engine.draw(key)), out_shardings=shardings)(key)
 
 
 def _placement(engine: Engine, weights: Weights) -> tuple[Any, LayerPlacement]:

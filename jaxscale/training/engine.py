@@ -74,6 +74,8 @@ class Engine:
     layout: Layout
     mesh: Mesh
     init: Callable[[jax.Array], TrainState]  # from a key
+    draw: Callable[[jax.Array], Tree]  # the parameters of that; not jitted
+    begin: Callable[[Tree], TrainState]  # from parameters, which are donated
     step: Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]  # donates the state
     evaluate: Callable[[Tree, ShardedBatch, jax.Array], EvaluationSums]
     abstract_state: TrainState  # shapes, types and shardings
@@ -202,6 +204,8 @@ def make_engine(
         layout=layout,
         mesh=mesh,
         init=_jit_init(draw, begin, state, platform),
+        draw=draw,
+        begin=jax.jit(begin, out_shardings=_shardings(state), donate_argnums=0),
         step=_jit_step(step, state, mesh, options),
         evaluate=_jit_evaluate(evaluate, state, mesh, options),
         abstract_state=state,
