@@ -81,7 +81,10 @@ def _read_array(
             return array
         if stack is None:
             stack = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+        # Else the parts of many rows would wait for the device, in its memory.
+        stack.block_until_ready()
         stack = _set_rows(stack, array, tuple(np.int32(number) for number in row))
+        del array
     assert stack is not None, "a stack has rows"
     return stack
 

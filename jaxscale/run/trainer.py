@@ -223,6 +223,7 @@ def _prepare(
         set_aside(checkpoints, found.damaged, begin)
     if weights:
         check_tokenizer(text.tokenizer, weights)
+        phases.enter_phase("reading the weights")
         state = initial_state(engine, weights, jax.random.key(config.run.seed))
     assert state is not None, "a new run has weights or is random"
     return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
