@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.hugging_face.checkpoint_rules import ParameterTensors
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
 from jaxscale.hugging_face.tensor_blocks import Index, read_part, stored_order, whole_index
 from jaxscale.sharding.resolve import leaf_name
+from jaxscale.sharding.specs import transposed
 
 READ_AHEAD = 3
 """Layers, or experts."""
@@ -59,7 +59,7 @@ def _read_array(
     counts = sharding.shard_shape(leaf.shape)[:dims]
     shape = (*(n // count for n, count in zip(leaf.shape, counts)), *leaf.shape[dims:])
     order = (*range(dims), *(dims + dim for dim in stored_order(parameter.rule)))
-    stored = _transposed_sharding(sharding, order)
+    stored = transposed(sharding, order)
 
     def read(row: tuple[int, ...]) -> dict[Index, concurrent.futures.Future]:
         """Begins to read what every device has in a row of its part of the stack."""
@@ -87,16 +87,6 @@ def _read_array(
         del array
     assert stack is not None, "a stack has rows"
     return stack
-
-
-def _transposed_sharding(
-    sharding: jax.sharding.Sharding, order: tuple[int, ...]
-) -> jax.sharding.Sharding:
-    """That of an array whose dimensions are those of another in this order."""
-    if not isinstance(sharding, NamedSharding) or order == tuple(range(len(order))):
-        return sharding
-    spec = (*sharding.spec, *[None] * (len(order) - len(sharding.spec)))
-    return NamedSharding(sharding.mesh, PartitionSpec(*(spec[dim] for dim in order)))
 
 
 def _place(index: Index, row: tuple[int, ...]) -> tuple[int, ...]:

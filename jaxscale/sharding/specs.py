@@ -7,7 +7,7 @@ specs from here, and build none: a name says what is spread over which mesh axes
 from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxscale.layout import MANUAL_AXES
 from jaxscale.sharding.resolve import automatic_axes, automatic_part, resolve
@@ -35,6 +35,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of a batch's fields, [batch, seq]."""
     return NamedSharding(mesh, resolve(("batch", "seq"), ACTIVATIONS, mesh.shape))
+
+
+def transposed(sharding: Sharding, order: tuple[int, ...]) -> Sharding:
+    """The sharding of an array whose dimensions are those of another in this order."""
+    if not isinstance(sharding, NamedSharding) or order == tuple(range(len(order))):
+        return sharding
+    spec = (*sharding.spec, *[None] * (len(order) - len(sharding.spec)))
+    return NamedSharding(sharding.mesh, PartitionSpec(*(spec[dim] for dim in order)))
 
 
 def kernel_spec(axes: Axes, sizes: Mapping[str, int]) -> PartitionSpec:
