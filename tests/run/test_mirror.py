@@ -182,7 +182,7 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
 
 
 @pytest.mark.parametrize("address", ["s3"], indirect=True)
-def test_files_that_checkpoints_share_are_sent_once(address, tmp_path, monkeypatch, lines):
+def test_files_that_checkpoints_share_are_sent_once(address, tmp_path, monkeypatch):
     """Also by a machine that had to fetch them. At the address each checkpoint has its own."""
     sent, upload = [], ObjectStore.upload
 
