@@ -143,6 +143,9 @@ parameters that makes them less dull."""
 PEFT = {
     "llama": ("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj", {"use_rslora": True}),
     "gpt2": ("attn.c_proj c_fc", {"fan_in_fan_out": True}),
+    "gpt2_unscaled": ("c_attn", {"fan_in_fan_out": True}),
+    "gpt_neox": ("query_key_value dense_h_to_4h", {}),
+    "phi3": ("qkv_proj o_proj gate_up_proj down_proj", {}),
     "t5": ("q wo", {}),
 }
 """Goldens with adapters: of these modules, and further options."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
 from jaxscale.hugging_face.tensor_blocks import same_values, taken_shape
+from jaxscale.model_config.low_rank import is_adapter
 from jaxscale.model_families.family import TensorRule
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.sharding.rules import Axes
@@ -147,7 +148,9 @@ def shape_of(rule: TensorRule) -> tuple[int, ...]:
 
 
 def _check_whole(rules: Sequence[TensorRule]) -> None:
-    """Refuses rules that leave a part of a tensor out: it would be dropped silently."""
+    """Refuses rules that leave a part of a tensor out: it would be dropped silently. Adapters of
+    fused weights share a matrix, or have zeros between them."""
+    rules = [rule for rule in rules if not is_adapter(rule.param)]
     taken: dict[tuple[str, int], int] = {}
     for rule in rules:
         key = rule.name, rule.first

@@ -28,6 +28,7 @@ from jaxscale.hugging_face.peft_adapters import (
     PEFT_TENSORS,
     adapter_config,
     adapter_rules,
+    fused_metadata,
     open_adapters,
 )
 from jaxscale.hugging_face.read_params import read_params
@@ -59,6 +60,7 @@ class HuggingFaceModel:
     tensors: Mapping[str, StoredTensor]
     ignored: tuple[str, ...]  # patterns of tensors without a parameter
     adapters: pathlib.Path | None = None  # the folder of those that PEFT wrote for it
+    shared: bool = False  # as `adapter_rules`
 
     has_state = False  # of an optimizer
 
@@ -104,7 +106,7 @@ class HuggingFaceModel:
         Raises:
           ValueError: names missing and unknown tensors, and those of another shape or type.
         """
-        parameters = parameters_of(self.config, axes, shapes)
+        parameters = parameters_of(self.config, axes, shapes, shared=self.shared)
         where = f"{self.directory} with {self.adapters}" if self.adapters else self.directory
         check_tensors(self.tensors, parameters, self.ignored, where)
         return parameters
@@ -183,26 +185,33 @@ def open_model(
         tensors = {_with_end(name, old, new): tensor for name, tensor in tensors.items()}
     if not any(name.startswith(family.hf_prefix) for name in tensors):
         tensors = {family.hf_prefix + name: tensor for name, tensor in tensors.items()}
+    shared = False
     if adapters:
         model = ModelConfig(**settings)
         found = open_adapters(adapters, model, family.tensors(model))
         settings |= found.settings
-        tensors = {**tensors, **found.tensors}
+        tensors, shared = {**tensors, **found.tensors}, found.shared
     further = range(layers, layers + (hf.get("num_nextn_predict_layers") or 1))
     ignored = tuple(pattern.format(layers=k) for pattern in family.ignored for k in further)
-    return HuggingFaceModel(directory, settings, tensors, ignored, adapters)
+    return HuggingFaceModel(directory, settings, tensors, ignored, adapters, shared)
 
 
 def _with_end(name: str, old: str, new: str) -> str:
     return name.removesuffix(old) + new if name.endswith(old) else name
 
 
-def parameters_of(config: ModelConfig, axes: Any, shapes: Any) -> tuple[ParameterTensors, ...]:
-    """The tensors of each parameter of a model, with its adapters."""
+def parameters_of(
+    config: ModelConfig, axes: Any, shapes: Any, *, shared: bool = False
+) -> tuple[ParameterTensors, ...]:
+    """The tensors of each parameter of a model, with its adapters.
+
+    Args:
+      shared: as `adapter_rules`.
+    """
     rules = find_family(config.family).tensors(config)
     leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)
     names = [leaf_name(path) for path, _ in leaves]
-    rules += tuple(adapter_rules(rules, names, config.lora_rank))
+    rules += tuple(adapter_rules(rules, names, config.lora_rank, shared=shared))
     return parameter_tensors(rules, axes, shapes, config.vocab_size)
 
 
@@ -300,7 +309,8 @@ def write_adapters(
     rules = find_family(config.family).tensors(config)
     peft = adapter_config(config, rules, of_model, of_adapters, base and str(base))
     unfinished = _unfinished(directory)
-    write_params(unfinished, adapters, params, dtype, sys.maxsize)
+    metadata = fused_metadata(config, rules)
+    write_params(unfinished, adapters, params, dtype, sys.maxsize, metadata)
     (unfinished / SINGLE).rename(unfinished / PEFT_TENSORS)
     (unfinished / PEFT_CONFIG).write_text(json.dumps(peft, indent=2) + "\n")
     unfinished.rename(directory)

@@ -2,7 +2,10 @@
 adapter_config.json and adapter_model.safetensors, for a model that is somewhere else.
 
 The adapter of a weight [outputs, inputs] is two tensors there, `lora_A` [rank, inputs] and `lora_B`
-[outputs, rank].
+[outputs, rank]. Where a checkpoint has several of our weights in one tensor, PEFT has one adapter
+for all of it. It is read as an adapter of each, with the same `lora_A`. Ours, each of which has a
+first matrix of its own, are written as one whose rank is that of all together: `lora_A` has their
+rows one below the other, and `lora_B` each part's outputs in columns of its own, and zeros.
 """
 
 import dataclasses
@@ -13,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxscale.hugging_face.safetensors_format import StoredTensor, read_header
+from jaxscale.hugging_face.safetensors_format import StoredTensor, read_header, read_metadata
 from jaxscale.model_config import ModelConfig
 from jaxscale.model_config.low_rank import ADAPTER, is_adapter
 from jaxscale.model_families.family import TensorRule
@@ -25,6 +28,9 @@ PEFT_PREFIX = "base_model.model."
 
 PARTS = {"a": "lora_A", "b": "lora_B"}
 """Ours -> theirs."""
+
+TARGETS = "jaxscale.lora_targets"
+"""In the metadata of a file of ours with adapters of fused weights: which of them have one."""
 
 NOT_READ = frozenset(
     (
@@ -48,42 +54,73 @@ class PeftAdapters:
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
+    shared: bool  # as `adapter_rules`
 
 
 def adapter_rules(
-    rules: Sequence[TensorRule], names: Collection[str], rank: int
+    rules: Sequence[TensorRule], names: Collection[str], rank: int, *, shared: bool
 ) -> list[TensorRule]:
     """The tensor of each adapter's matrix.
 
     Args:
       rules: of the model without adapters.
       names: of all parameters.
-
-    Raises:
-      ValueError: the weight is a part of a fused tensor.
+      shared: whether the parts of a fused tensor share the first matrix, and so its rank.
     """
-    weights = {rule.param: rule for rule in rules}
-    return [_adapter_rule(weights[_weight(name)], name, rank) for name in names if is_adapter(name)]
+    adapters = {name for name in names if is_adapter(name)}
+    weights = [rule for rule in rules if f"{rule.param}{ADAPTER}/a" in adapters]
+    found = []
+    for group in _by_tensor(weights):
+        count = 1 if shared else len(group)
+        for number, weight in enumerate(group):
+            found += _rules_of(weight, rank, 0 if shared else number, count)
+    return found
 
 
-def _weight(name: str) -> str:
-    """The parameter beside which an adapter's matrix is: "layers/attention/q_lora/a"."""
-    return name.rsplit("/", 1)[0].removesuffix(ADAPTER)
+def _by_tensor(weights: Sequence[TensorRule]) -> list[list[TensorRule]]:
+    """Rules by the tensors that they take parts of."""
+    groups: dict[tuple[str, int], list[TensorRule]] = {}
+    for weight in weights:
+        groups.setdefault((weight.name, weight.first), []).append(weight)
+    return list(groups.values())
 
 
-def _adapter_rule(weight: TensorRule, name: str, rank: int) -> TensorRule:
-    if _is_fused(weight):
-        tensor, target = weight.name.format(layer="*"), _target(weight)
-        raise ValueError(
-            f"{tensor} holds {target!r} and more, and PEFT has one adapter for all of it: write "
-            "the model with its adapters merged (--to_hf), or train without "
-            f"{target!r} in model.lora_targets"
-        )
-    outputs, inputs = weight.view if weight.order == (1, 0) else weight.view[::-1]
-    part = name[-1]
-    tensor = f"{PEFT_PREFIX}{weight.name.removesuffix('.weight')}.{PARTS[part]}.weight"
-    view = {"a": (rank, inputs), "b": (outputs, rank)}[part]
-    return dataclasses.replace(weight, param=name, name=tensor, view=view, order=(1, 0))
+def _rules_of(weight: TensorRule, rank: int, number: int, count: int) -> list[TensorRule]:
+    """Of an adapter's two matrices.
+
+    Args:
+      number: which it is of those side by side in one of their tensor.
+      count: of these.
+    """
+    take = [*weight.take, *[slice(None)] * (len(weight.view) - len(weight.take))]
+    dims = [dim for dim, one in enumerate(take) if isinstance(one, slice)]
+    inputs = dims[weight.order[0]]
+    outputs = [dim for dim in range(len(take)) if dim != inputs]
+    num_inputs, num_outputs = weight.view[inputs], math.prod(weight.view[dim] for dim in outputs)
+    first = dataclasses.replace(
+        weight,
+        param=f"{weight.param}{ADAPTER}/a",
+        name=_adapter_tensor(weight, "a"),
+        view=(count, rank, num_inputs),
+        take=(number,),
+        order=(1, 0),
+        shape=(count * rank, num_inputs),
+    )
+    columns = slice(number * rank, (number + 1) * rank)
+    second = dataclasses.replace(
+        weight,
+        param=f"{weight.param}{ADAPTER}/b",
+        name=_adapter_tensor(weight, "b"),
+        view=(*(weight.view[dim] for dim in outputs), count * rank),
+        take=(*(take[dim] for dim in outputs), columns),
+        order=(len(dims) - 1, *range(len(dims) - 1)),
+        shape=(num_outputs, count * rank),
+    )
+    return [first, second]
+
+
+def _adapter_tensor(weight: TensorRule, part: str) -> str:
+    return f"{PEFT_PREFIX}{weight.name.removesuffix('.weight')}.{PARTS[part]}.weight"
 
 
 def _target(rule: TensorRule) -> str:
@@ -91,8 +128,34 @@ def _target(rule: TensorRule) -> str:
     return rule.param.rsplit("/", 1)[-1]
 
 
-def _is_fused(rule: TensorRule) -> bool:
-    return bool(rule.take or rule.shape) or len(rule.view) != 2
+def fused_metadata(config: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, str]:
+    """What a file of adapters says of itself, so that it can be read as it was written.
+
+    Args:
+      rules: of the model without adapters.
+    """
+    targets = config.adapted_weights
+    fused = any(rule.take for rule in rules if _target(rule) in targets)
+    return {TARGETS: ",".join(targets)} if fused else {}
+
+
+def _further_ranks(config: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Any]:
+    """The options of PEFT for modules whose adapters have the rank of several of ours."""
+    weights = [rule for rule in rules if _target(rule) in config.adapted_weights]
+    counts = {
+        group[0].name.removesuffix(".weight").split("{layer}.", 1)[1]: len(group)
+        for group in _by_tensor(weights)
+        if len(group) > 1
+    }
+    return {
+        "rank_pattern": {name: count * config.lora_rank for name, count in counts.items()},
+        "alpha_pattern": {name: count * _alpha(config) for name, count in counts.items()},
+    }
+
+
+def _alpha(config: ModelConfig) -> float:
+    alpha = config.lora_alpha
+    return int(alpha) if alpha == int(alpha) else alpha
 
 
 def open_adapters(
@@ -124,10 +187,12 @@ def open_adapters(
             f"{path}: peft_type = {peft.get('peft_type')!r}, r = {rank!r}, lora_alpha = {alpha!r}; "
             "it must be 'LORA', with a rank and an alpha above 0"
         )
-    _refuse_others(peft, path)
     tensors = read_header(directory / PEFT_TENSORS)
+    ours = read_metadata(directory / PEFT_TENSORS).get(TARGETS)
     every = dataclasses.replace(model, lora_rank=rank).adapted_weights
     adapted = {_target(rule) for rule in rules if _has_adapter(tensors, rule)}
+    if ours is not None:
+        adapted &= set(ours.split(","))
     targets = [name for name in every if name in adapted]
     if not targets:
         raise ValueError(
@@ -140,11 +205,17 @@ def open_adapters(
         "lora_alpha": float(alpha * math.sqrt(rank) if peft.get("use_rslora") else alpha),
         "lora_targets": "" if len(targets) == len(every) else ",".join(targets),
     }
-    return PeftAdapters(settings, tensors)
+    written = _further_ranks(dataclasses.replace(model, **settings), rules)
+    _refuse_others(peft, path, {} if ours is None else written)
+    return PeftAdapters(settings, tensors, shared=ours is None)
 
 
-def _refuse_others(peft: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Refuses options that the adapters here do not have."""
+def _refuse_others(peft: Mapping[str, Any], path: pathlib.Path, written: Mapping[str, Any]) -> None:
+    """Refuses options that the adapters here do not have.
+
+    Args:
+      written: options with the values that they have in a folder of ours.
+    """
     init = peft.get("init_lora_weights")
     if init not in KEEP_THE_MODEL:
         raise ValueError(
@@ -156,16 +227,15 @@ def _refuse_others(peft: Mapping[str, Any], path: pathlib.Path) -> None:
         raise ValueError(f"{path}: bias = {peft['bias']!r}; adapters of weights alone are read")
     known = {"peft_type", "r", "lora_alpha", "use_rslora", "bias", *NOT_READ}
     for name, value in peft.items():
-        if name not in known and value:
+        if name not in known and value and value != written.get(name):
             raise ValueError(f"{path}: {name} = {value!r} is not supported")
 
 
 def _has_adapter(tensors: Collection[str], rule: TensorRule) -> bool:
     """Whether the weight of a rule has one among these tensors, in the first layer of its stack."""
-    if _is_fused(rule) or "{expert}" in rule.name:
+    if "{expert}" in rule.name:
         return False
-    name = _adapter_rule(rule, f"{rule.param}{ADAPTER}/a", 1).name
-    return name.format(layer=rule.first) in tensors
+    return _adapter_tensor(rule, "a").format(layer=rule.first) in tensors
 
 
 def adapter_config(
@@ -190,14 +260,14 @@ def adapter_config(
     distinct = ends.isdisjoint(name.rsplit(".", 1)[-1] for name in others)
     weights = [rule for rule in rules if _target(rule) in config.adapted_weights]
     kind = "SEQ_2_SEQ_LM" if config.num_encoder_layers else "CAUSAL_LM" if config.causal else None
-    alpha = config.lora_alpha
     return {
         "peft_type": "LORA",
         "task_type": kind,
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": config.lora_rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_alpha": _alpha(config),
+        **_further_ranks(config, rules),
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted(ends if distinct else adapted),

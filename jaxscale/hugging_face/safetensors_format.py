@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pathlib
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,14 +90,8 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
       FileNotFoundError: there is no such file.
       ValueError: it is not a safetensors file, or is cut short.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"{path} is not a safetensors file, or is cut short")
-        text = file.read(length)
+    header, length = _parse_header(path)
     try:
-        header = json.loads(text)
         header.pop("__metadata__", None)
         tensors = {
             name: StoredTensor(
@@ -106,7 +101,8 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
         }
         spans = {name: entry["data_offsets"] for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{path} is not a safetensors file: its header is damaged") from error
+        raise _damaged(path) from error
+    size = path.stat().st_size
     end = 8 + length + max((last for _, last in spans.values()), default=0)
     if end != size:
         raise ValueError(
@@ -119,10 +115,38 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def read_metadata(path: pathlib.Path) -> dict[str, str]:
+    """What a file says of itself, beside its tensors; raises as `read_header`."""
+    header, _ = _parse_header(path)
+    found = header.get("__metadata__", {}) if isinstance(header, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise _damaged(path)
+    return found
+
+
+def _parse_header(path: pathlib.Path) -> tuple[Any, int]:
+    """The header, and its bytes."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"{path} is not a safetensors file, or is cut short")
+        text = file.read(length)
+    try:
+        return json.loads(text), length
+    except ValueError as error:
+        raise _damaged(path) from error
+
+
+def _damaged(path: pathlib.Path) -> ValueError:
+    return ValueError(f"{path} is not a safetensors file: its header is damaged")
+
+
 def lay_out(
     directory: pathlib.Path,
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
     max_file_bytes: int,
+    metadata: Mapping[str, str] = types.MappingProxyType({}),
 ) -> dict[str, StoredTensor]:
     """Makes the files of a checkpoint with their headers and an index; the values are still to be
     written.
@@ -130,6 +154,7 @@ def lay_out(
     Args:
       tensors: dtype and shape by name, in the order in which they are written.
       max_file_bytes: of each file, if no tensor alone is larger.
+      metadata: what each file says of itself.
     """
     groups: list[list[str]] = [[]]
     room = max_file_bytes
@@ -143,7 +168,7 @@ def lay_out(
     names = _file_names(len(groups))
     found = {}
     for file, group in zip(names, groups):
-        found |= _lay_out_file(directory / file, {name: tensors[name] for name in group})
+        found |= _lay_out_file(directory / file, {name: tensors[name] for name in group}, metadata)
     if len(groups) > 1:
         total = sum(_num_bytes(*tensor) for tensor in tensors.values())
         index = {
@@ -155,9 +180,12 @@ def lay_out(
 
 
 def _lay_out_file(
-    path: pathlib.Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    path: pathlib.Path,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    metadata: Mapping[str, str],
 ) -> dict[str, StoredTensor]:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    # transformers asks for the format.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
     for name, (dtype, shape) in tensors.items():
         end = offset + _num_bytes(dtype, shape)

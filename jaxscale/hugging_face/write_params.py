@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import pathlib
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,7 @@ def write_params(
     params: Any,
     dtype: str,
     max_file_bytes: int,
+    metadata: Mapping[str, str] = types.MappingProxyType({}),
 ) -> dict[str, StoredTensor]:
     """Writes a checkpoint; the padding rows of the vocabulary and the copies of tied parameters are
     left out, but for those that a rule has written.
@@ -40,6 +42,7 @@ def write_params(
       params: in canonical form, on any layout of the devices of this process.
       dtype: of every tensor that a rule does not make wider, a key of `FILE_TYPES`.
       max_file_bytes: of each file.
+      metadata: as `lay_out`.
 
     Returns:
       Where each tensor is.
@@ -58,7 +61,7 @@ def write_params(
         for name in one.tensors
     }
     tensors = {name: found[name] for name in sorted(found, key=_by_layer)}
-    stored = lay_out(directory, tensors, max_file_bytes)
+    stored = lay_out(directory, tensors, max_file_bytes, metadata)
     by_name = {
         leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
     }

@@ -125,8 +125,27 @@ def test_adapters_come_back_as_they_were(name, targets, modules, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, back.params, params)
 
 
-def test_one_adapter_of_a_fused_weight_is_none_of_its_parts(tmp_path):
-    fused = r"layers.\*.self_attn.qkv_proj.weight holds 'q' and more, .*\(--to_hf\)"
-    with pytest.raises(ValueError, match=fused):
-        write_adapters(tmp_path / "out", *adapted("phi3", "q,down"), dtype="float32")
-    assert not (tmp_path / "out").exists()
+FUSED = [
+    ("phi3", "q,v,down", {"self_attn.qkv_proj": 4}),
+    ("phi3", "", {"self_attn.qkv_proj": 6, "mlp.gate_up_proj": 4}),
+    ("gpt2", "k,out", {}),
+    ("gpt_neox", "q,k,v,up", {"attention.query_key_value": 6}),
+]
+
+
+@pytest.mark.parametrize(("name", "targets", "ranks"), FUSED)
+def test_adapters_of_parts_of_a_fused_weight_come_back(name, targets, ranks, tmp_path):
+    """Each with a first matrix of its own: one adapter as PEFT has it, of their ranks together."""
+    config, axes, params = adapted(name, targets)
+    write_adapters(tmp_path / "peft", config, axes, params, dtype="float32")
+    written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert written["rank_pattern"] == ranks
+    assert written["alpha_pattern"] == {key: rank * 8 for key, rank in ranks.items()}
+    back = from_pretrained(GOLDENS / name, adapters=tmp_path / "peft")
+    assert back.config == config
+    jax.tree.map(np.testing.assert_array_equal, back.params, params)
+    # As PEFT would save it after training it further, when the zeros are none.
+    tensors(lambda key: key)(tmp_path / "peft")
+    if ranks:
+        with pytest.raises(ValueError, match=r"rank_pattern = .* is not supported"):
+            from_pretrained(GOLDENS / name, adapters=tmp_path / "peft")

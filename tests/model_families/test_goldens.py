@@ -64,10 +64,15 @@ def test_logits_and_tensors_are_those_of_transformers(name, tmp_path):
     assert after["architectures"] == before["architectures"]
 
 
+FUSED = {"qkv_proj": 3, "gate_up_proj": 2, "c_attn": 3, "query_key_value": 3}
+"""Modules with several of our weights, and how many."""
+
+
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDENS.glob("*/peft")))
 def test_adapters_are_those_of_peft(name, tmp_path):
     """Logits, and the folder back: every tensor bit for bit, and of the config what says the same.
-    A Conv1D of GPT-2 and an encoder are among them, and a scale by the root of the rank."""
+    A Conv1D of GPT-2 and an encoder are among them, and a scale by the root of the rank. Of a fused
+    weight the tensors are those of an adapter of higher rank, which adds the same."""
     base, folder = GOLDENS / name, GOLDENS / name / "peft"
     with jax.enable_x64(False):
         model = from_pretrained(base, adapters=folder)
@@ -84,9 +89,18 @@ def test_adapters_are_those_of_peft(name, tmp_path):
     axes = model.model.axes
     write_adapters(back, model.config, axes, model.params, dtype="float32", base=base)
     tensors, theirs = (load_file(at / "adapter_model.safetensors") for at in (back, folder))
-    assert {key: value.tobytes() for key, value in tensors.items()} == {
-        key: value.tobytes() for key, value in theirs.items()
+    assert tensors.keys() == theirs.keys()
+    fused = {key for key in tensors if key.split(".")[-3] in FUSED}
+    assert {key: tensors[key].tobytes() for key in tensors.keys() - fused} == {
+        key: theirs[key].tobytes() for key in theirs.keys() - fused
     }
+    for key in fused:
+        first, second = key, key.replace("lora_A", "lora_B")
+        if first != second:
+            assert tensors[first].shape[0] == theirs[first].shape[0] * FUSED[key.split(".")[-3]]
+            np.testing.assert_allclose(
+                tensors[second] @ tensors[first], theirs[second] @ theirs[first], atol=1e-6
+            )
     ours, peft = (json.loads((at / "adapter_config.json").read_text()) for at in (back, folder))
     assert ours.keys() < peft.keys()
     scales = [
