@@ -41,6 +41,7 @@ OTHER_NAMES = {
         *("epochs", "num_epochs", "num_train_epochs"),
     ),
     "run.keep_last": ("save_total_limit", "max_to_keep"),
+    "run.keep_best": ("load_best_model_at_end", "save_best"),
     "run.checkpoint_every": ("save_every", "save_steps", "save_interval"),
     "run.eval_every": ("eval_steps", "eval_interval"),
 }

@@ -25,6 +25,9 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 HF_CONFIG = "hf_config.json"
 """The config.json of the Hugging Face model that a run's weights come from, under another name."""
 
+BEST = "best"
+"""A --step: that of the checkpoint with the lowest held-out loss."""
+
 BESIDE_TOKENIZER = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -69,9 +72,24 @@ def add_step_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step",
         metavar="N",
-        type=command_line.whole(0, 2**53),
-        help="use the checkpoint of this step; default the newest",
+        type=step_or_best,
+        help="use the checkpoint of this step, or 'best': that with the lowest held-out loss; "
+        "default the newest",
     )
+
+
+def step_or_best(text: str) -> int | str:
+    """The type of --step.
+
+    Raises:
+      argparse.ArgumentTypeError: it is neither.
+    """
+    if text == BEST:
+        return text
+    try:
+        return command_line.whole(0, 2**53)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or {BEST}") from None
 
 
 def folder(text: str) -> pathlib.Path:

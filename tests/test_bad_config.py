@@ -259,6 +259,12 @@ OVERRIDES = [
     ("run.eval_batches=0", "run.eval_batches = 0 is too small"),
     ("run.keep_last=0", "run.keep_last = 0 is too small"),
     (
+        "run.keep_best=True run.eval_every=20 run.checkpoint_every=30",
+        "run.keep_best compares checkpoints by their evaluations, and run.eval_every = 20 does not "
+        "evaluate each of run.checkpoint_every = 30; set run.eval_every = 30",
+    ),
+    ("run.keep_best=True", "set run.eval_every = 100 and run.checkpoint_every, too"),
+    (
         "run.keep_every=30",
         "run.keep_every = 30 is not a multiple of run.checkpoint_every = 0, so no such checkpoint "
         "is written; set run.checkpoint_every = 30",

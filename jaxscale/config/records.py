@@ -138,6 +138,7 @@ class RunConfig:
     checkpoint_every: int = 0  # 0 saves the last step only
     keep_last: int = 3
     keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this
+    keep_best: bool = False  # also keep that with the lowest held-out loss
     metrics_by_layer: bool = False  # also those that are means over layers, such as experts' loads
     deterministic: bool = False  # bitwise reproducible, also on GPUs, at some cost of speed
     # A step whose loss or gradient norm is not finite updates nothing; after so many in a row the
@@ -188,6 +189,17 @@ class RunConfig:
             raise ValueError(
                 f"run.keep_every = {self.keep_every} is not a multiple of run.checkpoint_every = "
                 f"{period}, so no such checkpoint is written; set {change}"
+            )
+        if self.keep_best and (
+            not self.checkpoint_every
+            or not self.eval_every
+            or self.checkpoint_every % self.eval_every
+        ):
+            raise ValueError(
+                f"run.keep_best compares checkpoints by their evaluations, and run.eval_every = "
+                f"{self.eval_every} does not evaluate each of run.checkpoint_every = "
+                f"{self.checkpoint_every}; set run.eval_every = {self.checkpoint_every or 100}"
+                + ("" if self.checkpoint_every else " and run.checkpoint_every, too")
             )
 
 

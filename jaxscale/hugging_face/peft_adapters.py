@@ -89,8 +89,8 @@ def _rules_of(weight: TensorRule, rank: int, number: int, count: int) -> list[Te
     """Of an adapter's two matrices.
 
     Args:
-      number: which it is of those side by side in one of their tensor.
-      count: of these.
+      number, count: its place among the adapters that lie side by side in one of the tensor, and
+        how many these are.
     """
     take = [*weight.take, *[slice(None)] * (len(weight.view) - len(weight.take))]
     dims = [dim for dim, one in enumerate(take) if isinstance(one, slice)]

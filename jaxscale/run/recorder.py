@@ -26,10 +26,12 @@ from jaxscale.sharding.resolve import leaf_name
 from jaxscale.storage import durable
 from jaxscale.training.engine import Engine
 from jaxscale.training.metrics import (
+    METRICS,
     SUMMARY,
     WITHOUT_LOSS,
     Metrics,
     evaluation_line,
+    heldout_losses,
     progress_line,
     read,
     utilisation,
@@ -67,6 +69,7 @@ class Recorder:
 
     Attributes:
       begin_evaluated: whether an evaluation after step `begin` is recorded already.
+      losses: on held-out text, by step.
     """
 
     def __init__(
@@ -84,10 +87,11 @@ class Recorder:
         model, data = config.model, config.data
         self.workdir, self.begin, self.started = workdir, begin, started
         self.steps = config.run.steps
-        earlier = read(workdir / "metrics.jsonl")
+        earlier = read(workdir / METRICS)
         self.begin_evaluated = any(
             line["step"] == begin and _is_evaluation(line) for line in earlier
         )
+        self.losses = heldout_losses(line for line in earlier if line["step"] <= begin)
         # The waits for input in it were not counted as compute.
         lost = [
             line["step_seconds"] - line.get("data_seconds", 0.0)
@@ -161,6 +165,7 @@ class Recorder:
             bits = evaluation.bits_per_byte
             log.info(evaluation_line(step, self.steps, name, loss, bits))
         self.metrics.write(self._evaluation)
+        self.losses = self.losses | heldout_losses([self._evaluation])
         self.restart_clock()
 
     def traced(self, steps: range, reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:

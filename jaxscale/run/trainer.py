@@ -46,6 +46,7 @@ from jaxscale.storage.tiers import CHECKPOINTS, LAST_SAVED, check_free, store_of
 from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.learning_rate import early_end, with_schedule
+from jaxscale.training.metrics import METRICS, heldout_losses, read
 from jaxscale.training.optimizer import lost_updates
 from jaxscale.training.step import StepMetrics, TrainState
 
@@ -108,10 +109,13 @@ def open_trainer(
         workdir / CHECKPOINTS,
         keep_last=run.keep_last,
         keep_every=run.keep_every,
+        keep_best=run.keep_best,
         report=log.info,
         newest_file=workdir / LAST_SAVED,
     )
     found = find_newest(checkpoints, refuse_damaged=refuse_damaged)
+    if run.keep_best:  # before uploads begin, which remove at the address what is not kept
+        checkpoints.losses = heldout_losses(read(workdir / METRICS, last_step=found.step))
     if found.step == 0:
         _check_text_is_chosen(config)
     config = with_schedule(config, found.metadata.get("config", {}))
@@ -256,7 +260,7 @@ def _check_local_room(run: RunConfig, engine: Engine, checkpoints: Checkpoints) 
     once = sum(sizes[name] for name in unchanged_params(engine))
     there = len(checkpoints.steps())
     # The new one is whole before an old one goes.
-    missing = max(0, run.keep_last + 1 - there)
+    missing = max(0, run.keep_last + run.keep_best + 1 - there)
     needs = missing * (sum(sizes.values()) - once) + (0 if there else once)
     check_free(checkpoints.directory.parent, needs, f"{missing} checkpoints of the run")
 

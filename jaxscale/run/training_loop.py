@@ -27,7 +27,7 @@ from jaxscale.run.saves import SaveError, Saves, wait_for_write
 from jaxscale.run.setup.text import keep_tokenizer
 from jaxscale.run.trainer import Trainer
 from jaxscale.storage import durable
-from jaxscale.training.checkpoint import Checkpoints, NotFiniteError
+from jaxscale.training.checkpoint import Checkpoints, NotFiniteError, best_step
 from jaxscale.training.step import TrainState
 
 log = logging.getLogger("jaxscale")
@@ -118,6 +118,7 @@ def fit(
                     started=started,
                     account=account,
                 )
+            trainer.checkpoints.losses = recorder.losses
             with contextlib.closing(recorder):
                 try:
                     state = _loop(trainer, recorder, profile)
@@ -295,7 +296,18 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
             if request and (text.evaluations or not last):
                 stop(step, request)
     saves.finish(run.steps, state)
+    if run.keep_best:
+        _say_best(trainer.checkpoints)
     return state
+
+
+def _say_best(checkpoints: Checkpoints) -> None:
+    best = best_step(checkpoints.steps(), checkpoints.losses)
+    if best is not None:
+        log.info(
+            f"the lowest held-out loss of a checkpoint is {checkpoints.losses[best]:.4f}, after "
+            f"step {best} (--step best)"
+        )
 
 
 class _Stops:
@@ -336,6 +348,7 @@ def _evaluate(
         }
     if not (request := stops()):
         recorder.evaluated(step, evaluations)
+        trainer.checkpoints.losses = recorder.losses
     return request
 
 

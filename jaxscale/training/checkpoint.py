@@ -60,6 +60,11 @@ class NotFiniteError(FloatingPointError):
         self.step = step
 
 
+def best_step(steps: Collection[int], losses: Mapping[int, float]) -> int | None:
+    """That of some steps with the lowest loss, of equal ones the first; None where none has one."""
+    return min(sorted(losses.keys() & set(steps)), key=losses.__getitem__, default=None)
+
+
 class Checkpoints:
     """The checkpoints of a run, and the thread that writes them in the background.
 
@@ -70,12 +75,16 @@ class Checkpoints:
       directory: holds one folder per checkpoint; made by the first save.
       keep_last: newest checkpoints that are kept.
       keep_every: those whose step is a multiple of this are kept too; 0 means none.
+      keep_best: that with the lowest of `losses` is kept too.
       report: gets one line after each commit, and after a save or a deletion that failed.
       newest_file: outside of the folder; gets the step of each commit, so that a folder that was
         lost is noticed.
       host_gb: at least an array; no more is copied to the host, and held with its compressed form
         until it is written, at a time. A state must not change then before `wait` returns. 0 is
         all of it at once.
+
+    Attributes:
+      losses: on held-out text, by step; replaced by whoever evaluates.
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class Checkpoints:
         *,
         keep_last: int = 3,
         keep_every: int = 0,
+        keep_best: bool = False,
         report: Callable[[str], None] = print,
         newest_file: pathlib.Path | None = None,
         host_gb: int = 0,
@@ -93,6 +103,7 @@ class Checkpoints:
                 f"run.keep_last = {keep_last} must be at least 1 and "
                 f"run.keep_every = {keep_every} at least 0"
             )
+        self.losses: Mapping[int, float] = {}
         self.directory = pathlib.Path(directory).absolute()
         if glob.has_magic(str(self.directory)):  # Orbax would take them for a pattern
             raise ValueError(
@@ -108,6 +119,7 @@ class Checkpoints:
             raise ValueError(f"{self.directory} is a file, and should be a folder; remove it")
         self._keep_last = keep_last
         self._keep_every = keep_every
+        self._keep_best = keep_best
         self._report = report if jax.process_index() == 0 else lambda line: None
         self._host_gb = host_gb
         self._writer: ArrayWriter | None = None  # the first save makes it
@@ -268,8 +280,12 @@ class Checkpoints:
 
     def kept(self, steps: Collection[int]) -> set[int]:
         """Those of some steps whose checkpoints are kept."""
-        newest = sorted(steps)[-self._keep_last :]
-        return {s for s in steps if s in newest or (self._keep_every and s % self._keep_every == 0)}
+        kept = set(sorted(steps)[-self._keep_last :])
+        if self._keep_every:
+            kept |= {step for step in steps if step % self._keep_every == 0}
+        if self._keep_best and (best := best_step(steps, self.losses)) is not None:
+            kept.add(best)
+        return kept
 
     def latest(self) -> int | None:
         """The newest committed step, or None.

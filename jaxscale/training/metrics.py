@@ -31,6 +31,7 @@ log = logging.getLogger("jaxscale")
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 
+METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 
 NUMBERS = ("loss", "eval_loss", "learning_rate", "step_seconds", "data_seconds")
@@ -100,7 +101,7 @@ class Metrics:
                         "trained; mend that, or leave it out of --trackers"
                     ) from error
                 self._lost(name, error)
-        path = self.directory / "metrics.jsonl"
+        path = self.directory / METRICS
         records = read(path, last_step=start_step)
         replace_file(path, "".join(map(_line, records)).encode())
         self._file = GrowingFile(path)
@@ -125,7 +126,7 @@ class Metrics:
     def _lost(self, name: str, error: Exception) -> None:
         log.warning(
             f"warning: {name} gets no more metrics of this attempt ({reason(error)}); "
-            f"{self.directory / 'metrics.jsonl'} has them all"
+            f"{self.directory / METRICS} has them all"
         )
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -134,7 +135,7 @@ class Metrics:
             try:
                 text = json.dumps(null_where_not_finite(summary), indent=2) + "\n"
                 replace_file(self.directory / SUMMARY, text.encode())
-                plot(self.directory / "loss.png", read(self.directory / "metrics.jsonl"))
+                plot(self.directory / "loss.png", read(self.directory / METRICS))
             except OSError as error:  # the run is complete, and saved
                 log.warning(f"warning: no summary.json or loss.png could be written ({error})")
         self.close()
@@ -176,6 +177,18 @@ def read(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict[
     if odd:
         log.warning(f"warning: {file} has {odd} lines that are not records of steps; left out")
     return records
+
+
+def heldout_losses(records: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """The loss on held-out text by step, or on the first validation set where no text is held out;
+    of evaluations among the records of a metrics.jsonl."""
+    losses = {}
+    for record in records:
+        names = [name for name in record if name.partition("/")[0] == "eval_loss"]
+        loss = record["eval_loss" if "eval_loss" in names else names[0]] if names else None
+        if loss is not None and math.isfinite(loss):
+            losses[record["step"]] = loss
+    return losses
 
 
 def _is_record(values: Mapping[str, Any]) -> bool:

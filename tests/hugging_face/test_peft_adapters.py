@@ -149,3 +149,20 @@ def test_adapters_of_parts_of_a_fused_weight_come_back(name, targets, ranks, tmp
     if ranks:
         with pytest.raises(ValueError, match=r"rank_pattern = .* is not supported"):
             from_pretrained(GOLDENS / name, adapters=tmp_path / "peft")
+
+
+def test_each_adds_to_its_part_of_a_fused_weight(tmp_path):
+    """What the two tensors of PEFT's one adapter multiply to, part by part."""
+    config, axes, params = adapted("phi3", "q,v")
+    write_adapters(tmp_path / "peft", config, axes, params, dtype="float32")
+    found = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.1.self_attn.qkv_proj"
+    added = found[f"{prefix}.lora_B.weight"] @ found[f"{prefix}.lora_A.weight"]
+
+    def of(letter):
+        if letter not in config.adapted_weights:
+            return np.zeros((config.num_kv_heads * config.head_dim, config.d_model))
+        a, b = (params["layers"]["attention"][f"{letter}_lora"][part][1] for part in "ab")
+        return (np.asarray(a) @ np.asarray(b).reshape(len(b), -1)).T
+
+    np.testing.assert_allclose(added, np.concatenate([of(letter) for letter in "qkv"]), rtol=1e-5)

@@ -159,7 +159,7 @@ def _storage(config: Config, workdir: pathlib.Path) -> Iterator[Finding]:
     )
     if not error:
         free, run = shutil.disk_usage(workdir).free, config.run
-        kept = run.keep_last + 1  # the new one is whole before an old one goes
+        kept = run.keep_last + run.keep_best + 1  # the new one is whole before an old one goes
         if run.keep_every:
             kept += run.steps // run.keep_every
         once = _unchanged_bytes(config)

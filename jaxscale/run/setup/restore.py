@@ -7,25 +7,28 @@ from typing import Any
 
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.distributed import processes
-from jaxscale.run.both_tiers import bring, bring_newest
+from jaxscale.run.both_tiers import all_steps, bring, bring_newest
+from jaxscale.run_folder import BEST
 from jaxscale.storage.description import check_metadata
 from jaxscale.storage.tiers import CHECKPOINTS
-from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.training.checkpoint import Checkpoints, best_step
 from jaxscale.training.engine import Engine
+from jaxscale.training.metrics import METRICS, heldout_losses, read
 
 
 def restore_params(
     engine: Engine,
     workdir: pathlib.Path,
     tokenizer: Tokenizer | None = None,
-    wanted_step: int | None = None,
+    wanted_step: int | str | None = None,
 ) -> tuple[int, Any, dict[str, Any]]:
     """A checkpoint's step, its parameters on this engine's mesh in canonical form, and its
     metadata. It is not deleted meanwhile by a run that goes on.
 
     Args:
       tokenizer: is compared with the one that the checkpoint was trained with.
-      wanted_step: None is the newest checkpoint.
+      wanted_step: None is the newest checkpoint, `run_folder.BEST` that with the lowest loss on
+        held-out text.
 
     Raises:
       FileNotFoundError: the run has no checkpoint yet.
@@ -33,6 +36,9 @@ def restore_params(
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS)
     try:
+        if wanted_step == BEST:
+            wanted_step = _best(checkpoints, workdir)
+        assert not isinstance(wanted_step, str), wanted_step
         if wanted_step is None:
             bring_newest(checkpoints)
         else:
@@ -51,6 +57,24 @@ def restore_params(
             return step, params, metadata
     finally:
         checkpoints.close()
+
+
+def _best(checkpoints: Checkpoints, workdir: pathlib.Path) -> int:
+    """The step of the checkpoint with the lowest loss on held-out text, of both tiers.
+
+    Raises:
+      ValueError: none was evaluated.
+    """
+    losses = heldout_losses(read(workdir / METRICS))
+    steps = all_steps(checkpoints)
+    best = processes.from_first("best checkpoint", best_step(steps, losses))
+    if best is None:
+        raise ValueError(
+            f"--step {BEST}: of the checkpoints of {workdir} "
+            f"({', '.join(map(str, steps)) or 'none'}) none was evaluated in {METRICS}; set "
+            "run.eval_every and run.keep_best when training, or give the number of a step"
+        )
+    return best
 
 
 def metadata_of(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
