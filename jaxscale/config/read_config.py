@@ -187,6 +187,8 @@ def to_dict(config: Config) -> dict[str, dict]:
         del sections["optimizer"]["keep_state"]  # always False
     if not config.run.skip_bad_steps:
         del sections["run"]["spike_score"]  # always 0
+    if not config.run.keep_best:
+        del sections["run"]["keep_best"]  # where nothing compares checkpoints
     return sections
 
 
