@@ -10,7 +10,7 @@ import pathlib
 import re
 import shutil
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from jaxscale import command_line
 from jaxscale import config as configs
@@ -25,7 +25,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 HF_CONFIG = "hf_config.json"
 """The config.json of the Hugging Face model that a run's weights come from, under another name."""
 
-BEST = "best"
+BEST: Final = "best"
 """A --step: that of the checkpoint with the lowest held-out loss."""
 
 BESIDE_TOKENIZER = (

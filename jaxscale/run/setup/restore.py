@@ -3,7 +3,7 @@
 import contextlib
 import pathlib
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.distributed import processes
@@ -20,7 +20,7 @@ def restore_params(
     engine: Engine,
     workdir: pathlib.Path,
     tokenizer: Tokenizer | None = None,
-    wanted_step: int | str | None = None,
+    wanted_step: int | Literal["best"] | None = None,
 ) -> tuple[int, Any, dict[str, Any]]:
     """A checkpoint's step, its parameters on this engine's mesh in canonical form, and its
     metadata. It is not deleted meanwhile by a run that goes on.
@@ -38,7 +38,6 @@ def restore_params(
     try:
         if wanted_step == BEST:
             wanted_step = _best(checkpoints, workdir)
-        assert not isinstance(wanted_step, str), wanted_step
         if wanted_step is None:
             bring_newest(checkpoints)
         else:
