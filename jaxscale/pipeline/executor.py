@@ -133,7 +133,7 @@ def _tick(rank: Rank, state: State, row: Row) -> State:
             gathers = rank.is_here(row, part, row["gather"] == 1)
             state = when(
                 gathers,
-                lambda s, p=part: _gather(rank, s, row, p),
+                lambda s, p=part: _in_order(_gather(rank, s, row, p), row["gather"] == 1),
                 state,
                 rank.scope(GATHER, part),
             )
@@ -144,9 +144,10 @@ def _tick(rank: Rank, state: State, row: Row) -> State:
     if state.pending is not None and not rank.has_one_chunk:
         for part in rank.parts:
             reduces = rank.is_here(row, part, row["reduce"] == 1)
+            begin = rank.first_row(row)
             state = when(
                 reduces,
-                lambda s, p=part: _reduce(rank, s, rank.first_row(row), p),
+                lambda s, p=part, b=begin: _in_order(_reduce(rank, s, b, p), row["reduce"] == 1),
                 state,
                 rank.scope(REDUCE, part),
             )
@@ -175,7 +176,7 @@ def _add_losses(rank: Rank, state: State, row: Row) -> State:
 
 def _recompute(rank: Rank, state: State, row: Row) -> State:
     """From the input that its F saved; or the F itself, where it saves its residuals."""
-    made, kept = state.made, at(state.buffers["input"], row["input"])
+    kept = at(state.buffers["input"], row["input"])
     columns, first = rank.program.columns, row["input"] < 0
     some_save = ((columns["kind"] == R) & (columns["input"] < 0)).any()
 
@@ -185,10 +186,7 @@ def _recompute(rank: Rank, state: State, row: Row) -> State:
 
     received = jax.lax.cond(first, begin, lambda: kept) if some_save else kept
     stream = rank.entered(received, row) if rank.keeps_received else received
-    state = _chunk_forward(rank, state, row, received, stream, saves_residuals=True, again=~first)
-    if some_save:
-        made = jax.tree.map(lambda new, old: jnp.where(first, new, old), state.made, made)
-    return state._replace(made=made)
+    return _chunk_forward(rank, state, row, received, stream, saves_residuals=True, again=~first)
 
 
 def _input_gradient(rank: Rank, state: State, row: Row) -> State:
@@ -213,16 +211,21 @@ def _weight_gradient(rank: Rank, state: State, row: Row) -> State:
             return rank.add_gradients(state, row, part, index, dweights)
 
         state = rank.each_layer(row, part, one, state)
-    # W makes nothing to send. Without this dependence on it, the ranks might exchange messages
-    # in the middle of a tick: those with a W before it, the others after their operation.
-    summed = state.grads if state.pending is None else state.pending
-    names, frozen = [part.name for part in rank.parts], rank.zero.frozen
-    still = frozen and {name: frozen[name] for name in names}
-    sums = rank.zero.trained({name: summed[name] for name in names}, still)
-    if not sums:  # all are frozen
-        return state
-    smallest = min(sums, key=lambda x: x.size)
-    made, _ = jax.lax.optimization_barrier((state.made, smallest))
+    return _in_order(state, row["kind"] == W)
+
+
+def _in_order(state: State, holds: jax.Array) -> State:
+    """The state, with the message rewritten by an operation that leaves it as it is.
+
+    The operations and the sends of a tick all write or read the message, so every rank reaches
+    their collectives in one order. XLA:CPU (jaxlib 0.12) needs that: it starts a send while a loop
+    that shares no buffer with it still runs, even after an `optimization_barrier`, which it drops
+    before it schedules. Two ranks of a tensor group then paired different collectives.
+
+    Args:
+      holds: true whenever the operation runs, which the compiler cannot know.
+    """
+    made = jax.tree.map(lambda x: jnp.where(holds, x, jnp.zeros_like(x)), state.made)
     return state._replace(made=made)
 
 
