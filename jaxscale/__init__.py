@@ -1,6 +1,8 @@
 """Training large language models on meshes of accelerators with JAX."""
 
 import importlib
+import os
+import re
 import signal
 import sys
 from typing import Any
@@ -9,6 +11,16 @@ from typing import Any
 # traceback. `command_line.run` takes over.
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+# XLA:CPU (jaxlib 0.12) keeps a thread waiting in each collective, and has as many threads as cores.
+# Ranks start collectives that do not depend on each other in different orders: with several devices
+# in a process the waiting ones can take every thread, and none of them ends.
+_DEVICES = re.search(
+    r"JAX_NUM_CPU_DEVICES=(\d+)|xla_force_host_platform_device_count=(\d+)",
+    " ".join(f"{name}={os.environ.get(name)}" for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")),
+)
+if _DEVICES and (_NUM_DEVICES := int(_DEVICES[1] or _DEVICES[2])) > 1:
+    os.environ.setdefault("PJRT_NPROC", str(max(4 * _NUM_DEVICES, os.cpu_count() or 1)))
 
 # The public names and their modules. They are looked up when first used, so that a command can
 # refuse a mistyped flag before JAX is imported.
