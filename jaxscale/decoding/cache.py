@@ -52,6 +52,7 @@ def read_chunks(
     model: Decoder | EncoderDecoder,
     params: Any,
     tokens_BT: jax.Array,
+    lengths_B: jax.Array,
     cache: Any,
     place: Place,
     of_chunk: Callable[[jax.Array, jax.Array], Any] = lambda x_BTD, start: None,
@@ -60,6 +61,7 @@ def read_chunks(
 
     Args:
       tokens_BT: their length is one that `round_up` gives.
+      lengths_B: of each text with the tokens that are still to come.
       of_chunk: what is wanted of a chunk, from what the layers return for it and the place of its
         first token.
 
@@ -72,7 +74,7 @@ def read_chunks(
     def one(cache, start):
         part_BT = jax.lax.dynamic_slice_in_dim(tokens_BT, start, chunk, axis=1)
         positions_BT = jnp.broadcast_to(start + jnp.arange(chunk), part_BT.shape)
-        x_BTD, cache = model.decode(params, part_BT, positions_BT, cache, place)
+        x_BTD, cache = model.decode(params, part_BT, positions_BT, cache, place, lengths_B)
         return place(cache, model.cache_axes), of_chunk(x_BTD, start)
 
     return jax.lax.scan(one, cache, jnp.arange(0, width, chunk))

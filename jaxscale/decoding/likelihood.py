@@ -23,7 +23,6 @@ from jaxscale.decoding.placement import row_placement, without_pipeline_or_conte
 from jaxscale.decoding.prompts import check_decodes, has_encoder, prompt_ids, source_rows
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
-from jaxscale.models.positions import for_length
 from jaxscale.sharding.resolve import automatic_axes, weights_in_use
 from jaxscale.sharding.specs import replicated
 from jaxscale.training.engine import Engine
@@ -87,7 +86,6 @@ def log_likelihoods(
             f"a prompt and its choice of {longest} tokens need as many learned positions, and the "
             f"model has model.max_seq_len = {config.max_seq_len}; shorten the prompt"
         )
-    model = for_length(engine.model, longest)
     params, mesh = without_pipeline_or_context(engine, params)
     replicas = mesh.size // math.prod(mesh.shape[axis] for axis in automatic_axes(mesh.shape))
     num_rows = replicas * max(1, ROWS // replicas)
@@ -105,7 +103,7 @@ def log_likelihoods(
         source = None
         if has_encoder(engine):
             source = source_rows([sources[i] for i in chosen], num_rows)
-        scores = _score(params, source, rows, bounds, model=model, mesh=mesh)
+        scores = _score(params, source, rows, bounds, model=engine.model, mesh=mesh)
         found[chosen] = np.asarray(scores, np.float64)[: len(chosen)]
     return found
 
@@ -154,5 +152,6 @@ def _score(
         inside_BT = (places_T >= bounds_B2[:, :1]) & (places_T < bounds_B2[:, 1:])
         return jnp.sum(jnp.where(inside_BT, log_p_BT, 0), axis=-1)
 
-    _, sums_CB = read_chunks(model, params, tokens_BS[:, :width], cache, place, sums)
+    lengths_B = bounds_B2[:, 1]  # the last target is not read
+    _, sums_CB = read_chunks(model, params, tokens_BS[:, :width], lengths_B, cache, place, sums)
     return jax.lax.with_sharding_constraint(jnp.sum(sums_CB, axis=0), replicated(mesh))

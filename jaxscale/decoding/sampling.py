@@ -32,7 +32,6 @@ from jaxscale.decoding.placement import row_placement, without_pipeline_or_conte
 from jaxscale.decoding.prompts import check_decodes, encode_prompts, has_encoder
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
-from jaxscale.models.positions import for_length
 from jaxscale.sharding.resolve import weights_in_use
 from jaxscale.sharding.specs import replicated
 from jaxscale.training.engine import Engine, check_params
@@ -144,10 +143,9 @@ def _draw_rows(
     batch, longest = len(begun), max(map(len, begun))
     vocab_size = _num_drawable(engine, tokenizer)
     params, mesh = without_pipeline_or_context(engine, params)
-    model = for_length(engine.model, longest + drawing.num_tokens)
     width = round_up(longest - 1) if longest > 1 else 0
     slots = max(width, round_up(longest + drawing.num_tokens))
-    check_fits_host(model, params, source, batch, slots)
+    check_fits_host(engine.model, params, source, batch, slots)
     rows = np.full((batch, slots), tokenizer.boundary, np.int32)
     for row, ids in zip(rows, begun):
         row[: len(ids)] = ids
@@ -162,7 +160,7 @@ def _draw_rows(
             top_k=drawing.top_k or vocab_size,
             top_p=float(drawing.top_p),
         ),
-        model=model,
+        model=engine.model,
         mesh=mesh,
         width=width,
         vocab_size=vocab_size,
@@ -198,12 +196,13 @@ def _extend(
     The first `width` tokens of each row are prefilled; they cover every prompt but its last token.
     """
     batch, slots = tokens_BS.shape
+    ends_B = lengths_B + drawing.num_tokens
     place = row_placement(mesh, batch)
     params = weights_in_use(model.axes, params, model.settings.compute_dtype)
     cache = begin_cache(model, params, source, batch, slots, place)
     if width:
         # The slot of a token of padding is overwritten before any query attends to it.
-        cache, _ = read_chunks(model, params, tokens_BS[:, :width], cache, place)
+        cache, _ = read_chunks(model, params, tokens_BS[:, :width], ends_B, cache, place)
     rows_B = jnp.arange(batch)
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
 
@@ -215,7 +214,7 @@ def _extend(
         step, tokens_BS, done_B, cache = carry
         places_B = lengths_B - 1 + step
         last_B1 = tokens_BS[rows_B, places_B][:, None]
-        x_B1D, cache = model.decode(params, last_B1, places_B[:, None], cache, place)
+        x_B1D, cache = model.decode(params, last_B1, places_B[:, None], cache, place, ends_B)
         logits_B1V = logits_of(model, params, x_B1D)
         logits_BV = place(logits_B1V[:, 0, :vocab_size], ("batch", "vocab"))
         next_B = _draw(logits_BV, keys_B, step, drawing)

@@ -302,9 +302,7 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
 
     def theta(self, index: int) -> float:
         """The base of a layer's rotary positions."""
-        if self._own_rope(index):
-            return self.local_rope_theta
-        return self.dynamic_theta(self.rope_theta, self.rotary_dim)
+        return self.local_rope_theta if self._own_rope(index) else self.rope_theta
 
     def scaling(self, index: int) -> str:
         """The scaling of a layer's rotary positions."""

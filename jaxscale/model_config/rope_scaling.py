@@ -8,7 +8,7 @@ from jaxscale.model_config.settings import option
 
 SCALINGS = ("none", "linear", "llama3", "yarn", "longrope", "dynamic")
 BY_LENGTH = ("longrope", "dynamic")
-"""Those that depend on the length of the longest sequence."""
+"""Those that depend on the length of a text."""
 
 _CONTEXT = ("rope_factor", "rope_original_context")
 _TURNS = (*_CONTEXT, "rope_low_turns", "rope_high_turns")
@@ -44,7 +44,9 @@ class RopeScalingOptions:
     # context, and beyond it.
     rope_short_factors: tuple[float, ...] = option(())
     rope_long_factors: tuple[float, ...] = option(())
-    rope_length: int = option(0)  # of the longest sequence (longrope, dynamic); 0 is data.seq_len
+    # Texts up to this length have the positions of this length (longrope, dynamic); 0 is
+    # data.seq_len.
+    rope_length: int = option(0)
 
     def check_rope_scaling(self, rotary_dim: int) -> None:
         """Refuses options that contradict each other.
@@ -87,19 +89,3 @@ class RopeScalingOptions:
         """Turns in the original context below which features are scaled, and above which not."""
         low, high = USUAL_TURNS.get(self.rope_scaling, (0.0, math.inf))
         return self.rope_low_turns or low, self.rope_high_turns or high
-
-    @property
-    def rope_factors(self) -> tuple[float, ...]:
-        """The one of the two lists of factors that is for `rope_length`."""
-        is_long = self.rope_length > self.rope_original_context
-        return self.rope_long_factors if is_long else self.rope_short_factors
-
-    def dynamic_theta(self, theta: float, rotary_dim: int) -> float:
-        """The base of rotary positions, larger for sequences beyond the original context (NTK-aware
-        scaling, as transformers' "dynamic")."""
-        if self.rope_scaling != "dynamic":
-            return theta
-        times = max(self.rope_length / self.rope_original_context, 1)
-        return theta * (self.rope_factor * times - (self.rope_factor - 1)) ** (
-            rotary_dim / (rotary_dim - 2)
-        )

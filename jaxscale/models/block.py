@@ -184,9 +184,10 @@ class Attention(nnx.Module):
         layer: jax.Array,
         kind: int = 0,
         bias_bN: jax.Array | None = None,
+        rotary: Callable = rotary,
     ) -> tuple[jax.Array, Cache]:
         """Writes these tokens to the cache at their positions, and attends to all that it holds."""
-        q_BTNH, *new = self.project(x_BTD, positions_BT, kind)
+        q_BTNH, *new = self.project(x_BTD, positions_BT, kind, rotary=rotary)
 
         rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
         k_LBSKH, v_LBSKH = (
@@ -369,19 +370,24 @@ class Block(nnx.Module):
         cache: Any,
         layer: jax.Array,
         kind: int,
-        kernels: Kernels | None = None,
+        kernels: Kernels,
     ) -> tuple[jax.Array, Any]:
         """The stream after the layer, of tokens that are added to the cache of layer `layer`, and
         that cache: a `Cache`, or a `LatentCache`."""
         y_BTD, cache = self.attention.decode(
-            _apply(self.attention_norm, x_BTD), positions_BT, cache, layer, kind
+            _apply(self.attention_norm, x_BTD),
+            positions_BT,
+            cache,
+            layer,
+            kind,
+            rotary=kernels.rotary,
         )
         after_BTD = self.add(x_BTD, y_BTD, self.attention_post_norm)
         inputs_BTD = _apply(self.mlp_norm, x_BTD if self.parallel else after_BTD)
         z_BTD = self._decode_mlp(inputs_BTD, kernels)
         return self.add(after_BTD, z_BTD, self.mlp_post_norm), cache
 
-    def _decode_mlp(self, x_BTD: jax.Array, kernels: Kernels | None) -> jax.Array:
+    def _decode_mlp(self, x_BTD: jax.Array, kernels: Kernels) -> jax.Array:
         del kernels
         return self.mlp(x_BTD)
 

@@ -37,6 +37,7 @@ from jaxscale.models.parts import (
     part_sums,
     trunk_parts,
 )
+from jaxscale.models.positions import rotary_for
 from jaxscale.models.prediction import (
     PREDICTION,
     further_fields,
@@ -397,6 +398,7 @@ class Decoder:
         positions_BT: jax.Array,
         cache: Any,
         shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x,
+        lengths_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """The stream after every layer, and the cache with these tokens in it.
 
@@ -406,7 +408,11 @@ class Decoder:
           positions_BT: their positions, which are also their slots in the cache.
           shard: constrains the stream that enters each layer. Otherwise the partitioner would
             shard d_model over fsdp, as the weights, and replicate keys and values to write them.
+          lengths_B: of each text with the tokens that are still to come, on which rotary positions
+            may depend; None is `rope_length` of the settings for all.
         """
+        rotary = rotary_for(self.settings, lengths_B)
+        kernels = dataclasses.replace(self.kernels, rotary=rotary)
         x_BTD = self._module(Embedding, params["embed"])(tokens_BT, positions_BT, plain_lookup)
 
         def one(part, carry, layer, kind):
@@ -414,8 +420,7 @@ class Decoder:
             for i, (make, path) in enumerate(zip(part.blocks, part.paths)):
                 block = self._module(make, weights[path[0]] if path else weights)
                 x_BTD = shard(carry[0], ("batch",))
-                own = (self.kernels,) if make is ExpertBlock else ()
-                carry = block.decode(x_BTD, positions_BT, carry[1], index + i, kind, *own)
+                carry = block.decode(x_BTD, positions_BT, carry[1], index + i, kind, kernels)
             return carry
 
         # The cache is carried, not scanned over: carried, it is updated in place.

@@ -225,8 +225,10 @@ class EncoderDecoder:
         positions_BT: jax.Array,
         cache: CrossCache,
         shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x,
+        lengths_B: jax.Array | None = None,
     ) -> tuple[jax.Array, CrossCache]:
-        """`Decoder.decode`, with a cache that `encode` made."""
+        """`Decoder.decode`, with a cache that `encode` made; there are no rotary positions."""
+        del lengths_B
         embed, dtype = params["embed"], jnp.dtype(self.settings.compute_dtype)
         x_BTD = plain_lookup(embed["tokens"], tokens_BT, "vocab", dtype)
         bias_bN = self._table(embed, "decoder_bias").get("bias")

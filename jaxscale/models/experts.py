@@ -239,8 +239,7 @@ class ExpertBlock(Block):
     ) -> tuple[jax.Array, Sums]:
         return self.mlp(x_BTD, batch, kernels, jitter)
 
-    def _decode_mlp(self, x_BTD: jax.Array, kernels: Kernels | None) -> jax.Array:
-        assert kernels is not None, "a decoder gives them to its layers with experts"
+    def _decode_mlp(self, x_BTD: jax.Array, kernels: Kernels) -> jax.Array:
         return self.mlp.decode(x_BTD, kernels.dispatch.matmul)
 
 

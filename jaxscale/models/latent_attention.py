@@ -69,7 +69,7 @@ class MultiHeadLatentAttention(nnx.Module):
         config, turn = self.config, rope_settings(self.config, kind)
         from_BTQ, from_BTC, k_BTR = self._compressed(x_BTD, kernels.linear)
         parts = kernels.columns(from_BTQ, (self.q_plain[...], self.q_turned[...]))
-        q_BTNH = self._queries(parts, batch.positions, turn)
+        q_BTNH = self._queries(parts, batch.positions, turn, rotary)
         k_plain_BTN, v_BTNV = kernels.columns(from_BTC, (self.k_plain[...], self.v[...]))
         k_BTR = kernels.shard(k_BTR, ("batch", "seq", "head_dim"))
         k_BT1R = rotary(k_BTR[:, :, None], batch.positions, **turn)
@@ -105,7 +105,11 @@ class MultiHeadLatentAttention(nnx.Module):
         return from_BTQ, from_BTC, k_BThr.reshape(*k_BThr.shape[:2], -1)
 
     def _queries(
-        self, parts: tuple[jax.Array, ...], positions_BT: jax.Array, turn: dict[str, Any]
+        self,
+        parts: tuple[jax.Array, ...],
+        positions_BT: jax.Array,
+        turn: dict[str, Any],
+        rotary: Callable,
     ) -> jax.Array:
         """Both parts of the queries, the second rotated."""
         plain_BTN, turned_BTNhr = parts
@@ -119,6 +123,7 @@ class MultiHeadLatentAttention(nnx.Module):
         cache: LatentCache,
         layer: jax.Array,
         kind: int = 0,
+        rotary: Callable = rotary,
     ) -> tuple[jax.Array, LatentCache]:
         """Writes these tokens to the cache at their positions, and attends to all that it holds.
 
@@ -129,7 +134,7 @@ class MultiHeadLatentAttention(nnx.Module):
         from_BTQ, from_BTC, k_BTR = self._compressed(x_BTD)
         plain_BTN, turned_BTNhr = columns(from_BTQ, (self.q_plain[...], self.q_turned[...]))
         into_BTNC = jnp.einsum("btnp,cnp->btnc", plain_BTN, self.k_plain[...])
-        q_BTNH = self._queries((into_BTNC, turned_BTNhr), positions_BT, turn)
+        q_BTNH = self._queries((into_BTNC, turned_BTNhr), positions_BT, turn, rotary)
         k_BT1R = rotary(k_BTR[:, :, None], positions_BT, **turn)
         new_BT1H = jnp.concatenate((from_BTC[:, :, None], k_BT1R), axis=-1)
         (old_LBS1H,) = cache

@@ -5,7 +5,7 @@ Shapes: B batch, T time, N heads, H head_dim, h pairs (H / 2).
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,10 @@ class RopeScaling(NamedTuple):
     Kinds: "linear" lowers all (arXiv 2306.15595). "llama3" and "yarn" (arXiv 2309.00071) lower
     those with fewer than `low_turns` turns in the original context, keep those with more than
     `high_turns`, and go from one to the other in between: "llama3" linearly in turns, "yarn" in the
-    number of the feature. "longrope" (arXiv 2402.13753) divides each by one of `factors`. The last
-    two also scale queries and keys by `attention_factor`, for which 0 is 1 + ln(factor) / 10 and
+    number of the feature. "longrope" (arXiv 2402.13753) divides each by one of `short_factors`, or
+    of `long_factors` for texts beyond the original context. "dynamic" (NTK-aware scaling, as in
+    transformers) raises theta with the length of such texts. "yarn" and "longrope" also scale
+    queries and keys by `attention_factor`, for which 0 is 1 + ln(factor) / 10 and
     sqrt(1 + ln(factor) / ln(original_context)).
     """
 
@@ -33,7 +35,9 @@ class RopeScaling(NamedTuple):
     high_turns: float = 4.0
     attention_factor: float = 0.0
     truncate: bool = True  # the bounds of "yarn" to whole features
-    factors: tuple[float, ...] = ()  # of "longrope", one for each pair of features
+    short_factors: tuple[float, ...] = ()  # of "longrope", one for each pair of features
+    long_factors: tuple[float, ...] = ()
+    length: int = 0  # of a text, for "longrope" and "dynamic"
 
     @property
     def multiplier(self) -> float:
@@ -54,6 +58,7 @@ def rotary(
     scaling: RopeScaling | None = None,
     rotary_dim: int = 0,
     factor: float = 1.0,
+    lengths_B: Array | None = None,
 ) -> Array:
     """Rotates pairs of features by an angle proportional to the position (arXiv 2104.09864).
 
@@ -64,17 +69,18 @@ def rotary(
       theta: base of the geometric series of wavelengths.
       rotary_dim: the first features, which are rotated; 0 is all.
       factor: of the result, before it is rounded to the input's type.
+      lengths_B: of each row's text, in place of `scaling.length`.
     """
     head_dim = x_BTNH.shape[-1]
     rotary_dim = rotary_dim or head_dim
-    frequencies_h = _frequencies(rotary_dim, theta, scaling)
+    frequencies = _frequencies(rotary_dim, theta, scaling, lengths_B)
     turned_factor = factor * (scaling.multiplier if scaling else 1.0)
 
     # The backward pass recomputes the angles, so that they are not saved for every layer.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def turn(x_BTNH: Array, positions_BT: Array) -> Array:
         dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
-        angles_BT1h = positions_BT.astype(dtype)[..., None, None] * frequencies_h.astype(dtype)
+        angles_BT1h = positions_BT.astype(dtype)[..., None, None] * frequencies.astype(dtype)
         cos_BT1h = turned_factor * jnp.cos(angles_BT1h)
         sin_BT1h = turned_factor * jnp.sin(angles_BT1h)
         cos_BT1H = jnp.concatenate((cos_BT1h, cos_BT1h), axis=-1)
@@ -178,15 +184,21 @@ def _turn(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array, interpret: bool) -> Arr
     )(x_BNTH, cos_BTH, sin_BTH)
 
 
-def _frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Radians per position for each pair of features, in float64."""
+def _frequencies(
+    rotary_dim: int, theta: float, scaling: RopeScaling | None, lengths_B: Array | None = None
+) -> Any:
+    """Radians per position for each pair of features: [h] in float64, or for scalings that depend
+    on the lengths of texts, where these are given, [B, 1, 1, h]."""
     frequencies = theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    if scaling.kind == "longrope":
-        return frequencies / np.array(scaling.factors)
+    if scaling.kind in ("longrope", "dynamic"):
+        if lengths_B is None:
+            return _frequencies_for(np.array(scaling.length), frequencies, scaling)
+        lengths_B111 = lengths_B.astype(float)[:, None, None, None]
+        return _frequencies_for(lengths_B111, frequencies, scaling)
     if scaling.kind == "llama3":
         turns = scaling.original_context * frequencies / (2 * math.pi)
         span = scaling.high_turns - scaling.low_turns
@@ -194,6 +206,18 @@ def _frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None) -> 
     else:
         keep = 1 - _yarn_ramp(rotary_dim, theta, scaling)
     return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+def _frequencies_for(length: Any, frequencies_h: np.ndarray, scaling: RopeScaling) -> Any:
+    """Those of texts of a length, a number or an array of NumPy or JAX."""
+    xp, beyond = length.__array_namespace__(), length / scaling.original_context
+    if scaling.kind == "longrope":
+        factors = np.array(scaling.long_factors), np.array(scaling.short_factors)
+        return xp.where(beyond > 1, *(frequencies_h / each for each in factors))
+    # Theta times growth ** (R / (R - 2)), with R rotated features.
+    growth = scaling.factor * xp.maximum(beyond, 1) - (scaling.factor - 1)
+    num_pairs = len(frequencies_h)
+    return frequencies_h * growth ** (-np.arange(num_pairs) / (num_pairs - 1))
 
 
 def _yarn_ramp(rotary_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:

@@ -16,7 +16,7 @@ from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.forward import forward
-from jaxscale.models.positions import for_length
+from jaxscale.models.positions import for_width
 from jaxscale.models.protocol import head_params
 from jaxscale.run.initial_weights import open_weights
 from jaxscale.training.engine import find_model
@@ -78,7 +78,7 @@ class Pretrained:
         batch = Batch(tokens, tokens, segments, positions, weights, extras or ())
         # Float32 is otherwise rounded to fewer bits in the matmuls of GPUs and TPUs.
         with jax.default_matmul_precision("float32"):
-            model = for_length(self.model, int(positions.max(initial=0)) + 1)
+            model = for_width(self.model, tokens.shape[1])
             return _logits(model, self.params, batch)
 
     def _checked_types(self, token_types: Any, tokens: jax.Array) -> jax.Array:

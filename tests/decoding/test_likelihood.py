@@ -1,5 +1,6 @@
 """Multiple choice: the likelihood of a choice is the loss of its tokens, in every layout."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,7 +8,19 @@ import pytest
 
 from jaxscale.data.text.dialogue import Question, read_questions
 from jaxscale.decoding import likelihood
-from tests.decoding.test_sampling import BOUNDARY, GPT, LLAMA, TOKENIZER, encode, full_logits, make
+from jaxscale.decoding.sampling import sample
+from jaxscale.model_config import ModelConfig
+from tests.decoding.test_sampling import (
+    BOUNDARY,
+    GPT,
+    LLAMA,
+    SIZES,
+    TOKENIZER,
+    check_likeliest,
+    encode,
+    full_logits,
+    make,
+)
 
 PAIRS = [("abc", "d"), ("abc", "hgfed"), ("", "abcabc"), ("hgfedcbahgfe", "a"), ("c", "ab")]
 
@@ -37,6 +50,31 @@ def test_log_likelihoods_are_those_of_the_forward_pass(config, layout, monkeypat
     found = likelihood.log_likelihoods(engine, params, TOKENIZER, PAIRS)
     expected = [plainly(config, *pair) for pair in PAIRS]
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
+
+
+LENGTHS = {"rope_original_context": 16, "rope_factor": 3.0}
+BY_LENGTH = {
+    "longrope": {"rope_short_factors": (1, 1.1, 1.5, 2), "rope_long_factors": (1, 2, 3.5, 6)},
+    "dynamic": {"rope_theta": 100.0},
+}
+
+
+@pytest.mark.parametrize("scaling", BY_LENGTH)
+def test_positions_by_length_are_those_of_each_text_alone(scaling):
+    """Scored and generated: a text within the original context, and one beyond it."""
+    config = ModelConfig(
+        **SIZES, vocab_size=20, rope_scaling=scaling, **LENGTHS, **BY_LENGTH[scaling]
+    )
+    engine, params = make(config)
+    prompts, num_tokens = ["abc", "abcdefgh" * 2], 4
+    pairs = [(prompt, "hgfed") for prompt in prompts]  # as long as a prompt with its new tokens
+    found = likelihood.log_likelihoods(engine, params, TOKENIZER, pairs)
+    texts = sample(engine, params, TOKENIZER, prompts, num_tokens=num_tokens, temperature=0)
+    for prompt, score, text in zip(prompts, found, texts):
+        length = 1 + len(prompt) + num_tokens
+        alone = dataclasses.replace(config, rope_length=max(length, 16))
+        np.testing.assert_allclose(score, plainly(alone, prompt, "hgfed"), rtol=0, atol=1e-10)
+        check_likeliest(alone, prompt, text, num_tokens)
 
 
 def test_accuracy_is_plain_and_by_length(monkeypatch):
