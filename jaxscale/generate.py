@@ -193,7 +193,7 @@ def _check_utf8(flag: str, text: str) -> None:
 
 def _read(file: pathlib.Path) -> str:
     try:
-        return file.read_text()
+        return file.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"--prompt_file {file} is not {error.encoding} text: byte {error.start} is "

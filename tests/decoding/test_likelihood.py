@@ -125,7 +125,7 @@ def test_a_bad_question_is_named(tmp_path, line, match):
     with pytest.raises(ValueError, match=rf"--choices .*q.jsonl, {match}"):
         read_questions(file)
     line = json.dumps(GOOD | {"prompt": "a\u2028"}, ensure_ascii=False)
-    file.write_text(f"{line}\n\n")
+    file.write_text(f"\ufeff{line}\n\n")  # a byte order mark is no text
     assert read_questions(file) == [Question("a\u2028", ("b", "c"), 1)]
     file.write_text("\n")
     with pytest.raises(ValueError, match=r"q.jsonl is empty; it holds a question on each line"):

@@ -151,7 +151,7 @@ def find_template(beside: Mapping[str, bytes], where: str) -> ChatTemplate | Non
     config = read_json(beside, "tokenizer_config.json", where)
     source = config.get("chat_template")
     if "chat_template.jinja" in beside:
-        source = beside["chat_template.jinja"].decode()
+        source = beside["chat_template.jinja"].decode("utf-8-sig")
     if isinstance(source, list):
         named = {one["name"]: one["template"] for one in source}
         if "default" not in named:

@@ -73,7 +73,7 @@ def read_conversations(file: pathlib.Path) -> list[Conversation]:
     Raises:
       ValueError: it holds something else.
     """
-    text = file.read_text()
+    text = file.read_text("utf-8-sig")
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -149,7 +149,7 @@ def read_questions(file: pathlib.Path) -> list[Question]:
     """
     questions = []
     # Not splitlines(): see _each_line.
-    for number, line in enumerate(file.read_text().split("\n"), 1):
+    for number, line in enumerate(file.read_text("utf-8-sig").split("\n"), 1):
         if line.strip():
             questions.append(_question(f"--choices {file}, line {number}", line))
     if not questions:

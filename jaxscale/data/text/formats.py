@@ -3,8 +3,11 @@
 A part is a range of the stored bytes. A record belongs to the part that it begins in, so that
 parts can be cut without reading the file. A position is a byte of the (decompressed) file for
 text, lines and FASTA, and the number of a record for the others.
+
+A UTF-8 byte order mark at the beginning of a file is no part of its text.
 """
 
+import codecs
 import io
 import json
 import pathlib
@@ -115,7 +118,7 @@ def _lines(stream: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, bytes
         stream.seek(start - 1)
         position += len(stream.readline()) - 1
     while position < stop and (line := stream.readline()):
-        yield position, line
+        yield position, line if position else line.removeprefix(codecs.BOM_UTF8)
         position += len(line)
 
 
@@ -279,4 +282,5 @@ def _whole(path: str, data: bytes) -> str | ValueError:
             encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         except SyntaxError as error:
             return ValueError(f"is not Python source: {error}")
-    return _decoded(data, encoding)
+    text = _decoded(data.removeprefix(codecs.BOM_UTF8), encoding)
+    return text or ValueError("has no text")

@@ -322,6 +322,36 @@ def test_python_source_has_the_encoding_it_declares(tmp_path):
     assert "c.py is not ascii text: byte 16" in problem_of(listed(tmp_path / "c.py"))
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "boundary"),
+    [
+        ("a.txt", b"a text\n", "file"),
+        ("a.txt", b"a text", "line"),
+        ("a.txt", b"a text\n\n", "paragraph"),
+        ("a.py", b"# a text", None),
+        ("a.jsonl", b'{"text": "a text"}\n', None),
+        ("a.fa", b">a\nACGT\n", None),
+    ],
+)
+def test_a_byte_order_mark_at_the_beginning_is_no_text(tmp_path, name, data, boundary):
+    """Nor does it end up in a part; elsewhere the character is text."""
+    path, mark = tmp_path / name, "\ufeff".encode()
+    path.write_bytes(data)
+    expected = texts_of(listed(path, boundary=boundary))
+    path.write_bytes(mark + data)
+    file = listed(path, boundary=boundary)
+    for piece_bytes in (1, 2, 4, file.num_bytes):
+        assert texts_of(file, piece_bytes) == expected
+    packed = path.with_name(f"{name}.gz")
+    packed.write_bytes(gzip.compress(mark + data))
+    assert texts_of(listed(packed, boundary=boundary)) == expected
+    if boundary == "file":
+        path.write_bytes(mark * 2 + data)
+        assert texts_of(listed(path)) == ["\ufeff" + expected[0]]
+        path.write_bytes(mark)
+        assert problem_of(listed(path)) == f"{path} has no text"
+
+
 def test_text_is_read_as_it_is(tmp_path):
     (tmp_path / "a.txt").write_bytes("é\r\n\x00\u2028".encode())
     assert texts_of(listed(tmp_path / "a.txt")) == ["é\r\n\x00\u2028"]
