@@ -88,8 +88,13 @@ def _processor() -> str:
 
 
 def _remove_old(folder: pathlib.Path) -> None:
-    before = time.time() - MOST_DAYS * 24 * 3600
+    ages = dict[pathlib.Path, float]()
     for file in folder.iterdir():
         with contextlib.suppress(OSError):  # another process may have removed it
-            if file.stat().st_mtime < before:
+            ages[file] = file.stat().st_mtime
+    # A clock that is ahead for a while makes no program old.
+    newest = min(time.time(), max(ages.values(), default=0.0))
+    for file, written in ages.items():
+        with contextlib.suppress(OSError):
+            if written < newest - MOST_DAYS * 24 * 3600:
                 file.unlink()

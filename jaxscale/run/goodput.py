@@ -7,8 +7,9 @@ import os
 import pathlib
 import time
 from collections.abc import Mapping
+from typing import Any
 
-from jaxscale.distributed import phases
+from jaxscale.distributed import launcher, phases
 from jaxscale.formatting import duration
 
 FILE = "seconds.json"
@@ -22,6 +23,10 @@ CAUSES = {
     "reading text and compiling": "compile",
 }
 """Phase -> what its seconds are counted as; those of any other are "start"."""
+
+SET_AFTER = 1.6e9
+"""Seconds from 1970 to 2020. A wall clock that says less was not set: that of a host without a
+battery begins in 1970."""
 
 DAMAGED = (
     OSError,
@@ -57,7 +62,7 @@ class Account:
         with contextlib.suppress(*DAMAGED):  # which costs only the account
             kept = json.loads(self._path.read_text())
             before = {str(cause): float(each) for cause, each in kept["seconds"].items()}
-            gap = time.time() - age - float(kept["until"])
+            gap = seconds_since(float(kept["until"]), kept.get("clock")) - age
             before["restart"] = before.get("restart", 0.0) + max(0.0, gap)
             self.attempts, self._before = int(kept["attempts"]) + 1, before
 
@@ -80,11 +85,37 @@ class Account:
         Not synchronised with the disk, which would stall the step that it is kept beside: what a
         crash of the machine loses of it is at most an account of some seconds.
         """
-        text = {"attempts": self.attempts, "seconds": self.seconds(), "until": time.time()}
+        text = {
+            "attempts": self.attempts,
+            "seconds": self.seconds(),
+            "until": time.time(),
+            "clock": _clock(),
+        }
         new = self._path.with_suffix(".new")
         with contextlib.suppress(OSError):
             new.write_text(json.dumps(text) + "\n")
             os.replace(new, self._path)
+
+
+def seconds_since(until: float, clock: Any) -> float:
+    """Seconds since a time of the wall clock, however that was corrected in between as far as this
+    host can tell; 0 where the clock had not been set.
+
+    Args:
+      clock: what `_clock` was at that time, or None.
+    """
+    host, now = _clock()
+    if isinstance(clock, list) and clock[0] == host:
+        corrected_by = now - float(clock[1])
+        return time.time() - until - corrected_by
+    return time.time() - until if until > SET_AFTER else 0.0
+
+
+def _clock() -> tuple[str, float]:
+    """This host since its start, and when that was by its wall clock, which differs by as much as
+    the clock is corrected."""
+    running = time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+    return " ".join(launcher.host_identity()), time.time() - running
 
 
 def goodput_share(seconds: Mapping[str, float]) -> float:

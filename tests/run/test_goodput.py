@@ -34,6 +34,31 @@ def test_seconds_of_all_attempts_are_added_up(tmp_path, monkeypatch):
     assert {c: second.seconds()[c] for c in ("compute", "lost")} == {"compute": 125, "lost": 35}
 
 
+def test_a_clock_that_is_corrected_between_attempts_is_no_restart(tmp_path, monkeypatch):
+    """By hours or years on this host; of another one, where it had not been set at all."""
+    right = time.time()
+    monkeypatch.setattr(phases, "seconds_spent", lambda: {"training": 60.0})
+
+    def restart(wrong: float, **kept) -> float:
+        """Of an attempt 10 s after one that ended at a wrong time of the clock."""
+        monkeypatch.setattr(goodput.time, "time", lambda: wrong)
+        monkeypatch.setattr(goodput.time, "clock_gettime", lambda _: 500.0)
+        (tmp_path / goodput.FILE).unlink(missing_ok=True)
+        goodput.Account(tmp_path).keep()
+        text = json.loads((tmp_path / goodput.FILE).read_text())
+        (tmp_path / goodput.FILE).write_text(json.dumps(text | kept))
+        monkeypatch.setattr(goodput.time, "time", lambda: right)
+        monkeypatch.setattr(goodput.time, "clock_gettime", lambda _: 510.0)
+        return goodput.Account(tmp_path).seconds().get("restart", 0.0)
+
+    assert restart(right - 10) == pytest.approx(10)
+    for wrong in (5.0, right - 4 * 3600, right + 4 * 3600):
+        assert restart(wrong) == pytest.approx(10)
+    assert restart(right - 10, clock=["another", 0.0]) == pytest.approx(10)
+    for unknown in (["another", 0.0], None):
+        assert restart(5.0, clock=unknown) == 0
+
+
 def test_what_the_process_did_before_is_not_of_the_run(tmp_path, monkeypatch):
     spent = {"training": 60.0, "saving": 5.0}
     monkeypatch.setattr(phases, "seconds_spent", lambda: dict(spent))
