@@ -16,6 +16,7 @@ from jaxscale.choices import check_count, check_kind
 from jaxscale.data.dataset import Examples
 from jaxscale.data.loader import batches
 from jaxscale.training.engine import ENGINE_ADVICE, Engine, check_params
+from jaxscale.training.metrics import token_count
 
 EXAMPLES_ADVICE = (
     "pass `train`, `heldout` or one of `validation` of what jaxscale.open_text returns "
@@ -28,7 +29,7 @@ class Evaluation:
     """Held-out loss; `tokens` counted, standing for `num_bytes` bytes of text."""
 
     loss: float  # nats per token; NaN where no token counts
-    tokens: int
+    tokens: float  # the sum of their weights, an integer where it is whole
     num_bytes: float
 
     @property
@@ -131,4 +132,4 @@ def evaluate_loss(
             if stops():
                 break
     nll, tokens, num_bytes = sums.tolist()
-    return Evaluation(nll / tokens if tokens else math.nan, int(tokens), num_bytes)
+    return Evaluation(nll / tokens if tokens else math.nan, token_count(tokens), num_bytes)

@@ -34,6 +34,7 @@ from jaxscale.training.metrics import (
     heldout_losses,
     progress_line,
     read,
+    token_count,
     utilisation,
 )
 from jaxscale.training.step import StepMetrics
@@ -164,8 +165,16 @@ class Recorder:
             loss = evaluation.loss if evaluation.tokens else None
             bits = evaluation.bits_per_byte
             log.info(evaluation_line(step, self.steps, name, loss, bits))
+            if loss is not None and not math.isfinite(loss):
+                text = f"validation set {name!r}" if name else "held-out text"
+                log.warning(
+                    f"warning: the loss on the {text} is {loss} after step {step}: --step best "
+                    "leaves such a checkpoint out. Lower optimizer.learning_rate, or look at the "
+                    "text with python -m jaxscale.evaluate"
+                )
         self.metrics.write(self._evaluation)
-        self.losses = self.losses | heldout_losses([self._evaluation])
+        before = {one: loss for one, loss in self.losses.items() if one != step}
+        self.losses = before | heldout_losses([self._evaluation])
         self.restart_clock()
 
     def traced(self, steps: range, reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:
@@ -234,7 +243,7 @@ class Recorder:
             "grad_norm": grad_norm,
             **({"learning_rate": float(self._rate(step - 1))} if self._rate else {}),
             "tokens": int(tokens),
-            "loss_tokens": int(loss_tokens),
+            "loss_tokens": token_count(loss_tokens),
             "data_seconds": data_seconds,
             **self._rates(tokens, loss_tokens, seconds),
             **{name: value.tolist() for name, value in others.items() if name != "skipped"},

@@ -181,14 +181,28 @@ def read(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict[
 
 def heldout_losses(records: Iterable[Mapping[str, Any]]) -> dict[int, float]:
     """The loss on held-out text by step, or on the first validation set where no text is held out;
-    of evaluations among the records of a metrics.jsonl."""
+    of evaluations among the records of a metrics.jsonl. Losses that are not finite are left out."""
+    return {step: loss for step, loss in _losses_by_step(records).items() if math.isfinite(loss)}
+
+
+def evaluated_steps(records: Iterable[Mapping[str, Any]]) -> set[int]:
+    """The steps of evaluations, also of those whose loss is not finite."""
+    return set(_losses_by_step(records))
+
+
+def _losses_by_step(records: Iterable[Mapping[str, Any]]) -> dict[int, float]:
     losses = {}
     for record in records:
         names = [name for name in record if name.partition("/")[0] == "eval_loss"]
-        loss = record["eval_loss" if "eval_loss" in names else names[0]] if names else None
-        if loss is not None and math.isfinite(loss):
-            losses[record["step"]] = loss
+        if names:
+            loss = record["eval_loss" if "eval_loss" in names else names[0]]
+            losses[record["step"]] = math.nan if loss is None else loss
     return losses
+
+
+def token_count(weights: float) -> float:
+    """Tokens that count, from the sum of their weights: an integer where that is whole."""
+    return int(weights) if weights.is_integer() else weights
 
 
 def _is_record(values: Mapping[str, Any]) -> bool:

@@ -47,7 +47,7 @@ class StepMetrics(NamedTuple):
     loss: jax.Array  # nats per token, z-loss left out; 0 where no token counts
     grad_norm: jax.Array  # before clipping
     tokens: jax.Array  # int32, that the model read: every position but padding
-    loss_tokens: jax.Array  # that counted in the loss
+    loss_tokens: jax.Array  # that counted in the loss: the sum of their weights
     others: dict[str, jax.Array]  # the model's own: means over `loss_tokens`, or of each layer
     by_layer: dict[str, jax.Array]  # numbers for each layer, whose means are metrics
 
@@ -78,7 +78,7 @@ def make_step(
         batch = unpack_sharded(sharded)
         # A batch of long prompts may have no token that counts; its gradients are zero.
         loss_tokens = jnp.sum(batch.weights)
-        count = jnp.maximum(loss_tokens, 1)
+        count = jnp.where(loss_tokens == 0, 1, loss_tokens)
         if any(getattr(config.model, name, 0) for name in ("dropout", "router_jitter")):
             batch = batch._replace(noise=step_noise(config, state.step))
         sums, grads = gradients(state.params, batch)

@@ -14,7 +14,7 @@ from jaxscale.run.setup.restore import restore_params
 from jaxscale.run_folder import BEST
 from jaxscale.storage import tiers
 from jaxscale.training.checkpoint import Checkpoints, best_step
-from jaxscale.training.metrics import heldout_losses
+from jaxscale.training.metrics import METRICS, heldout_losses
 from tests.run.conftest import move_to
 from tests.run.test_mirror import run
 
@@ -41,6 +41,7 @@ def test_it_is_kept_and_a_run_that_resumes_remembers_it(losses, tmp_path, caplog
     _, state = run(tmp_path, 8, *SETTINGS)
     assert there(tmp_path) == [4, 8]
     assert "held-out loss of a checkpoint is 1.0000, after step 4 (--step best)" in caplog.text
+    assert caplog.text.count("warning: the loss on the held-out text is nan after step 6") == 1
     losses[:] = [1.0, 0.5, 2.0]  # an equal one is no better
     run(tmp_path, 10, *SETTINGS)
     assert there(tmp_path) == [4, 10]
@@ -70,6 +71,10 @@ def test_at_an_address_it_stays_and_a_reader_finds_it(address, losses, tmp_path,
 def test_without_evaluations_there_is_none(tmp_path, losses):
     ready, _ = run(tmp_path, 2)
     with pytest.raises(ValueError, match=r"--step best: of the checkpoints of .* \(2\) none was"):
+        restore_params(ready.engine, tmp_path, wanted_step=BEST)
+    with (tmp_path / METRICS).open("a") as file:
+        file.write('{"step": 2, "eval_loss": null, "nonfinite": {"eval_loss": "nan"}}\n')
+    with pytest.raises(ValueError, match=r"that were evaluated \(2\) have no finite held-out loss"):
         restore_params(ready.engine, tmp_path, wanted_step=BEST)
     with pytest.raises(ValueError, match=r"data.heldout = 0 leaves no documents to evaluate on"):
         run(tmp_path / "another", 2, *SETTINGS[1:])

@@ -79,10 +79,11 @@ def plain_steps(model: Decoder, params, some: list[Batch]) -> list[Plain]:
 @pytest.fixture(scope="session")
 def steps():
     """(what the engine did, what it should have done) for a batch whose gradient is to be clipped
-    and for one whose is not: all targets of the first are one token; with parameters, the
-    optimizer's settings, and the compiled step."""
+    and for one whose is not, also with weights below 1 in all: all targets of the first are one
+    token; with parameters, the optimizer's settings, and the compiled step."""
     random = batches()[0]
     same = random._replace(targets=np.zeros_like(random.targets))
+    light = random._replace(weights=random.weights / 4096)
     config = make_config(MODEL, LAYOUT)
     model = Decoder(config.model, plain_kernels())
     params = jax.tree.map(np.asarray, first_state(open_engine(config)).params)
@@ -91,15 +92,16 @@ def steps():
     optimizer = dataclasses.replace(config.optimizer, clip_norm=between)
     engine = open_engine(dataclasses.replace(config, optimizer=optimizer))
     step = compile_step(engine)
-    found = [step(first_state(engine), engine.shard(batch)) for batch in (same, random)]
+    found = [step(first_state(engine), engine.shard(batch)) for batch in (same, random, light)]
     assert expected[1].norm < 0.9 * between < between < 0.9 * expected[0].norm
-    return params, engine.config.optimizer, list(zip(found, expected)), step
+    return params, engine.config.optimizer, list(zip(found, [*expected, expected[1]])), step
 
 
 def test_the_loss_is_the_mean_over_the_tokens_that_count(steps):
-    for (_, metrics), expected in steps[2]:
+    weights = batches()[0].weights
+    for ((_, metrics), expected), parts in zip(steps[2], (1, 1, 4096)):
         assert float(metrics.loss) == pytest.approx(expected.nll, rel=1e-12)
-        assert float(metrics.loss_tokens) == batches()[0].weights.sum() < batches()[0].weights.size
+        assert float(metrics.loss_tokens) == weights.sum() / parts < weights.size / parts
         # Padding is not read, either; what is read without loss is in a run's own records.
         assert int(metrics.tokens) == np.sum(batches()[0].segments > 0)
 
@@ -131,7 +133,7 @@ def check_moment(settings: OptimizerConfig, moment, gradient) -> None:
 
 def test_frozen_parameters_have_no_gradients_and_the_others_the_same(steps):
     """Those of a layer's MLP are three matmuls of a micro-batch, which XLA leaves out."""
-    params, settings, (_, (_, expected)), plain = steps
+    params, settings, (_, (_, expected), _), plain = steps
     config = make_config(MODEL, LAYOUT)
     groups = tuple(ParamGroup(name, frozen=True) for name in ("layers/mlp/*", "embed/*"))
     optimizer = dataclasses.replace(settings, groups=groups)

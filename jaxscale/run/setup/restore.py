@@ -13,7 +13,7 @@ from jaxscale.storage.description import check_metadata
 from jaxscale.storage.tiers import CHECKPOINTS
 from jaxscale.training.checkpoint import Checkpoints, best_step
 from jaxscale.training.engine import Engine
-from jaxscale.training.metrics import METRICS, heldout_losses, read
+from jaxscale.training.metrics import METRICS, evaluated_steps, heldout_losses, read
 
 
 def restore_params(
@@ -62,16 +62,21 @@ def _best(checkpoints: Checkpoints, workdir: pathlib.Path) -> int:
     """The step of the checkpoint with the lowest loss on held-out text, of both tiers.
 
     Raises:
-      ValueError: none was evaluated.
+      ValueError: none was evaluated, or none has a finite loss.
     """
-    losses = heldout_losses(read(workdir / METRICS))
+    records = read(workdir / METRICS)
     steps = all_steps(checkpoints)
-    best = processes.from_first("best checkpoint", best_step(steps, losses))
+    best = processes.from_first("best checkpoint", best_step(steps, heldout_losses(records)))
     if best is None:
+        of_all = f"--step {BEST}: of the checkpoints of {workdir}"
+        if evaluated := sorted(evaluated_steps(records) & set(steps)):
+            raise ValueError(
+                f"{of_all} those that were evaluated ({', '.join(map(str, evaluated))}) have no "
+                f"finite held-out loss in {METRICS}; give the number of a step"
+            )
         raise ValueError(
-            f"--step {BEST}: of the checkpoints of {workdir} "
-            f"({', '.join(map(str, steps)) or 'none'}) none was evaluated in {METRICS}; set "
-            "run.eval_every and run.keep_best when training, or give the number of a step"
+            f"{of_all} ({', '.join(map(str, steps)) or 'none'}) none was evaluated in {METRICS}; "
+            "set run.eval_every and run.keep_best when training, or give the number of a step"
         )
     return best
 
