@@ -6,10 +6,12 @@ of document, and the decoder begins with one token, the tokenizer's `decoder_sta
 Letters: B batch, S slots (places in a sequence and in the cache), T time, D embed, V vocabulary.
 """
 
+import collections
 import dataclasses
 import functools
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,7 +67,8 @@ def sample(
     what follows from it.
 
     Everything is compiled once for each shape: of the batch, and of the lengths rounded up. What
-    is drawn for a prompt depends on the seed and its place in the batch, not on the others.
+    is drawn for a prompt depends on the seed and the prompt, not on the others, nor on its place
+    among them; the same prompt several times is drawn several times.
 
     Args:
       params: of the engine's state, or in canonical form on any devices, as `fit`, checkpoints and
@@ -155,6 +158,7 @@ def _draw_rows(
         rows,
         np.array([len(ids) for ids in begun], np.int32),
         jax.random.key(seed),
+        _numbers(begun if source is None else [ids[real > 0] for ids, real in zip(*source)]),
         drawing._replace(  # of types that one program takes
             temperature=float(drawing.temperature),
             top_k=drawing.top_k or vocab_size,
@@ -167,6 +171,17 @@ def _draw_rows(
         ends=(tokenizer.boundary, *tokenizer.ends),
     )
     return np.asarray(drawn)
+
+
+def _numbers(prompts: Iterable[np.ndarray]) -> np.ndarray:
+    """uint32 for each prompt: of its ids, and how often the same came before."""
+    before, found = collections.Counter[bytes](), []
+    for ids in prompts:
+        text = np.asarray(ids, np.int32).tobytes()
+        digest = hashlib.blake2b(text, digest_size=4, salt=before[text].to_bytes(8)).digest()
+        found.append(int.from_bytes(digest))
+        before[text] += 1
+    return np.array(found, np.uint32)
 
 
 def _num_drawable(engine: Engine, tokenizer: Tokenizer) -> int:
@@ -183,6 +198,7 @@ def _extend(
     tokens_BS: jax.Array,
     lengths_B: jax.Array,
     key: jax.Array,
+    numbers_B: jax.Array,
     drawing: Drawing,
     *,
     model: Decoder | EncoderDecoder,
@@ -193,7 +209,8 @@ def _extend(
 ) -> jax.Array:
     """The rows with the tokens drawn after the first `lengths_B`; one of `ends` ends a text.
 
-    The first `width` tokens of each row are prefilled; they cover every prompt but its last token.
+    A row's number is that of its random draws. The first `width` tokens of each row are prefilled;
+    they cover every prompt but its last token.
     """
     batch, slots = tokens_BS.shape
     ends_B = lengths_B + drawing.num_tokens
@@ -204,7 +221,7 @@ def _extend(
         # The slot of a token of padding is overwritten before any query attends to it.
         cache, _ = read_chunks(model, params, tokens_BS[:, :width], ends_B, cache, place)
     rows_B = jnp.arange(batch)
-    keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
+    keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers_B)
 
     def unfinished(carry):
         step, _, done_B, _ = carry

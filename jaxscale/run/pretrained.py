@@ -20,6 +20,7 @@ from jaxscale.models.positions import for_width
 from jaxscale.models.protocol import head_params
 from jaxscale.run.initial_weights import open_weights
 from jaxscale.training.engine import find_model
+from jaxscale.training.kernels import evaluation_kernels
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +146,7 @@ def from_pretrained(
         param_dtype=param_dtype or weights.dtype,
         attention="reference",
     )
-    model: Any = find_model(config)(config, plain_kernels())
+    model: Any = find_model(config)(config, evaluation_kernels(plain_kernels()))
     params = weights.read(model.axes, jax.eval_shape(model.init, jax.random.key(0)))
     return Pretrained(config, params, getattr(model, "evaluated", model))
 

@@ -186,12 +186,11 @@ def test_it_stops_when_every_text_has_ended(monkeypatch):
 
 
 def test_a_prompt_alone_goes_on_as_in_a_batch():
-    """The likeliest tokens whatever its place; drawn ones at the same place."""
     engine, params = one_device(LLAMA)
     sample = functools.partial(sampling.sample, engine, params, TOKENIZER, num_tokens=NUM_TOKENS)
-    together = sample(PROMPTS, temperature=0)
-    assert [sample([prompt], temperature=0)[0] for prompt in PROMPTS] == together
-    assert sample(PROMPTS[:1], seed=5) == sample(PROMPTS, seed=5)[:1]
+    for settings in ({"temperature": 0}, {"temperature": 1.5, "seed": 5}):
+        together = sample(PROMPTS, **settings)
+        assert [sample([prompt], **settings)[0] for prompt in PROMPTS] == together
 
 
 @pytest.mark.parametrize(
@@ -210,10 +209,16 @@ def test_a_layout_changes_no_text(config, layout, capfd):
     found = []
     for engine, params in (one_device(config), make(config, **layout)):
         sample = functools.partial(
-            sampling.sample, engine, params, TOKENIZER, PROMPTS, num_tokens=NUM_TOKENS
+            sampling.sample, engine, params, TOKENIZER, num_tokens=NUM_TOKENS
         )
-        found.append([sample(temperature=0), sample(temperature=1.5, seed=3), sample(top_p=0.8)])
+        settings = ({"temperature": 0}, {"temperature": 1.5, "seed": 3}, {"top_p": 0.8})
+        found.append([sample(PROMPTS, **each) for each in settings])
     assert found[0] == found[1]
+    # Nor do other neighbours and another place, of a batch of the same shape.
+    others = ["gfedcbahgfec", "c", "dd", "abc"]
+    texts = dict(zip(others, sample(others, temperature=1.5, seed=3)))
+    for prompt in ("c", "abc"):
+        assert texts[prompt] == found[0][1][PROMPTS.index(prompt)]
     # With whole key heads beside query heads that are sharded, the partitioner gathers a token's;
     # and it gathers experts, of which the loop over blocks takes one at a time.
     gathers = layout == {"tensor": 4} or config is EXPERTS

@@ -3,11 +3,16 @@
 import dataclasses
 import json
 import pathlib
+from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 
 from jaxscale.config import from_dict, to_dict
 from jaxscale.model_config import ModelConfig
+from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.run import pretrained
 from jaxscale.run.initial_weights import RunWeights, check_settings
 from jaxscale.run.resume import Found, check_same_model
 from tests.models import experts
@@ -78,6 +83,24 @@ def resume(settings, changes):
     config = from_dict({"model": settings})
     found = Found(5, json.loads(json.dumps({"config": to_dict(config)})))
     check_same_model(found, from_dict({"model": {**settings, **changes}}))
+
+
+def test_logits_of_a_run_s_model_drop_no_token_that_training_may_drop(monkeypatch):
+    """So those of a text do not depend on the text beside it in a row, nor on padding."""
+    config = ModelConfig(family="m6_t", num_layers=2, capacity_factor=0.5, param_dtype="float64")
+    model = Decoder(config, plain_kernels())
+    weights = SimpleNamespace(
+        config=config,
+        dtype="float64",
+        read=lambda axes, shapes: jax.jit(model.init)(jax.random.key(0)),
+    )
+    monkeypatch.setattr(pretrained, "open_weights", lambda folder: weights)
+    read = pretrained.from_pretrained("run", compute_dtype="float64")
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24))
+    tokens[1, :12] = tokens[0, 12:]
+    segments = np.repeat([[1, 2], [1, 0]], 12, axis=1)
+    packed, alone = np.asarray(read(tokens, segments=segments))
+    np.testing.assert_allclose(packed[12:], alone[:12], rtol=0, atol=1e-6)
 
 
 LONGROPE = {
