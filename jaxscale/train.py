@@ -151,7 +151,8 @@ def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
     Raises:
       ValueError: names the flag.
     """
-    if options.json and options.json.parent != workdir:  # which will be made
+    # The run's folder will be made.
+    if options.json and options.json.parent.resolve() != workdir.resolve():
         try:
             command_line.output_file(str(options.json))
         except argparse.ArgumentTypeError as error:

@@ -89,7 +89,8 @@ def _take(file: BinaryIO, workdir: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def leased(store: ObjectStore) -> Iterator[None]:
-    """Holds an address inside: no other run writes there.
+    """Holds an address inside: no other run writes there. One that is a folder of this machine, as
+    file:///tmp/run, has the lock of that folder, which a run with --workdir /tmp/run holds, too.
 
     Object stores have no locks that end with a process, so the holder renews an object there. One
     of a process that was killed on this host is taken over at once. That of another host is watched
@@ -99,7 +100,12 @@ def leased(store: ObjectStore) -> Iterator[None]:
     Raises:
       ValueError: another run holds it.
       StoreError: the store cannot be written to.
+      OSError: the folder cannot.
     """
+    if store.folder is not None:
+        with locked(store.folder):
+            yield
+        return
     _await_free(store)
     own = _this_run() | {"run": uuid.uuid4().hex}
     ended = threading.Event()

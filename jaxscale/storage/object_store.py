@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from jaxscale.storage.durable import reason
 
@@ -58,6 +59,11 @@ class ObjectStore:
     address: str  # without a last slash
     fs: Any
     root: str  # the path of the address in `fs`
+
+    @property
+    def folder(self) -> pathlib.Path | None:
+        """Where it is a folder of this machine's file systems, as at file:///tmp/run."""
+        return pathlib.Path(self.root) if isinstance(self.fs, LocalFileSystem) else None
 
     def read(self, name: str) -> bytes | None:
         """The content of an object; None if there is none."""
@@ -133,4 +139,6 @@ def open_store(address: str) -> ObjectStore:
     fs, root = filesystem(address)
     if not root.strip("/"):
         raise ValueError(f"{address} names no folder; an address is SCHEME://BUCKET/FOLDER")
+    if isinstance(fs, LocalFileSystem):  # file://run is another folder wherever a command starts
+        address = f"{address.partition('://')[0]}://{root}"
     return ObjectStore(address.rstrip("/"), fs, root.rstrip("/"))

@@ -65,10 +65,19 @@ def local_tier(address: str) -> pathlib.Path:
     """The folder of this machine for a run at an address, made if missing.
 
     Raises:
-      ValueError: the address cannot be opened, or is a pattern.
+      ValueError: the address cannot be opened, is a pattern, or is written so that it may be two
+        places.
       OSError: the folder cannot be made.
     """
-    address = open_store(address).address
+    store = open_store(address)
+    address, names = store.address, store.root.strip("/").split("/")
+    real = [name for name in names if name not in ("", ".", "..")]
+    # s3fs lists bucket//run as bucket/run, and has other objects there.
+    if store.folder is None and names != real:
+        raise ValueError(
+            f"{address} has an empty name, '.' or '..' between two slashes, which stores read in "
+            f"two ways; did you mean {address.partition('://')[0]}://{'/'.join(real)}?"
+        )
     if glob.has_magic(address):  # to remove an object would remove all that match, of other runs
         raise ValueError(
             f"{address} has one of * ? [, which stores take for a pattern: give another --workdir"

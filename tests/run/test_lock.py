@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import pathlib
 import socket
 import subprocess
 import sys
@@ -10,8 +11,8 @@ import threading
 
 import pytest
 
-from jaxscale import train
-from jaxscale.run import lock
+from jaxscale import run_folder, train
+from jaxscale.run import lock, mirror
 from jaxscale.run.lock import locked
 from jaxscale.storage import tiers
 
@@ -34,6 +35,50 @@ def test_a_second_run_in_a_folder_is_refused_before_anything_is_compiled(tmp_pat
     assert said.err.count("\n") == 1
     assert "compiling" not in said.out
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.fixture
+def spellings(tmp_path, monkeypatch):
+    """Of one folder, as a command line has them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(tiers.VARIABLE, str(tmp_path / "tiers"))
+    run = tmp_path / "runs" / "one"
+    run.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(run)
+    return [
+        *("runs/one", f"{run}/", f"{tmp_path}//runs/../link"),
+        *(f"file://{run}", f"file://{run}//", f"local://{tmp_path}/link", "file://link"),
+    ]
+
+
+def test_one_lock_however_a_folder_is_spelled(spellings, capsys):
+    """A run's folder and an address that is the same place: each would lose what the other has."""
+    for held in ("runs/one", "file://link"):
+        workdir = run_folder.folder(held)
+        with locked(workdir), mirror.mirrored(workdir):
+            for other in spellings:
+                with pytest.raises(SystemExit) as refused:
+                    train.main(["--config", "tiny", "--workdir", other])
+                assert refused.value.code == 2, other
+                said = capsys.readouterr().err
+                assert f"is in use by process {os.getpid()} on" in said, other
+    with locked(pathlib.Path("runs/one")):
+        pass
+
+
+def test_a_relative_address_is_another_place_in_each_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(tiers.VARIABLE, str(tmp_path / "tiers"))
+    here = tiers.local_tier("file://run")
+    monkeypatch.chdir(tmp_path)
+    assert tiers.local_tier("file://run") == tiers.local_tier(f"file://{tmp_path}/run") != here
+
+
+@pytest.mark.parametrize("address", ["memory://b//run/", "memory://b/./run", "memory://b/a/../run"])
+def test_an_address_that_stores_read_in_two_ways_is_refused(address, tmp_path, monkeypatch):
+    """s3fs lists the objects of s3://bucket/run for s3://bucket//run, and writes others."""
+    monkeypatch.setenv(tiers.VARIABLE, str(tmp_path))
+    with pytest.raises(ValueError, match=r"did you mean memory://b/(a/)?run\?$"):
+        tiers.local_tier(address)
 
 
 def test_a_killed_run_holds_nothing(tmp_path):
