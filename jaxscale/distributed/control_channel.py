@@ -63,8 +63,11 @@ class Connection:
         with self._lock, contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> bool:
+    def receive(self, most_bytes: int | None = None) -> bool:
         """Blocks for one read; False when the other end has closed.
+
+        Args:
+          most_bytes: of a message; by default `MOST_MESSAGE_BYTES`.
 
         Raises:
           ValueError: the data is not one of our messages: some other program sent it.
@@ -74,7 +77,7 @@ class Connection:
         except OSError:
             data = b""
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        if len(self._buffer) > MOST_MESSAGE_BYTES:
+        if max(map(len, (self._buffer, *lines))) > (most_bytes or MOST_MESSAGE_BYTES):
             raise ValueError("too long for a message")
         for line in lines:
             try:

@@ -1,15 +1,20 @@
-"""The start-up barrier: waits for every process of a run, and verifies that they fit together."""
+"""The start-up barrier: waits for every process of a run, and verifies that they fit together.
+
+Process 0 sends a challenge to each that connects. The hello is signed with that and the token, and
+the answer with the hello's nonce: what was heard of another start is worth nothing in this one.
+"""
 
 import contextlib
 import hashlib
 import hmac
+import json
 import os
 import resource
 import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from jaxscale.distributed.control_channel import Connection, ControlChannel, Decide
 
@@ -17,7 +22,14 @@ TOKEN = "JAXSCALE_TOKEN"
 """An environment variable: when it is set, only processes that know its value take part."""
 
 MOST_GUESTS = 64
-"""Connections beyond the number of processes that may be open without a hello."""
+"""Connections beyond the number of processes that may be open without a hello: of more, that which
+is open for longest is closed."""
+
+GUEST_SECONDS = 10.0
+"""How long one may be."""
+
+MOST_HELLO_BYTES = 1 << 20
+"""No hello is nearly as long."""
 
 LATE_SECONDS = 5
 """After a refusal, how long process 0 stays to tell it to processes that connect late."""
@@ -73,7 +85,6 @@ def join(
         "report": report,
         "nonce": os.urandom(16).hex(),
     }
-    hello["proof"] = _proof("hello", hello)
     deadline = time.monotonic() + timeout
     if process_id:
         connection, welcome = _connect(coordinator, address, hello, timeout, deadline, hint)
@@ -98,98 +109,194 @@ def _accept_all(
     """In process 0: accepts the others."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
-    arrived: dict[Connection, dict[str, Any]] = {}  # -> its hello, {} until that is received
-    with _listen(coordinator, *address) as listener, selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
+    count = hello["num_processes"]
+    with _Entrance(_listen(coordinator, *address), count + MOST_GUESTS, valid) as entrance:
         try:
-            while sum(map(bool, arrived.values())) < hello["num_processes"] - 1:
-                events = selector.select(max(0.0, deadline - time.monotonic()))
-                if not events:
-                    missing = _missing(coordinator, hello, arrived, timeout)
+            while len(entrance.members) < count - 1:
+                connection = entrance.await_member(deadline)
+                if connection is None:
+                    missing = _missing(coordinator, hello, entrance.members, timeout)
                     raise MissingProcessError(missing + hint)
-                for key, _ in events:
-                    if key.fileobj is listener:
-                        connection = Connection(listener.accept()[0])
-                        if len(arrived) >= hello["num_processes"] + MOST_GUESTS:
-                            connection.socket.close()
-                            continue
-                        arrived[connection] = {}
-                        selector.register(connection.socket, selectors.EVENT_READ, connection)
-                    elif not _read_hello(key.data, hello, arrived, valid):
-                        selector.unregister(key.data.socket)
-                        key.data.socket.close()
-                        del arrived[key.data]
-            joined = {
-                member["process_id"]: connection for connection, member in arrived.items() if member
-            }
-            hellos = [hello, *(arrived[joined[i]] for i in range(1, hello["num_processes"]))]
+                _check_member(hello, connection, entrance.members)
+            joined = {member["process_id"]: each for each, member in entrance.members.items()}
+            hellos = [hello, *(entrance.members[joined[i]] for i in range(1, count))]
             answer = decide([each["report"] for each in hellos])
             if answer.get("refusal"):
                 raise _Refused(answer["refusal"])
         except _Refused as refusal:
-            _abort_all(hello, arrived, refusal)
-            silent = [connection for connection, member in arrived.items() if not member]
-            count = hello["num_processes"] - 1 - len(arrived) + len(silent)
-            if time.monotonic() < deadline:  # the others would wait until their own deadline
-                _refuse_late(listener, silent, count, refusal)
-            for connection in silent:
-                connection.socket.close()
+            absent = {*range(1, count)} - {m["process_id"] for m in entrance.members.values()}
+            _abort_all(hello, entrance, refusal)
+            if time.monotonic() < deadline:  # they would wait until their own deadline
+                _refuse_late(entrance, absent, refusal)
             raise
     welcome = {"names": [name(i, each["host"]) for i, each in enumerate(hellos)], "answer": answer}
-    for connection in joined.values():
-        connection.send(welcome | {"proof": _proof("welcome", arrived[connection])})
-    for connection in arrived.keys() - joined.values():
-        connection.socket.close()
+    for i, connection in joined.items():
+        connection.send(_signed("answer", hellos[i]["nonce"], welcome))
     return joined, welcome
 
 
-def _abort_all(
-    hello: dict[str, Any], arrived: Mapping[Connection, dict[str, Any]], refusal: _Refused
+class _Entrance:
+    """Where process 0 listens, and those that have connected; members have said a signed hello.
+
+    What is closed with it are the listener and all others: strangers, or processes on their way.
+    """
+
+    def __init__(
+        self, listener: socket.socket, most_guests: int, valid: Callable[[Any], bool]
+    ) -> None:
+        self.members: dict[Connection, dict[str, Any]] = {}  # -> its hello
+        self._guests: dict[Connection, tuple[str, float]] = {}  # -> its challenge, and until when
+        self._listener, self._most_guests, self._valid = listener, most_guests, valid
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def await_member(self, deadline: float) -> Connection | None:
+        """The next process to say hello; None when there is none before the deadline."""
+        while (now := time.monotonic()) < deadline:
+            ends = [deadline]
+            for guest, (_, until) in [*self._guests.items()]:
+                ends.append(until)
+                if until <= now:
+                    self.dismiss(guest)
+            for key, _ in self._selector.select(max(0.0, min(ends) - now)):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif self._is_new_member(key.data):
+                    return key.data
+        return None
+
+    def dismiss(self, connection: Connection) -> None:
+        """Closes a connection."""
+        if connection in self._guests or connection in self.members:
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+            self._guests.pop(connection, None)
+            self.members.pop(connection, None)
+
+    def _accept(self) -> None:
+        try:
+            connection = Connection(self._listener.accept()[0])
+        except OSError:  # gone already; or there are no more file descriptors
+            self._dismiss_oldest()
+            return
+        if len(self._guests) >= self._most_guests:
+            self._dismiss_oldest()
+        challenge = os.urandom(16).hex()
+        self._guests[connection] = challenge, time.monotonic() + GUEST_SECONDS
+        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+        connection.send({"challenge": challenge})
+
+    def _dismiss_oldest(self) -> None:
+        for guest in [*self._guests][:1]:
+            self.dismiss(guest)
+
+    def _is_new_member(self, connection: Connection) -> bool:
+        """Whether what a connection has sent makes it a member; one that sends anything else, or
+        has closed, is closed here, too."""
+        challenge, _ = self._guests.get(connection, (None, 0))
+        try:
+            more = connection.receive(MOST_HELLO_BYTES)
+            messages = [*connection.messages()]
+        except ValueError:  # no process of ours: a port scan, a health check
+            more, messages = False, []
+        if challenge and len(messages) == 1 and "proof" in messages[0]:
+            hello = _opened("hello", challenge, messages[0])
+            if hello is None:
+                connection.send({"unproven": True})
+            elif _is_hello(hello) and self._valid(hello["report"]):
+                del self._guests[connection]
+                self.members[connection] = hello
+                return True
+        if messages or not more:
+            self.dismiss(connection)
+        return False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for guest in [*self._guests]:
+            self.dismiss(guest)
+        self._selector.close()
+        self._listener.close()
+
+
+def _check_member(
+    hello: dict[str, Any], connection: Connection, members: Mapping[Connection, dict[str, Any]]
 ) -> None:
+    """Refuses a process that contradicts process 0 or one that came before it."""
+    member = members[connection]
+    who, num_processes, host = member["process_id"], member["num_processes"], member["host"]
+    if num_processes != hello["num_processes"]:
+        raise _Refused(
+            f"{name(who, host)} has --num_processes = {num_processes} and "
+            f"{name(0, hello['host'])} has {hello['num_processes']}; give all the same"
+        )
+    others = [hello, *(other for each, other in members.items() if each is not connection)]
+    for other in others:
+        if other["process_id"] == who:
+            raise _Refused(
+                f"--process_id = {who} is given twice, on {other['host']} and on {host}; each "
+                f"process needs its own, from 0 to {num_processes - 1}"
+            )
+
+
+def _abort_all(hello: dict[str, Any], entrance: _Entrance, refusal: _Refused) -> None:
     """Sends the refusal to every process that has said hello: the whole text once on each host."""
     printing = {hello["host"]: 0}  # host -> the process that prints it
-    for connection, member in arrived.items():
-        if not member:
-            continue
+    for connection, member in [*entrance.members.items()]:
         host, who = member["host"], member["process_id"]
         first = printing.setdefault(host, who)
         short = type(refusal)(f"not started: the same error as {name(first, host)}")
         _send_refusal(connection, refusal if who == first else short, member)
-        connection.socket.close()
+        entrance.dismiss(connection)
 
 
 def _send_refusal(connection: Connection, refusal: _Refused, member: Mapping[str, Any]) -> None:
-    text, missing = str(refusal), isinstance(refusal, MissingProcessError)
-    proof = _proof("welcome", member)
-    connection.send({"refusal": text, "missing": missing, "proof": proof})
+    missing = isinstance(refusal, MissingProcessError)
+    answer = {"refusal": str(refusal), "missing": missing}
+    connection.send(_signed("answer", member["nonce"], answer))
 
 
-def _proof(kind: str, hello: Mapping[str, Any]) -> str:
-    """What shows that the sender knows the token, for one message of one start."""
-    token = os.environ.get(TOKEN, "")
-    words = [kind, *(str(hello.get(key)) for key in ("nonce", "process_id", "host"))]
-    return hmac.new(token.encode(), "\n".join(words).encode(), hashlib.sha256).hexdigest()
-
-
-def _refuse_late(
-    listener: socket.socket, silent: list[Connection], count: int, refusal: _Refused
-) -> None:
-    """Sends the refusal to processes that say hello late, up to `count`, for `LATE_SECONDS`. Only
-    the answer to a hello is believed: until one comes, a process tries again.
+def _signed(kind: str, nonce: str, content: Mapping[str, Any]) -> dict[str, str]:
+    """A message of one start, all of which is signed with the token.
 
     Args:
-      silent: those that have connected already.
+      kind: "hello" or "answer"; one is never taken for the other.
+      nonce: of the receiver, which hears it once.
     """
+    text = json.dumps(content)
+    return {"content": text, "proof": _proof(kind, nonce, text)}
+
+
+def _opened(kind: str, nonce: str, message: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What is in a message, if it is signed with our token."""
+    text, proof = message.get("content"), message.get("proof")
+    if not isinstance(text, str) or not isinstance(proof, str):
+        return None
+    try:
+        if not hmac.compare_digest(_proof(kind, nonce, text).encode(), proof.encode()):
+            return None
+        content = json.loads(text)
+    except (ValueError, RecursionError):  # no text, or no JSON
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _proof(kind: str, nonce: str, text: str) -> str:
+    token = os.environ.get(TOKEN, "")
+    return hmac.new(token.encode(), f"{kind}\n{nonce}\n{text}".encode(), hashlib.sha256).hexdigest()
+
+
+def _refuse_late(entrance: _Entrance, absent: set[int], refusal: _Refused) -> None:
+    """Sends the refusal to the processes that have not said hello yet, for `LATE_SECONDS`. Only the
+    answer to a hello is believed: until one comes, a process tries again."""
     deadline = time.monotonic() + LATE_SECONDS
-    while count > 0 and (left := deadline - time.monotonic()) > 0:
-        listener.settimeout(left)
-        with contextlib.suppress(OSError, ValueError):  # none connected, or no process of ours
-            connection = silent.pop() if silent else Connection(listener.accept()[0])
-            with connection.socket:
-                connection.socket.settimeout(1)
-                connection.receive()  # closing with unread data could discard what is sent
-                _send_refusal(connection, refusal, next(connection.messages(), {}))
-            count -= 1
+    while absent and (connection := entrance.await_member(deadline)):
+        member = entrance.members[connection]
+        _send_refusal(connection, refusal, member)
+        entrance.dismiss(connection)
+        absent = absent - {member["process_id"]}
 
 
 def host_name() -> str:
@@ -233,51 +340,14 @@ def _listen(coordinator: str, host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _read_hello(
-    connection: Connection,
-    hello: dict[str, Any],
-    arrived: dict[Connection, dict[str, Any]],
-    valid: Callable[[Any], bool],
-) -> bool:
-    """Reads a hello into `arrived`; whether to keep the connection."""
-    try:
-        more, messages = connection.receive(), list(connection.messages())
-    except ValueError:  # no process of ours: a port scan, a health check
-        return False
-    if not messages:
-        return more
-    member = messages[0]
-    if messages[1:] or not _is_hello(member) or not valid(member["report"]):
-        return False
-    if not hmac.compare_digest(_proof("hello", member), member["proof"]):
-        text = f"{TOKEN} is not that of process 0; set the same in the environment of all processes"
-        _send_refusal(connection, _Refused(text), {})
-        return False
-    who, num_processes, host = member["process_id"], member["num_processes"], member["host"]
-    others = [(0, hello["host"])]
-    others += [(other["process_id"], other["host"]) for other in arrived.values() if other]
-    arrived[connection] = member
-    if num_processes != hello["num_processes"]:
-        raise _Refused(
-            f"{name(who, host)} has --num_processes = {num_processes} and "
-            f"{name(0, hello['host'])} has {hello['num_processes']}; give all the same"
-        )
-    for other, place in others:
-        if other == who:
-            raise _Refused(
-                f"--process_id = {who} is given twice, on {place} and on {host}; each process "
-                f"needs its own, from 0 to {num_processes - 1}"
-            )
-    return True
-
-
 def _is_hello(message: Mapping[str, Any]) -> bool:
     """Whether a message has the fields of a hello, in their types."""
     numbers = [message.get(key) for key in ("process_id", "num_processes")]
-    texts = [message.get(key) for key in ("host", "nonce", "proof")]
+    texts = [message.get(key) for key in ("host", "nonce")]
     return (
         all(type(number) is int and 0 <= number < 2**31 for number in numbers)
         and all(isinstance(text, str) and text.isascii() and len(text) < 256 for text in texts)
+        and message["process_id"] < message["num_processes"]
         and "report" in message
     )
 
@@ -285,11 +355,11 @@ def _is_hello(message: Mapping[str, Any]) -> bool:
 def _missing(
     coordinator: str,
     hello: dict[str, Any],
-    arrived: Mapping[Connection, dict[str, Any]],
+    members: Mapping[Connection, dict[str, Any]],
     timeout: float,
 ) -> str:
     here = {0: hello["host"]}
-    here |= {member["process_id"]: member["host"] for member in arrived.values() if member}
+    here |= {member["process_id"]: member["host"] for member in members.values()}
     missing = [i for i in range(hello["num_processes"]) if i not in here]
     joined = [name(*each) for each in sorted(here.items())]
     return (
@@ -327,7 +397,6 @@ def _connect(
             trouble = error.strerror or str(error)
             time.sleep(min(0.3, left))
             continue
-        connection.send(hello)
         try:
             return connection, _answer(connection, hello, deadline + 10)
         except _Refused:
@@ -347,18 +416,25 @@ def _connect(
 
 
 def _answer(connection: Connection, hello: dict[str, Any], deadline: float) -> dict[str, Any]:
+    """Says hello once process 0 has sent a challenge; its answer."""
     while True:
         connection.socket.settimeout(max(0.1, deadline - time.monotonic()))
         more = connection.receive()
-        for welcome in connection.messages():
-            proven = welcome.get("proof") == _proof("welcome", hello)
-            # One with another token cannot prove itself, and is believed that much.
-            if "refusal" in welcome and (proven or str(welcome["refusal"]).startswith(TOKEN)):
-                refused = MissingProcessError if welcome.get("missing") else _Refused
-                raise refused(str(welcome["refusal"])[:10_000])
-            if "names" not in welcome or not proven:
+        for message in connection.messages():
+            if isinstance(message.get("challenge"), str):
+                connection.send(_signed("hello", message["challenge"], hello))
+                continue
+            if message.get("unproven"):  # one with another token cannot prove who it is
+                raise _Refused(
+                    f"{TOKEN} is not that of process 0; set the same in the environment of all "
+                    "processes"
+                )
+            answer = _opened("answer", hello["nonce"], message)
+            if answer is None:
                 raise ValueError("no answer of process 0")
+            if "refusal" in answer:
+                raise (MissingProcessError if answer["missing"] else _Refused)(answer["refusal"])
             connection.socket.settimeout(None)
-            return welcome
+            return answer
         if not more:
             raise ConnectionError("it closed the connection")

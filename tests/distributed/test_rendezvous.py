@@ -171,6 +171,7 @@ def test_without_process_0_its_address_is_in_doubt():
     ids=["twice", "count"],
 )
 def test_processes_that_contradict_each_other_are_refused(second, said, one_host, monkeypatch):
+    monkeypatch.setattr(rendezvous, "LATE_SECONDS", 0.2)  # one does not come
     if not one_host:  # a thread is a process here, and each on a host of its own
         monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
     port = free_port()
@@ -182,27 +183,32 @@ def test_processes_that_contradict_each_other_are_refused(second, said, one_host
 
 
 def test_one_that_has_connected_and_says_hello_after_a_refusal_hears_it(monkeypatch):
-    """It would try again until its time is up, and then miss process 0."""
-    connected, refused = threading.Event(), threading.Event()
-    send, abort = rendezvous.Connection.send, rendezvous._abort_all
+    """It would try again until its time is up, and then miss process 0. Also where another id was
+    given twice, so that as many as there should be had come."""
+    abort = rendezvous._abort_all
+    for second, said in (
+        ((2, 4), "process 2 on .* has --num_processes = 4 and process 0 on .* has 3; give all"),
+        ((2, 3), "--process_id = 2 is given twice"),
+    ):
+        refused, port = threading.Event(), free_port()
 
-    def send_late(connection, message):
-        if message.get("process_id") == 1:
-            connected.set()
-            assert refused.wait(10)
-        send(connection, message)
+        def abort_all(*arguments, refused=refused):
+            abort(*arguments)
+            refused.set()
 
-    def abort_all(*arguments):
-        abort(*arguments)
-        refused.set()
+        def late(port=port, refused=refused):
+            with guest(port) as (connection, challenge):
+                assert refused.wait(10)
+                hello = HELLO | {"num_processes": 3}
+                answer = ask(connection, rendezvous._signed("hello", challenge, hello))
+                return rendezvous._opened("answer", hello["nonce"], answer)
 
-    monkeypatch.setattr(rendezvous.Connection, "send", send_late)
-    monkeypatch.setattr(rendezvous, "_abort_all", abort_all)
-    port = free_port()
-    works = lambda: join(port, 0, 3), lambda: join(port, 1, 3, timeout=5)
-    errors = together(*works, lambda: connected.wait(10) and join(port, 2, 4))
-    said = "process 2 on .* has --num_processes = 4 and process 0 on .* has 3; give all the same"
-    assert re.fullmatch(said, str(errors[1]))
+        monkeypatch.setattr(rendezvous, "_abort_all", abort_all)
+        works = [late, lambda p=port: join(p, 0, 3), lambda p=port: join(p, 2, 3)]
+        if second[1] == 4:
+            works.pop()
+        answer, *_ = together(*works, lambda p=port, s=second: join(p, *s))
+        assert re.match(said, answer["refusal"]), answer
 
 
 def test_a_second_process_0_finds_the_port_taken():
@@ -211,51 +217,151 @@ def test_a_second_process_0_finds_the_port_taken():
         join(port, 0, 2)
 
 
+HELLO = {"process_id": 1, "num_processes": 2, "host": "h", "report": None, "nonce": "n"}
+
+
+@contextlib.contextmanager
+def guest(port):
+    """A connection to process 0, once it listens, and the challenge."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port))
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    with connection:
+        yield connection, read(connection)["challenge"]
+
+
+def read(connection):
+    """The next message; {} where there is none any more."""
+    line = b""
+    with contextlib.suppress(ConnectionError):
+        while not line.endswith(b"\n") and (one := connection.recv(1)):
+            line += one
+    return json.loads(line or b"{}")
+
+
+def ask(connection, message):
+    with contextlib.suppress(ConnectionError):
+        connection.sendall((message if isinstance(message, bytes) else encoded(message)) + b"\n")
+    return read(connection)
+
+
+def encoded(message):
+    return json.dumps(message).encode()
+
+
 def test_strangers_and_those_who_come_again_do_no_harm(monkeypatch):
     port = free_port()
 
     def stranger():
-        until(lambda: knock(b"GET / HTTP/1.1\r\n\r\n"))
-        knock(b'{"process_id": 1}\n')
-        knock(b"[1]\n")
-        knock(b"[" * 100_000 + b"\n")
-        knock(b"\xff\xfe\n")
-        knock(b"{" * 100_000)  # a line without an end
-        hello = {"process_id": 1, "num_processes": 3, "host": "h", "report": None, "nonce": "n"}
+        for data in (
+            b"GET / HTTP/1.1\r\n\r",
+            b'{"process_id": 1}',
+            b"[1]",
+            b"[" * 100_000,
+            b"\xff\xfe",
+            b'{"a": 1}\n{"a": 1}',
+            encoded({"content": "[" * 20_000, "proof": "p"}),
+            encoded({"content": "\ud800", "proof": "\ud800"}),
+        ):
+            with guest(port) as (connection, _):
+                assert ask(connection, data) in ({}, {"unproven": True})
+        hello = HELLO | {"num_processes": 3}
         for wrong in (
             {"process_id": []},
             {"process_id": True},
+            {"process_id": 3},
             {"num_processes": "3"},
-            {"num_processes": 99, "proof": "of another token"},
             {"host": {"a": 1}},
             {"host": "h" * 10_000},
             {"nonce": None},
             {"report": "no report"},
         ):
-            guest = hello | wrong
-            knock(json.dumps({"proof": proof(guest)} | guest).encode() + b"\n")
+            with guest(port) as (connection, challenge):
+                assert not ask(connection, rendezvous._signed("hello", challenge, hello | wrong))
         # A process that came, and was started anew.
-        knock(json.dumps(hello | {"proof": proof(hello)}).encode() + b"\n")
+        with guest(port) as (connection, challenge):
+            connection.sendall(encoded(rendezvous._signed("hello", challenge, hello)) + b"\n")
         time.sleep(0.2)
         return together(lambda: join(port, 1, 3), lambda: join(port, 2, 3))
 
-    def proof(hello):
-        return rendezvous._proof("hello", hello)
-
-    def knock(data):
-        try:
-            with socket.create_connection(("127.0.0.1", port)) as connection:
-                connection.sendall(data)
-                return True
-        except OSError:
-            return False
-
-    monkeypatch.setattr(control_channel, "MOST_MESSAGE_BYTES", 50_000)
+    monkeypatch.setattr(rendezvous, "MOST_HELLO_BYTES", 50_000)
     found = together(lambda: join(port, 0, 3, valid=lambda report: report is None), stranger)
     first, others = found
     for channel, _ in (first, *others):
         assert channel.names == [f"process {i} on {socket.gethostname()}" for i in range(3)]
     leave([first[0], *(channel for channel, _ in others)])
+
+
+def test_what_was_heard_of_another_start_or_is_changed_takes_no_part(monkeypatch):
+    """Everything in a hello and in its answer is signed, for this connection alone."""
+    monkeypatch.setenv(rendezvous.TOKEN, "secret")
+    port, unproven = free_port(), {"unproven": True}
+
+    def stranger():
+        with guest(port) as (connection, challenge):
+            heard = rendezvous._signed("hello", challenge, HELLO)
+            changed = {**heard, "content": heard["content"].replace("null", '"another report"')}
+            assert ask(connection, changed) == unproven
+        with guest(port) as (connection, _):
+            assert ask(connection, heard) == unproven
+        with guest(port) as (connection, challenge):
+            assert ask(connection, rendezvous._signed("answer", challenge, HELLO)) == unproven
+        return join(port, 1, 2)
+
+    (first, _), (other, _) = together(lambda: join(port, 0, 2), stranger)
+    leave([first, other])
+
+    with socket.create_server(("127.0.0.1", 0)) as process_0:
+        port = process_0.getsockname()[1]
+        heard = rendezvous._signed("answer", "of another start", {"refusal": "x", "missing": False})
+
+        def answer():
+            with process_0.accept()[0] as connection:
+                connection.sendall(encoded({"challenge": "c"}) + b"\n" + encoded(heard) + b"\n")
+                process_0.close()
+                connection.recv(1 << 16)
+
+        _, error = together(answer, lambda: join(port, 1, 2, timeout=-4.5))
+        assert isinstance(error, rendezvous.MissingProcessError)
+        assert "something else listens on that port" in str(error) or "refused" in str(error)
+
+
+def test_silent_connections_keep_no_process_out(monkeypatch):
+    """However many they are; each is closed in a while, and nothing moves the deadline."""
+    port = free_port()
+
+    def silent():
+        with contextlib.ExitStack() as stack:
+            for _ in range(rendezvous.MOST_GUESTS + 20):
+                stack.enter_context(guest(port))
+            return join(port, 1, 2)
+
+    found = together(lambda: join(port, 0, 2), silent)
+    leave([channel for channel, _ in found])
+
+    monkeypatch.setattr(rendezvous, "GUEST_SECONDS", 0.05)
+    port, ended = free_port(), threading.Event()
+
+    def knock():
+        with guest(port) as (connection, _):
+            assert read(connection) == {}
+        while not ended.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                pass
+
+    def start():
+        try:
+            join(port, 0, 2, timeout=0.5)
+        finally:
+            ended.set()
+
+    error, _ = together(start, knock)
+    assert str(error).startswith("process 1 of 2 did not connect")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -273,10 +379,10 @@ def test_a_token_keeps_others_out_who_are_told_so(monkeypatch):
     tokens = {0: "a", 1: "b", 2: "a"}
     make = rendezvous._proof
 
-    def proof(kind, hello):
+    def proof(*signed):
         name = threading.current_thread().name
         monkeypatch.setenv(rendezvous.TOKEN, tokens[int(name)] if name.isdigit() else "a")
-        return make(kind, hello)
+        return make(*signed)
 
     def named(process_id, port):
         threading.current_thread().name = str(process_id)
