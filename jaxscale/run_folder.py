@@ -16,6 +16,7 @@ from jaxscale import command_line
 from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.layout import MESH_AXES, OVERLAPS, READ_WITH
+from jaxscale.storage import durable
 from jaxscale.storage.object_store import is_remote
 from jaxscale.storage.tiers import fetch_files, fetching, local_tier
 
@@ -119,6 +120,19 @@ def folder_of(text: str) -> pathlib.Path:
     return local_tier(text) if is_remote(text) else pathlib.Path(text).expanduser()
 
 
+def check_files(workdir: pathlib.Path) -> None:
+    """Refuses a run's folder with something in it that a command could wait for, for ever.
+
+    Raises:
+      ValueError: names it.
+    """
+    if found := durable.special_file(workdir):
+        raise ValueError(
+            f"{found} is a pipe, a socket or a device, where a run has files and folders; move it, "
+            "or give another --workdir"
+        )
+
+
 def default_folder(config: str) -> pathlib.Path:
     """Where a run goes that is given a --config and no --workdir.
 
@@ -143,9 +157,11 @@ def load_config(
 
     Raises:
       FileNotFoundError: the folder holds no run.
-      ValueError: an unknown key, a value of the wrong type, or a file that is not a config.
+      ValueError: an unknown key, a value of the wrong type, a file that is not a config, or what
+        `check_files` refuses.
     """
     path = workdir / "config.json"
+    check_files(workdir)
     with fetching(workdir) as store:
         if store:
             fetch_files(store, workdir)

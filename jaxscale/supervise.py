@@ -64,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
         command_line.refuse("expected -- and a command, such as -- python -m jaxscale.train ...")
     with command_line.refusals():
         workdir = _workdir(command)
+        if workdir:
+            run_folder.check_files(workdir)
     log = options.log or (workdir or pathlib.Path()) / "incidents.jsonl"
     if options.log or log.parent.exists():  # else the folder of a run that may yet be refused
         with command_line.refusals():

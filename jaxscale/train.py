@@ -157,6 +157,7 @@ def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
             command_line.output_file(str(options.json))
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--json {error}") from error
+    run_folder.check_files(workdir)
     folder = workdir / CHECKPOINTS
     if folder.exists() and not folder.is_dir():
         raise ValueError(

@@ -9,13 +9,14 @@ import sys
 
 import pytest
 
-from jaxscale import config, evaluate, generate, run_folder, train
+from jaxscale import config, evaluate, generate, run_folder, supervise, train
 from jaxscale.config import Config, DataConfig
 from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.model_config import ModelConfig
 from jaxscale.run.setup.layout import for_sampling, open_engine
 from jaxscale.run.setup.restore import restore_params
 from jaxscale.run.setup.text import open_tokenizer
+from jaxscale.storage import durable
 
 
 def save(path: pathlib.Path, **layout) -> pathlib.Path:
@@ -332,3 +333,33 @@ def test_an_empty_workdir_is_refused(tmp_path, monkeypatch, capsys):
             "--workdir: is empty; name the run's folder, or '.' for this" in capsys.readouterr().err
         )
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", ".lock", "config.json", "checkpoints", "checkpoints/2/arrays/d/0"]
+)
+@pytest.mark.parametrize("command", [train, evaluate, supervise])
+def test_a_pipe_in_a_runs_folder_is_refused(name, command, tmp_path, capsys):
+    """To open it would wait for a writer, which a run that is asked to stop does, too."""
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+    flags = [f"--workdir={tmp_path}", *["--config=tiny"] * (command is not evaluate)]
+    with pytest.raises(SystemExit) as refused:
+        command.main(["--", "jaxscale.train", *flags] if command is supervise else flags)
+    assert refused.value.code == 2
+    said = f"error: {path} is a pipe, a socket or a device, where a run has files and folders; "
+    assert capsys.readouterr().err.startswith(said)
+    assert durable.changed_file(tmp_path, {name: [0, ""]}) == f"{path} is missing"
+
+
+def test_links_in_a_runs_folder_are_followed_once(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "disk" / "4").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "4" / "up").symlink_to(tmp_path)
+    (tmp_path / "run" / "nowhere").symlink_to(tmp_path / "gone")
+    run_folder.check_files(tmp_path / "run")
+    os.mkfifo(tmp_path / "disk" / "4" / "pipe")
+    with pytest.raises(ValueError, match="checkpoints/4/pipe is a pipe"):
+        run_folder.check_files(tmp_path / "run")

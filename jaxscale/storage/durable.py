@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pathlib
+import stat
 from collections.abc import Callable, Iterator, Mapping
 
 log = logging.getLogger("jaxscale")
@@ -149,6 +150,24 @@ def exclusive(path: pathlib.Path, waiting: Callable[[], object]) -> Iterator[Non
         yield
 
 
+def special_file(folder: pathlib.Path) -> pathlib.Path | None:
+    """The first thing below a folder that is no file, folder or link to one. To open a named pipe
+    waits until somebody opens its other end, also when the process is asked to stop."""
+    return _special(folder, top=True) if folder.is_dir() else None
+
+
+def _special(folder: pathlib.Path, *, top: bool = False) -> pathlib.Path | None:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            path = pathlib.Path(entry.path)
+            if entry.is_dir(follow_symlinks=top):  # `checkpoints` may be a link to another disk
+                if found := _special(path):
+                    return found
+            elif not entry.is_file() and path.exists() and not path.is_dir():
+                return path
+    return None
+
+
 def describe_files(folder: pathlib.Path) -> dict[str, list]:
     """Size, and for small ones the digest, of each file below a folder, for `changed_file`."""
     return {
@@ -165,7 +184,7 @@ def changed_file(folder: pathlib.Path, files: Mapping[str, list]) -> str:
         path = folder / name
         try:
             found, found_digest = _describe(path)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        except (FileNotFoundError, NotADirectoryError):
             return f"{path} is missing"
         if found != size:
             return f"{path} has {found} bytes, and {size} were written"
@@ -181,7 +200,11 @@ def json_digest(values: Mapping[str, object]) -> str:
 
 
 def _describe(path: pathlib.Path) -> list:
-    size = path.stat().st_size
+    """Raises a FileNotFoundError where something else than a file is."""
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    size = about.st_size
     if size > SMALL_BYTES:
         return [size, ""]
     return [size, hashlib.sha256(path.read_bytes()).hexdigest()]

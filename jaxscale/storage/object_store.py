@@ -4,15 +4,17 @@ Nothing else in the package writes to an object store. Objects are put as a whol
 not, and none is appended to or renamed.
 """
 
-import contextlib
+import concurrent.futures
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from jaxscale.formatting import duration
 from jaxscale.storage.durable import reason
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
@@ -20,6 +22,13 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 
 OPTIONS: dict[str, dict[str, Any]] = {"file": {"auto_mkdir": True}, "local": {"auto_mkdir": True}}
 """What a file system is opened with; credentials are found as its own package finds them."""
+
+
+ANSWER_SECONDS = 60.0
+"""How long a store has to answer a request."""
+
+LEAST_BYTES_PER_SECOND = 1e5
+"""For what is sent or fetched it has more time: what is slower counts as no answer."""
 
 
 class StoreError(OSError):
@@ -67,41 +76,50 @@ class ObjectStore:
 
     def read(self, name: str) -> bytes | None:
         """The content of an object; None if there is none."""
-        with self._errors(name):
+
+        def read() -> bytes | None:
             try:
                 return self.fs.cat_file(self._path(name))
             except FileNotFoundError:
                 return None
 
+        return self._answer(read, name)
+
     def write(self, name: str, data: bytes) -> None:
         """Puts an object, or replaces it."""
-        with self._errors(name):
-            self.fs.pipe_file(self._path(name), data)
+        self._answer(lambda: self.fs.pipe_file(self._path(name), data), name, len(data))
 
     def upload(self, files: Mapping[str, pathlib.Path]) -> None:
         """Puts files under names, several at a time where the file system can; returns when all
         are there."""
-        with self._errors():
-            self.fs.put([str(path) for path in files.values()], [*map(self._path, files)])
+        paths, names = [str(path) for path in files.values()], [*map(self._path, files)]
+        num_bytes = sum(path.stat().st_size for path in files.values())
+        self._answer(lambda: self.fs.put(paths, names), num_bytes=num_bytes)
 
-    def download(self, files: Mapping[str, pathlib.Path]) -> None:
-        """Gets objects by name into files; makes their folders."""
+    def download(self, files: Mapping[str, pathlib.Path], num_bytes: int) -> None:
+        """Gets objects by name into files; makes their folders.
+
+        Args:
+          num_bytes: of all, or more.
+        """
         for folder in {path.parent for path in files.values()}:
             folder.mkdir(parents=True, exist_ok=True)
-        with self._errors():
-            self.fs.get([*map(self._path, files)], [str(path) for path in files.values()])
+        paths, names = [str(path) for path in files.values()], [*map(self._path, files)]
+        self._answer(lambda: self.fs.get(names, paths), num_bytes=num_bytes)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """The bytes of every object whose name begins with `prefix` and a slash, by name."""
-        with self._errors(prefix):
+
+        def find() -> dict[str, Any]:
             self.fs.invalidate_cache()  # of listings; others write there, too
             try:
-                found = self.fs.find(self._path(prefix), detail=True)
+                return self.fs.find(self._path(prefix), detail=True)
             except FileNotFoundError:
                 if not prefix:
                     raise
-                found = {}
-            size = {path: about["size"] for path, about in found.items()}
+                return {}
+
+        size = {path: about["size"] for path, about in self._answer(find, prefix).items()}
         names = {path: path[len(self.root) :].lstrip("/") for path in sorted(size)}
         # Consoles of stores put an empty object "NAME/" for a folder: it is no file of a run.
         return {n: size[path] for path, n in names.items() if n and not n.endswith("/")}
@@ -109,25 +127,34 @@ class ObjectStore:
     def remove(self, names: Iterable[str]) -> None:
         """Removes objects."""
         if paths := [self._path(name) for name in names]:
-            with self._errors():
-                self.fs.rm(paths)
+            self._answer(lambda: self.fs.rm(paths))
 
     def copy(self, name: str, target: str) -> None:
         """Copies an object, inside the store."""
-        with self._errors(name):
-            self.fs.cp_file(self._path(name), self._path(target))
+        self._answer(lambda: self.fs.cp_file(self._path(name), self._path(target)), name)
 
     def _path(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
 
-    @contextlib.contextmanager
-    def _errors(self, name: str = "") -> Iterator[None]:
-        """Libraries of stores raise errors of their own kinds."""
+    def _answer[T](self, request: Callable[[], T], name: str = "", num_bytes: int = 0) -> T:
+        """What a request gives, in a thread that is left alone when it takes too long: libraries of
+        stores try for minutes, as s3fs does, or for ever; and raise errors of their own kinds."""
+        answer = concurrent.futures.Future[T]()
+
+        def ask() -> None:
+            try:
+                answer.set_result(request())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="request to a store", daemon=True).start()
+        seconds = ANSWER_SECONDS + num_bytes / LEAST_BYTES_PER_SECOND
+        place = f"{self.address}/{name}" if name else self.address
         try:
-            yield
+            return answer.result(seconds)
         except Exception as error:
-            place = f"{self.address}/{name}" if name else self.address
-            raise StoreError(f"{place}: {reason(error)}") from error
+            why = reason(error) if answer.done() else f"no answer in {duration(seconds)}"
+            raise StoreError(f"{place}: {why}") from error
 
 
 def open_store(address: str) -> ObjectStore:

@@ -178,7 +178,7 @@ def fetch_files(store: ObjectStore, workdir: pathlib.Path, *, nested: bool = Fal
         if everything or not path.exists():
             wanted[name] = path
     beside = {name: path.with_name(f"{path.name}.fetched") for name, path in wanted.items()}
-    store.download(beside)
+    store.download(beside, sum(sizes[name] for name in wanted))
     for name, path in wanted.items():
         os.replace(beside[name], path)
 
@@ -264,9 +264,10 @@ def fetch_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> pat
         if sizes.get(f"{prefix}/{name}") != size:
             raise ValueError(f"{name} has {sizes.get(f'{prefix}/{name}', 0)} bytes, not {size}")
     folder.mkdir(parents=True, exist_ok=True)
-    check_free(folder, sum(size for size, _ in files.values()), f"checkpoint {step}")
+    needs = sum(size for size, _ in files.values())
+    check_free(folder, needs, f"checkpoint {step}")
     shutil.rmtree(path, ignore_errors=True)
-    store.download({f"{prefix}/{name}": path / name for name in files})
+    store.download({f"{prefix}/{name}": path / name for name in files}, needs)
     if changed := durable.changed_file(path, files):
         raise ValueError(changed.removeprefix(f"{path}/"))
     (path / MARKER).parent.mkdir(exist_ok=True)

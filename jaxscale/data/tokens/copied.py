@@ -49,8 +49,9 @@ def copy_folder(folder: str, index: Index, directory: pathlib.Path) -> str:
         if target.is_dir():
             return str(target)
         missing = [n for n, size in sizes.items() if not _has(unfinished / n, size)]
-        store.download({name: unfinished / name for name in missing})
-        store.download({name: unfinished / name for name in ("offsets.npy", "hashes.npy")})
+        store.download({name: unfinished / name for name in missing}, needs)
+        about = "offsets.npy", "hashes.npy"  # smaller than the tokens
+        store.download({name: unfinished / name for name in about}, needs)
         _compare(unfinished, folder, index)
         durable.sync_tree(unfinished)
         durable.move(unfinished, target)

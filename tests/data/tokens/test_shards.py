@@ -456,7 +456,10 @@ def test_a_run_at_an_address_copies_shards_and_compares_them(
             monkeypatch.setattr(
                 ObjectStore,
                 "download",
-                lambda store, files: (fetched.append(sorted(files)), before(store, files)),
+                lambda self, files, size: (
+                    fetched.append(sorted(files)),
+                    before(self, files, size),
+                ),
             )
         corpus = open_corpus(["memory://bucket/out"], BYTES, directory)
         if damaged:
