@@ -22,6 +22,9 @@ from jaxscale.storage import durable
 
 MOST_CPU_DEVICES = 4096
 
+STDOUT = "stdout"
+"""The name of that stream in errors."""
+
 type Report = Callable[[str, int], tuple[str, int]]
 """Error message and status -> the text to print, and the status to end with."""
 
@@ -51,8 +54,7 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _report_unraisable
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # a locale without what a model writes
+    _open_streams()
     try:
         _check_environment()
         status = main(sys.argv[1:]) or 0
@@ -65,12 +67,76 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         status = 128 + signal.SIGPIPE
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename == STDOUT:
+            print(f"error: {_sentence(error)}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         status = 1
     if status in (1, 2):
         _end(status)
     sys.exit(status)
+
+
+def _open_streams() -> None:
+    """Has standard streams that can be used. Where one is closed, the next file that is opened
+    would get its number, and with it what libraries print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.set_inheritable(nowhere, True)
+            stream = open(nowhere, mode, closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+    sys.stdout = _rewrapped(_Stdout, sys.stdout)
+    sys.stderr = _rewrapped(_Stderr, sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a locale without what a model writes
+
+
+def _rewrapped(kind: type[io.TextIOWrapper], stream: TextIO) -> TextIO:
+    if type(stream) is not io.TextIOWrapper:  # as of a test or a notebook
+        return stream
+    buffered, through = stream.line_buffering, stream.write_through
+    return kind(
+        stream.buffer, stream.encoding, stream.errors, None, buffered, write_through=through
+    )
+
+
+class _Stdout(io.TextIOWrapper):
+    """Its errors say whose they are: what a command prints may be what it was asked for."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            error.filename = STDOUT
+            raise
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            error.filename = STDOUT
+            raise
+
+
+class _Stderr(io.TextIOWrapper):
+    """Drops what nobody can read, as of a closed terminal or a full disk: a command ends with the
+    status that it has, by which a supervisor decides."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            silence(self)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError:
+            silence(self)
 
 
 def _check_environment() -> None:
@@ -128,7 +194,7 @@ class _Lines(logging.StreamHandler):
             return
         silence(self.stream)
         with contextlib.suppress(OSError):
-            print(f"warning: stdout is closed, no more lines ({error})", file=sys.stderr)
+            print(f"warning: no more lines to stdout ({error.strerror})", file=sys.stderr)
 
 
 def log_to_stdout() -> None:

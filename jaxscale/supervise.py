@@ -1,5 +1,5 @@
 """python -m jaxscale.supervise [--log FILE] [--failures N] [--layouts LAYOUT ...]
-       [--pass_over_after N] [--wait_seconds S] -- COMMAND
+       [--pass_over_after N] [--wait_seconds S] [--grace_seconds S] -- COMMAND
 
 Starts a command again when it fails, and says why it gave up.
 """
@@ -11,6 +11,7 @@ import ctypes
 import dataclasses
 import functools
 import json
+import logging
 import os
 import pathlib
 import re
@@ -23,8 +24,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from jaxscale import command_line, run_folder
+from jaxscale.formatting import duration
 from jaxscale.layout import Layout
 from jaxscale.storage.tiers import CHECKPOINTS, local_steps
+
+log = logging.getLogger("jaxscale")
 
 STOPPED = 143
 """The status of a command that was asked to stop, and saved (`run.signals`)."""
@@ -50,6 +54,9 @@ TRAIN = "jaxscale.train"
 """The command whose folder is known without --workdir."""
 
 TAIL_LINES = 20
+LINE_CHARS = 4096
+"""Lines are kept in pieces of this size: one may never end."""
+
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -66,12 +73,13 @@ def main(argv: Sequence[str]) -> int:
         workdir = _workdir(command)
         if workdir:
             run_folder.check_files(workdir)
-    log = options.log or (workdir or pathlib.Path()) / "incidents.jsonl"
-    if options.log or log.parent.exists():  # else the folder of a run that may yet be refused
+    file = options.log or (workdir or pathlib.Path()) / "incidents.jsonl"
+    if options.log or file.parent.exists():  # else the folder of a run that may yet be refused
         with command_line.refusals():
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.open("a").close()
-    return _Supervisor(command, workdir, log, options).run()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.open("a").close()
+    command_line.log_to_stdout()
+    return _Supervisor(command, workdir, file, options).run()
 
 
 BAD_HOSTS = "{bad_hosts}"
@@ -88,11 +96,12 @@ class _Supervisor:
         self,
         command: list[str],
         workdir: pathlib.Path | None,
-        log: pathlib.Path,
+        file: pathlib.Path,
         options: argparse.Namespace,
     ) -> None:
-        self._command, self._workdir, self._log = command, workdir, log
+        self._command, self._workdir, self._file = command, workdir, file
         self._failures, self._wait_seconds = options.failures, options.wait_seconds
+        self._grace_seconds = options.grace_seconds
         self._layouts: list[list[str]] = options.layouts or [[]]
         self._pass_over_after = options.pass_over_after
         self._blame: collections.Counter[str] = collections.Counter()  # host -> attempts
@@ -144,8 +153,7 @@ class _Supervisor:
             status = self._attempt(layout)
             if status != REFUSED or self._asked.is_set():
                 return status
-            with contextlib.suppress(OSError):
-                print(f"supervise: refused with {' '.join(layout)}; trying the next", flush=True)
+            log.info(f"supervise: refused with {' '.join(layout)}; trying the next")
         return self._attempt(last)
 
     def _attempt(self, layout: Sequence[str]) -> int:
@@ -177,7 +185,7 @@ class _Supervisor:
 
     def _read(self, lines: IO[str]) -> None:
         with lines:
-            for line in lines:
+            for line in iter(functools.partial(lines.readline, LINE_CHARS), ""):
                 self._tail.append(line.rstrip("\n"))
                 self._blamed |= blamed_host(line)
                 with contextlib.suppress(OSError):
@@ -189,8 +197,7 @@ class _Supervisor:
     ) -> None:
         """One line for people, and one for programs."""
         name = f" ({said})" if (said := meaning(status)) else ""
-        with contextlib.suppress(OSError):
-            print(f"supervise: attempt {attempt} ended with {status}{name}; {action}", flush=True)
+        log.info(f"supervise: attempt {attempt} ended with {status}{name}; {action}")
         record = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "attempt": attempt,
@@ -204,15 +211,27 @@ class _Supervisor:
         }
         with contextlib.suppress(OSError):
             if status != REFUSED:  # such as for a mistyped --config, which is to leave no folder
-                self._log.parent.mkdir(parents=True, exist_ok=True)
-            with self._log.open("a") as file:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("a") as file:
                 file.write(json.dumps(record) + "\n")
+
+    def _kill(self) -> None:
+        """Ends a command that was asked to stop, and has not."""
+        if self._child is not None and self._child.poll() is None:
+            log.info(
+                f"supervise: the command has not ended in {duration(self._grace_seconds)}, and is "
+                "killed"
+            )
+            self._child.kill()
 
     @contextlib.contextmanager
     def _passing_on(self) -> Iterator[None]:
         def pass_on(number: int, frame: Any) -> None:
-            if number != signal.SIGQUIT:
+            if number != signal.SIGQUIT and not self._asked.is_set():
                 self._asked.set()
+                killer = threading.Timer(self._grace_seconds, self._kill)
+                killer.daemon = True
+                killer.start()
             if self._child is not None and self._child.poll() is None:
                 self._child.send_signal(number)
 
@@ -320,7 +339,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.supervise",
         usage="python -m jaxscale.supervise [--log FILE] [--failures N] [--layouts LAYOUT ...] "
-        "[--pass_over_after N] [--wait_seconds S] -- COMMAND",
+        "[--pass_over_after N] [--wait_seconds S] [--grace_seconds S] -- COMMAND",
         description="Starts a command again when it fails; what resumes by itself, as training "
         "does, then continues.",
         epilog="The status is that of the last attempt: 0 complete, 143 asked to stop, 2 refused.",
@@ -364,6 +383,14 @@ def _parser() -> argparse.ArgumentParser:
         default=1.0,
         help="before a failed command starts again; doubled by each failure, up to a minute; "
         "default 1",
+    )
+    add(
+        "--grace_seconds",
+        metavar="S",
+        type=command_line.real(0, 1e6),
+        default=600.0,
+        help="once asked to stop, how long the command may take to save and end before it is "
+        "killed; default 600",
     )
     return parser
 

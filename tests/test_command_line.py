@@ -206,9 +206,44 @@ def test_a_run_goes_on_when_its_lines_have_no_reader():
     done = subprocess.run([sys.executable, "-c", program], stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert done.returncode == 0
-    assert (
-        done.stderr == b"warning: stdout is closed, no more lines ([Errno 32] Broken pipe)\ndone\n"
+    assert done.stderr == b"warning: no more lines to stdout (Broken pipe)\ndone\n"
+
+
+PRINTS = """
+import os, sys
+from jaxscale import command_line
+def main(argv):
+    if os.open(os.devnull, os.O_RDONLY) < 3:
+        command_line.refuse("a file has the number of a standard stream", status=3)
+    if argv == ["refused"]:
+        command_line.refuse("no")
+    print("a warning", file=sys.stderr)
+    print("the answer")
+command_line.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "streams", "status", "said"),
+    [
+        ("complete", "<&- >&- 2>&-", 0, ""),
+        ("complete", ">&-", 0, "a warning\n"),
+        ("complete", "2>/dev/full", 0, "the answer\n"),
+        (
+            *("complete", ">/dev/full", 1),
+            "a warning\nerror: stdout: no space left on device\n",
+        ),
+        ("refused", "2>&-", 2, ""),
+        ("refused", ">/dev/full 2>/dev/full", 2, ""),
+    ],
+)
+def test_the_status_is_right_where_a_stream_is_closed_or_full(how, streams, status, said):
+    """A supervisor decides by it: it repeats a 1."""
+    run = f'"$0" "$@" {streams}'
+    done = subprocess.run(
+        ["bash", "-c", run, sys.executable, "-c", PRINTS, how], capture_output=True, text=True
     )
+    assert (done.returncode, done.stdout + done.stderr) == (status, said)
 
 
 INTERRUPTED = """

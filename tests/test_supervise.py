@@ -138,6 +138,40 @@ def test_a_signal_to_the_supervisor_ends_its_command_which_saves(number, tmp_pat
         assert incident["action"] == "gave up: the supervisor was asked to stop"
 
 
+STUBBORN = """
+import signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("x" * 10_000, end="", file=sys.stderr, flush=True)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_a_command_that_does_not_stop_is_killed_and_its_lines_are_kept_in_pieces(tmp_path):
+    """One that never ends would fill the memory of the supervisor."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "jaxscale.supervise", "--log", tmp_path / "log"),
+            *("--grace_seconds=0.1", "--", sys.executable, "-c", STUBBORN),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert said.startswith("supervise: the command has not ended in 100 ms, and is killed\n")
+    assert errors == "x" * 10_000
+    (incident,) = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    assert incident["action"] == "gave up: the supervisor was asked to stop"
+    most = supervise.LINE_CHARS
+    assert incident["stderr"] == ["x" * most, "x" * most, "x" * (10_000 - 2 * most)]
+
+
 def test_layouts_are_tried_in_turn_at_each_attempt(tmp_path):
     """Those that are refused, for devices that are missing; the first is tried again later."""
     done, incidents = supervised(tmp_path, "2,1,2,0", "--layouts", "fsdp=8,data=2", "fsdp=4")
