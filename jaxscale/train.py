@@ -217,13 +217,14 @@ def _train(
             uploads=uploads,
         )
 
-    def not_uploaded() -> str:
-        """Waits for the uploads; what is missing at the run's address, the same in all."""
+    def not_uploaded(*, in_all: bool = True) -> str:
+        """Waits for the uploads; what is missing at the run's address, the same in all processes
+        where all come here."""
         if store_of(workdir) is None:
             return ""
         phases.enter_phase("uploading")
         left = uploads.finish(options.upload_seconds) if uploads else ""
-        return processes.from_first("uploads", left)
+        return processes.from_first("uploads", left) if in_all else left
 
     if ready is None:
         if left := not_uploaded():
@@ -241,7 +242,10 @@ def _train(
             log.warning(f"warning: {left}")
         return signals.STOPPED
     except failures as error:
-        left, status = not_uploaded(), getattr(error, "exit_status", 1)
+        # A data worker, a file of tokens or a tracker fails in one process: the others are at work.
+        of_one = ChildProcessError | UnusableTokensError | TrackerError
+        left = not_uploaded(in_all=not isinstance(error, of_one))
+        status = getattr(error, "exit_status", 1)
         command_line.refuse(f"{error}; {left}" if left else str(error), status)
     if left := not_uploaded():
         command_line.refuse(left, status=1)

@@ -1,6 +1,7 @@
 """Where a run resumes: at its newest checkpoint that is intact, here or at its address."""
 
 import dataclasses
+import functools
 import json
 import logging
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from jaxscale.run.setup.restore import metadata_of
 from jaxscale.run.setup.text import Text
 from jaxscale.storage.checkpoint_folder import DamagedError
 from jaxscale.storage.differences import describe_difference
-from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.training.checkpoint import Checkpoints, read_everywhere
 from jaxscale.training.engine import Engine
 from jaxscale.training.learning_rate import rate_change
 from jaxscale.training.step import TrainState, init_guard
@@ -210,13 +211,19 @@ def _read(
     problem = _problem(checkpoints, step) if jax.process_index() == 0 else None
     if problem := processes.from_first("checkpoint", problem):
         raise DamagedError(*problem)
+
+    def read() -> tuple[dict[str, Any], TrainState]:
+        own = functools.partial(metadata_of, checkpoints, step)
+        metadata = read_everywhere("metadata of a checkpoint", own)
+        return metadata, _restore(checkpoints, step, engine, resolved)
+
     try:
-        return metadata_of(checkpoints, step), _restore(checkpoints, step, engine, resolved)
-    except DamagedError as error:  # its arrays
+        return read()
+    except DamagedError as error:  # in all processes
         if refuse_damaged:
             raise
         fetch_everywhere(checkpoints, step, error)
-        return metadata_of(checkpoints, step), _restore(checkpoints, step, engine, resolved)
+        return read()
 
 
 def _problem(checkpoints: Checkpoints, step: int) -> list[str] | None:

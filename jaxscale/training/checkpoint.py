@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -63,6 +63,30 @@ class NotFiniteError(FloatingPointError):
 def best_step(steps: Collection[int], losses: Mapping[int, float]) -> int | None:
     """That of some steps with the lowest loss, of equal ones the first; None where none has one."""
     return min(sorted(losses.keys() & set(steps)), key=losses.__getitem__, default=None)
+
+
+def read_everywhere[T](topic: str, read: Callable[[], T]) -> T:
+    """What is read in every process: all raise when one does, so that none waits for it.
+
+    Args:
+      topic: as of `processes.all_reports`.
+
+    Raises:
+      DamagedError, UnreadableError: as `read` does, in this process or in another one.
+    """
+    found, problem = None, ["", ""]
+    try:
+        found = read()
+    except (DamagedError, UnreadableError) as error:
+        if processes.alone():
+            raise
+        problem = [str(error), error.reason if isinstance(error, DamagedError) else ""]
+    problems = processes.all_reports(topic, problem)
+    # Where one cannot read it, what the others read of it does not matter.
+    for message, why in sorted(problems, key=lambda each: each[1]):
+        if message:
+            raise DamagedError(message, why) if why else UnreadableError(message)
+    return cast("T", found)
 
 
 class Checkpoints:
@@ -361,7 +385,10 @@ class Checkpoints:
         """
         saved = self.check_fits(step, abstract_state, config=config, part=part, without=without)
         wanted = named_arrays(abstract_state)
-        arrays = self._read_everywhere(step, wanted, frozen_arrays(saved))
+        frozen = frozen_arrays(saved)
+        arrays = read_everywhere(
+            "read of a checkpoint", lambda: read_arrays(self.directory, step, wanted, frozen)
+        )
         sums = array_sums(arrays, finite=False)
         wrong = [name for name in arrays if saved[name]["checksum"] != sums[name].checksum]
         if wrong:
@@ -401,24 +428,6 @@ class Checkpoints:
             title = f"checkpoint {step} in {self.directory} does not fit this run"
             raise ValueError(listing(title, found, changed))
         return saved
-
-    def _read_everywhere(
-        self, step: int, wanted: dict[str, Any], frozen: Collection[str]
-    ) -> dict[str, jax.Array]:
-        """Reads the arrays in every process: all raise when one does, so that none waits for it."""
-        arrays, problem = {}, ["", ""]
-        try:
-            arrays = read_arrays(self.directory, step, wanted, frozen)
-        except (DamagedError, UnreadableError) as error:
-            if jax.process_count() == 1:
-                raise
-            problem = [str(error), error.reason if isinstance(error, DamagedError) else ""]
-        problems = processes.all_reports("read of a checkpoint", problem)
-        # Where one cannot read it, what the others read of it does not matter.
-        for message, why in sorted(problems, key=lambda each: each[1]):
-            if message:
-                raise DamagedError(message, why) if why else UnreadableError(message)
-        return arrays
 
     @contextlib.contextmanager
     def held(self, step: int) -> Iterator[bool]:

@@ -17,7 +17,10 @@ import pytest
 from jaxscale import config as configs
 from jaxscale import train
 from jaxscale.run import notices, signals, trainer, training_loop
+from jaxscale.run.setup.text import UnusableTokensError
+from jaxscale.storage import tiers
 from jaxscale.training.checkpoint import Checkpoints
+from jaxscale.training.metrics import TrackerError
 from jaxscale.training.step import StepMetrics
 
 SETTINGS = ["model.num_layers=1", "data.seq_len=32", "run.steps=6", "run.eval_every=3"]
@@ -109,6 +112,24 @@ def test_all_processes_of_a_complete_run_draw_a_sample_or_none(monkeypatch, tmp_
     options = train._parser().parse_args(["--config", "configs/tiny.py"])
     assert train._train(options, configs.load("configs/tiny.py"), tmp_path, 0.0, None, "") == 0
     assert "SIGTERM: the run is complete and saved; no sample is drawn" in caplog.text
+
+
+@pytest.mark.parametrize("error", [ChildProcessError, UnusableTokensError, TrackerError])
+def test_a_failure_of_one_process_waits_for_no_other(error, monkeypatch, tmp_path, capsys):
+    """Of a run at an address, whose uploads process 0 answers for: it is at work in a step."""
+
+    def fail(*_, **__):
+        raise error("a worker was killed")
+
+    monkeypatch.setenv(tiers.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(trainer, "open_trainer", lambda *_, **__: object())
+    monkeypatch.setattr(training_loop, "fit", fail)
+    monkeypatch.setattr(train.processes, "from_first", lambda *_: pytest.fail("waits"))
+    options = train._parser().parse_args(["--config", "configs/tiny.py"])
+    workdir = tiers.local_tier("memory://bucket/fails")
+    with pytest.raises(SystemExit):
+        train._train(options, configs.load("configs/tiny.py"), workdir, 0.0, None, "")
+    assert capsys.readouterr().err == "error: a worker was killed\n"
 
 
 def test_a_signal_during_the_last_save_does_not_lose_it(ready, monkeypatch):

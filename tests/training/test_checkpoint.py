@@ -744,3 +744,29 @@ def test_a_disk_that_is_really_full(tmp_path: pathlib.Path, opened: Callable) ->
         checkpoints.close()
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_what_one_process_cannot_read_no_process_reads(monkeypatch):
+    """Each reports before it raises: the others would wait for it, or go another way."""
+    reports = []
+
+    def all_reports(topic, own):
+        reports.append(own)
+        return [own, theirs]
+
+    def fail():
+        raise checkpoint.DamagedError("checkpoint 4 is damaged", "cut")
+
+    monkeypatch.setattr(checkpoint.processes, "alone", lambda: False)
+    monkeypatch.setattr(checkpoint.processes, "all_reports", all_reports)
+    theirs = ["", ""]
+    assert checkpoint.read_everywhere("topic", lambda: 5) == 5
+    with pytest.raises(checkpoint.DamagedError, match="checkpoint 4"):
+        checkpoint.read_everywhere("topic", fail)
+    theirs = ["checkpoint 4 is damaged there", "cut"]
+    with pytest.raises(checkpoint.DamagedError, match="there"):
+        checkpoint.read_everywhere("topic", lambda: 5)
+    theirs = ["no permission", ""]
+    with pytest.raises(checkpoint.UnreadableError, match="no permission"):
+        checkpoint.read_everywhere("topic", fail)
+    assert len(reports) == 4
