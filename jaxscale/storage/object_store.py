@@ -137,24 +137,36 @@ class ObjectStore:
         return f"{self.root}/{name}" if name else self.root
 
     def _answer[T](self, request: Callable[[], T], name: str = "", num_bytes: int = 0) -> T:
-        """What a request gives, in a thread that is left alone when it takes too long: libraries of
-        stores try for minutes, as s3fs does, or for ever; and raise errors of their own kinds."""
-        answer = concurrent.futures.Future[T]()
-
-        def ask() -> None:
-            try:
-                answer.set_result(request())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=ask, name="request to a store", daemon=True).start()
-        seconds = ANSWER_SECONDS + num_bytes / LEAST_BYTES_PER_SECOND
         place = f"{self.address}/{name}" if name else self.address
+        return answer(place, request, num_bytes)
+
+
+def answer[T](place: str, request: Callable[[], T], num_bytes: int = 0) -> T:
+    """What a request gives, in a thread that is left alone when it takes too long: libraries of
+    stores try for minutes, as s3fs does, or for ever; and raise errors of their own kinds.
+
+    Args:
+      place: for messages.
+      num_bytes: that are sent or fetched.
+
+    Raises:
+      StoreError: it failed, or took too long.
+    """
+    future = concurrent.futures.Future[T]()
+
+    def ask() -> None:
         try:
-            return answer.result(seconds)
-        except Exception as error:
-            why = reason(error) if answer.done() else f"no answer in {duration(seconds)}"
-            raise StoreError(f"{place}: {why}") from error
+            future.set_result(request())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=ask, name="request to a store", daemon=True).start()
+    seconds = ANSWER_SECONDS + num_bytes / LEAST_BYTES_PER_SECOND
+    try:
+        return future.result(seconds)
+    except Exception as error:
+        why = reason(error) if future.done() else f"no answer in {duration(seconds)}"
+        raise StoreError(f"{place}: {why}") from error
 
 
 def open_store(address: str) -> ObjectStore:

@@ -18,7 +18,14 @@ command_line.run(importlib.import_module("jaxscale." + sys.argv.pop(1)).main)
 """
 
 
-@pytest.mark.parametrize("command", ["train --config tiny", "generate --prompt a"])
+COMMANDS = {
+    "train --config=tiny --workdir=s3://bucket/run": "s3://bucket/run/lease.json",
+    "generate --prompt=a --workdir=s3://bucket/run": "s3://bucket/run",
+    "prepare --input=s3://bucket/text --output=out --tokenizer=bytes": "s3://bucket/text",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_store_that_accepts_and_never_answers_is_one_line(command, tmp_path):
     """With the status after which a supervisor tries again. Its client would try for minutes."""
     pytest.importorskip("s3fs", reason="s3fs, of the extra s3, is the client")
@@ -31,7 +38,8 @@ def test_a_store_that_accepts_and_never_answers_is_one_line(command, tmp_path):
 
         threading.Thread(target=accept, daemon=True).start()
         done = subprocess.run(
-            [sys.executable, "-c", IMPATIENT, *command.split(), "--workdir=s3://bucket/run"],
+            [sys.executable, "-c", IMPATIENT, *command.split()],
+            cwd=tmp_path,
             env=os.environ
             | {
                 "AWS_ENDPOINT_URL": f"http://127.0.0.1:{store.getsockname()[1]}",
@@ -44,5 +52,6 @@ def test_a_store_that_accepts_and_never_answers_is_one_line(command, tmp_path):
             timeout=60,
         )
     assert done.returncode == 1, done
-    name = "/lease.json" if command.startswith("train") else ""
-    assert done.stderr == f"error: s3://bucket/run{name}: no answer in 200 ms\n"
+    assert done.stderr.startswith(f"error: {COMMANDS[command]}")
+    assert done.stderr.endswith(": no answer in 200 ms\n")
+    assert done.stderr.count("\n") == 1

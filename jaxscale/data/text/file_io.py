@@ -20,7 +20,7 @@ else:
     from backports import zstd
 
 from jaxscale.storage.durable import MAY_PASS, reason
-from jaxscale.storage.object_store import filesystem, is_remote
+from jaxscale.storage.object_store import answer, filesystem, is_remote
 
 ByteRange = tuple[str, int, int]
 """An address, the first byte and the first after the last."""
@@ -125,8 +125,7 @@ def exists(path: str) -> bool:
     if not is_remote(path):
         return pathlib.Path(path).expanduser().is_file()
     fs, name = filesystem(path)
-    with reading(path):
-        return fs.exists(name)
+    return answer(path, lambda: fs.exists(name))
 
 
 def read_ranges(wanted: Sequence[ByteRange]) -> list[bytes]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxscale.data.text.file_io import cannot_be_read, compression, read_file, reading
 from jaxscale.data_source import Source, setting, to_sources
-from jaxscale.storage.object_store import filesystem, is_remote
+from jaxscale.storage.object_store import answer, filesystem, is_remote
 
 STDLIB = "{stdlib}"
 _STDLIB_SKIPS = ("site-packages", "dist-packages", "test", "tests", "idle_test")
@@ -160,7 +160,7 @@ def _list_remote(path: str, source: Source, entry: int) -> list[File]:
     with reading(path):
         parts = name.split("/")
         fixed = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
-        whole_folder = fixed == len(parts) and fs.isdir(name)
+        whole_folder = answer(path, lambda: fs.isdir(name)) and fixed == len(parts)
         if fixed < len(parts):
             found = fs.glob(name, detail=True)
         elif whole_folder:
