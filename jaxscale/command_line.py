@@ -21,6 +21,7 @@ from jaxscale.choices import nearest, nearest_settings, settings_called
 from jaxscale.storage import durable
 
 MOST_CPU_DEVICES = 4096
+MOST_CHARACTERS = 10_000  # of an error message
 
 STDOUT = "stdout"
 """The name of that stream in errors."""
@@ -179,8 +180,21 @@ def silence(stream: TextIO) -> None:
 def refuse(message: str, status: int = 2) -> NoReturn:
     """Prints one line and ends the process."""
     text, status = _report(message, status)
-    print(f"error: {text}", file=sys.stderr)
+    print(f"error: {one_line(text)}", file=sys.stderr)
     raise SystemExit(status)
+
+
+def one_line(text: str) -> str:
+    """A message as one line that can be read, whatever it quotes of a file: control characters,
+    which may be orders to a terminal, are escaped, and the middle of a long one is left out.
+
+    >>> print(one_line("a\\nb\\x1b[2J"))
+    a\\nb\\x1b[2J
+    """
+    if len(text) > MOST_CHARACTERS:
+        half = MOST_CHARACTERS // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 class _Lines(logging.StreamHandler):

@@ -3,13 +3,14 @@
 import contextlib
 import csv
 import functools
-import json
 import math
 import os
 import pathlib
 import re
 from dataclasses import dataclass
 from typing import Any
+
+from jaxscale.storage.untrusted import load_json
 
 GPU_MEMORY_FRACTION = 0.9
 """Share of a GPU's memory for a program: the rest is for its driver, NCCL and cuDNN."""
@@ -147,10 +148,7 @@ def _csv_rows(path: pathlib.Path) -> list[dict[str, str]]:
 
 
 def _json_rows(path: pathlib.Path) -> list[dict[str, str]]:
-    try:
-        columns = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    columns = load_json(path)
     if not isinstance(columns, dict):
         raise ValueError(f"{path} has to be one JSON object of columns: {{'name': ...}}")
     return [{key: "" if value is None else str(value) for key, value in columns.items()}]

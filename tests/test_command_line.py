@@ -372,6 +372,15 @@ def flags_of(name):
     return [flag for flag in dict.fromkeys(found) if flag != "--help"]
 
 
+def test_a_refusal_is_one_line_whatever_it_quotes(capsys):
+    with pytest.raises(SystemExit):
+        command_line.refuse("'é' of a\nb\u2028\x1b[2J" + 10**6 * "x" + " end")
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: 'é' of a\\nb\\u2028\\x1b[2Jxxx")
+    assert printed.endswith("xxx end\n")
+    assert len(printed) < command_line.MOST_CHARACTERS + 40
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(sorted(NOWHERE)))
 def test_whatever_a_flag_is_given_the_refusal_is_one_line(data, name):

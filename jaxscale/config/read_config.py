@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import inspect
-import json
 import pathlib
 import runpy
 import traceback
@@ -26,6 +25,7 @@ from jaxscale.data_source import to_plain
 from jaxscale.layout import AUTO
 from jaxscale.model_config import ModelConfig, is_own_family, settings_record
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
+from jaxscale.storage.untrusted import load_json
 
 SHIPPED = pathlib.Path(__file__).parents[1] / "configs"
 """The configurations that the package comes with: those of the repository's configs/."""
@@ -140,10 +140,7 @@ def read_sections(path: pathlib.Path) -> dict[str, dict]:
     Raises:
       ValueError: the file is not one.
     """
-    try:
-        sections = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    sections = load_json(path)
     if isinstance(sections, dict) and "model_type" in sections:
         raise ValueError(
             f"{path} is that of a Hugging Face model; make a run of it first: python -m "

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
+from jaxscale.storage.untrusted import parse_json
+
 MOST_MESSAGE_BYTES = 1 << 24
 """No message is nearly as long: what sends more is not one of our processes."""
 
@@ -80,10 +82,7 @@ class Connection:
         if max(map(len, (self._buffer, *lines))) > (most_bytes or MOST_MESSAGE_BYTES):
             raise ValueError("too long for a message")
         for line in lines:
-            try:
-                message = json.loads(line)
-            except RecursionError as error:
-                raise ValueError("not a message") from error
+            message = parse_json(line)
             if not isinstance(message, dict):
                 raise ValueError("not a message")
             self._messages.append(message)

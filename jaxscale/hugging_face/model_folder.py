@@ -42,6 +42,7 @@ from jaxscale.model_families.hf.config import with_context
 from jaxscale.model_families.shipped import SHIPPED, find_family
 from jaxscale.run_folder import HF_CONFIG, TOKENIZERS, copy_tokenizer
 from jaxscale.sharding.resolve import is_axes, leaf_name
+from jaxscale.storage.untrusted import load_json
 
 log = logging.getLogger("jaxscale")
 
@@ -400,10 +401,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
         )
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} holds no model: no {path.name}")
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    values = load_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not a mapping of names to values")
     return values

@@ -9,7 +9,6 @@ rows one below the other, and `lora_B` each part's outputs in columns of its own
 """
 
 import dataclasses
-import json
 import math
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
@@ -20,6 +19,7 @@ from jaxscale.hugging_face.safetensors_format import StoredTensor, read_header, 
 from jaxscale.model_config import ModelConfig
 from jaxscale.model_config.low_rank import ADAPTER, is_adapter
 from jaxscale.model_families.family import TensorRule
+from jaxscale.storage.untrusted import load_json
 
 PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -176,12 +176,12 @@ def open_adapters(
             raise FileNotFoundError(
                 f"{directory} holds no adapters of PEFT: no {name}, which save_pretrained writes"
             )
-    try:
-        peft = json.loads(path.read_text())
-        rank, alpha = peft["r"], peft["lora_alpha"]
-        numbers = type(rank) is int and rank > 0 and type(alpha) in (int, float) and alpha > 0
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the config of low-rank adapters: {error!r}") from error
+    peft = load_json(path)
+    if not isinstance(peft, dict):
+        raise ValueError(f"{path} is not the config of low-rank adapters: it holds no object")
+    rank: Any = peft.get("r")
+    alpha: Any = peft.get("lora_alpha")
+    numbers = type(rank) is int and rank > 0 and type(alpha) in (int, float) and alpha > 0
     if peft.get("peft_type") != "LORA" or not numbers:
         raise ValueError(
             f"{path}: peft_type = {peft.get('peft_type')!r}, r = {rank!r}, lora_alpha = {alpha!r}; "

@@ -18,6 +18,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxscale.storage.untrusted import MAX_BYTES, is_file_name, load_json, parse_json
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -29,7 +31,9 @@ DTYPES = {
 """Types of parameters; files may hold others, of tensors that no parameter is read from."""
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MAX_HEADER_BYTES = 100_000_000  # as in the library
+MAX_DIMS = 64  # as in NumPy
+METADATA = "__metadata__"
+"""The entry of a header that is no tensor."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,13 @@ def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 def _weight_map(path: pathlib.Path) -> dict[str, str]:
-    try:
-        files = json.loads(path.read_text())["weight_map"]
-        safe = all(pathlib.PurePath(file).name == file for file in files.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} has no weight_map of tensors and files") from error
-    if not safe:
-        raise ValueError(f"{path} names files outside its folder")
+    index = load_json(path)
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict):
+        raise ValueError(f"{path} has no weight_map of tensors and files")
+    for name, file in files.items():
+        if not is_file_name(file):
+            raise ValueError(f"{path} has {name!r} in {file!r}, which is no file of its folder")
     return files
 
 
@@ -91,55 +95,63 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
       ValueError: it is not a safetensors file, or is cut short.
     """
     header, length = _parse_header(path)
-    try:
-        header.pop("__metadata__", None)
-        tensors = {
-            name: StoredTensor(
-                path, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"])
-            )
-            for name, entry in header.items()
-        }
-        spans = {name: entry["data_offsets"] for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise _damaged(path) from error
-    size = path.stat().st_size
-    end = 8 + length + max((last for _, last in spans.values()), default=0)
+    begin, size = 8 + length, path.stat().st_size
+    spans = {name: _span(path, name, entry) for name, entry in header.items() if name != METADATA}
+    end = begin + max((last for _, last in spans.values()), default=0)
     if end != size:
         raise ValueError(
             f"{path} has {size:,} bytes and its header asks for {end:,}: an incomplete copy?"
         )
-    for name, (first, last) in spans.items():
-        dtype, shape = tensors[name].dtype, tensors[name].shape
-        if first < 0 or (dtype in DTYPES and last - first != _num_bytes(dtype, shape)):
-            raise ValueError(f"{path}: tensor {name} does not have the bytes of its shape {shape}")
-    return tensors
+    end = 0
+    for name, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+        if first != end:  # as the format wants it: no byte is of two tensors, or of none
+            raise ValueError(f"{path}: tensor {name!r} begins at byte {first}, and not at {end}")
+        end = last
+    return {
+        name: StoredTensor(path, begin + first, header[name]["dtype"], tuple(header[name]["shape"]))
+        for name, (first, _) in spans.items()
+    }
+
+
+def _span(path: pathlib.Path, name: str, entry: Any) -> tuple[int, int]:
+    """The first and last byte of a tensor, whose entry in the header is checked."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [first, last]} if len(
+            shape
+        ) <= MAX_DIMS and all(
+            type(one) is int and 0 <= one < 2**63 for one in (*shape, first, last)
+        ):
+            if last < first or (dtype in DTYPES and last - first != _num_bytes(dtype, shape)):
+                raise ValueError(
+                    f"{path}: tensor {name!r} does not have the bytes of its shape {tuple(shape)}"
+                )
+            return first, last
+    raise ValueError(f"{path}: tensor {name!r} has no dtype, shape and data_offsets as it must")
 
 
 def read_metadata(path: pathlib.Path) -> dict[str, str]:
     """What a file says of itself, beside its tensors; raises as `read_header`."""
-    header, _ = _parse_header(path)
-    found = header.get("__metadata__", {}) if isinstance(header, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
-        raise _damaged(path)
-    return found
+    return _parse_header(path)[0].get(METADATA, {})
 
 
-def _parse_header(path: pathlib.Path) -> tuple[Any, int]:
+def _parse_header(path: pathlib.Path) -> tuple[dict[str, Any], int]:
     """The header, and its bytes."""
+    if path.exists() and not path.is_file():  # reading from a pipe could block forever
+        raise ValueError(f"{path} is not a regular file")
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        if size < 8 or length > min(MAX_BYTES, size - 8):
             raise ValueError(f"{path} is not a safetensors file, or is cut short")
         text = file.read(length)
     try:
-        return json.loads(text), length
+        header = parse_json(text.decode())
     except ValueError as error:
-        raise _damaged(path) from error
-
-
-def _damaged(path: pathlib.Path) -> ValueError:
-    return ValueError(f"{path} is not a safetensors file: its header is damaged")
+        raise ValueError(f"{path} is not a safetensors file: {error} in its header") from error
+    metadata = header.get(METADATA, {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(m, str) for m in metadata.values()):
+        raise ValueError(f"{path} is not a safetensors file: its header is damaged")
+    return header, length
 
 
 def lay_out(
@@ -185,7 +197,7 @@ def _lay_out_file(
     metadata: Mapping[str, str],
 ) -> dict[str, StoredTensor]:
     # transformers asks for the format.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    header: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
     offset = 0
     for name, (dtype, shape) in tensors.items():
         end = offset + _num_bytes(dtype, shape)
@@ -205,5 +217,5 @@ def _file_names(count: int) -> Sequence[str]:
     return [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
 
 
-def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+def _num_bytes(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize

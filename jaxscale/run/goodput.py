@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxscale.distributed import launcher, phases
 from jaxscale.formatting import duration
+from jaxscale.storage.untrusted import parse_json
 
 FILE = "seconds.json"
 
@@ -34,7 +35,6 @@ DAMAGED = (
     LookupError,
     TypeError,
     AttributeError,
-    RecursionError,
     OverflowError,
 )
 """What reading a file that is damaged, or is not an account, may raise."""
@@ -60,7 +60,7 @@ class Account:
         age = 0.0 if started is None else time.monotonic() - started
         self.attempts, self._before = 1, dict[str, float]()
         with contextlib.suppress(*DAMAGED):  # which costs only the account
-            kept = json.loads(self._path.read_text())
+            kept = parse_json(self._path.read_text())
             before = {str(cause): float(each) for cause, each in kept["seconds"].items()}
             gap = seconds_since(float(kept["until"]), kept.get("clock")) - age
             before["restart"] = before.get("restart", 0.0) + max(0.0, gap)

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from jaxscale.distributed import launcher, processes
 from jaxscale.storage.object_store import ObjectStore, StoreError
 from jaxscale.storage.tiers import LEASE, LOCK, nobody_fetching
+from jaxscale.storage.untrusted import parse_json
 
 log = logging.getLogger("jaxscale")
 
@@ -173,8 +174,8 @@ def _await_free(store: ObjectStore) -> None:
 
 def _lease(store: ObjectStore) -> dict[str, Any] | None:
     try:
-        lease = json.loads(store.read(LEASE) or b"null")
-    except (ValueError, RecursionError):
+        lease = parse_json(store.read(LEASE) or b"null")
+    except ValueError:
         return {}  # damaged: whose it is will show
     return lease if lease is None or isinstance(lease, dict) else {}
 
@@ -214,8 +215,8 @@ def _place() -> list[str]:
 
 def _holder(path: pathlib.Path) -> dict[str, Any]:
     try:
-        holder = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):  # it has only just begun
+        holder = parse_json(path.read_text())
+    except (OSError, ValueError):  # it has only just begun
         return {}
     return holder if isinstance(holder, dict) else {}
 

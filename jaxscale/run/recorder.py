@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 import pathlib
@@ -24,6 +23,7 @@ from jaxscale.run.evaluation import Evaluation
 from jaxscale.run.goodput import Account, goodput_share, time_line
 from jaxscale.sharding.resolve import leaf_name
 from jaxscale.storage import durable
+from jaxscale.storage.untrusted import parse_json
 from jaxscale.training.engine import Engine
 from jaxscale.training.metrics import (
     METRICS,
@@ -353,8 +353,8 @@ def _is_evaluation(record: Mapping[str, Any]) -> bool:
 def is_summarised(workdir: pathlib.Path, step: int) -> bool:
     """Whether summary.json, which is written when all else is done, is there and of this step."""
     try:
-        summary = json.loads((workdir / SUMMARY).read_text())
-    except (OSError, ValueError, RecursionError):
+        summary = parse_json((workdir / SUMMARY).read_text())
+    except (OSError, ValueError):
         return False
     return isinstance(summary, dict) and summary.get("step") == step
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.storage import durable
+from jaxscale.storage.untrusted import parse_json
 
 FORMAT = 1
 
@@ -23,9 +24,9 @@ def read_description(text: str | bytes) -> dict[str, Any]:
       ValueError: it changed since it was written, or is not a description; says why in a few words.
     """
     try:
-        values = json.loads(text)
+        values = parse_json(text)
         digest = values.pop("digest")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError("its description is damaged") from error
     if digest != durable.json_digest(values):
         raise ValueError("its description changed since it was saved")

@@ -21,6 +21,7 @@ from etils import epy
 from jaxscale.distributed import phases
 from jaxscale.formatting import duration, quantity
 from jaxscale.storage.durable import GrowingFile, reason, replace_file
+from jaxscale.storage.untrusted import parse_json
 
 with epy.lazy_imports():
     import tensorboardX.proto.event_pb2 as tensorboard_events
@@ -166,8 +167,8 @@ def read(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict[
     lines = file.read_bytes().decode(errors="replace").splitlines() if file.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line)
+        except ValueError:
             odd += number < len(lines)
             continue
         if not isinstance(record, dict) or not _is_record(record):

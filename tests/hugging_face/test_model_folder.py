@@ -74,7 +74,7 @@ REFUSED = {
     "no header": (lambda folder: (folder / "a.safetensors").write_bytes(b"x" * 20), "not a safete"),
     "index too long": (index(lambda files: {**files, "x": "a.safetensors"}), "x is in no file"),
     "index too short": (index(lambda files: dict(list(files.items())[1:])), "in no file by"),
-    "outside": (index(lambda files: dict.fromkeys(files, "../a.safetensors")), "outside its"),
+    "outside": (index(lambda files: dict.fromkeys(files, "../a.safetensors")), "no file of its"),
 }
 
 

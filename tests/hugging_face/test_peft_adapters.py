@@ -44,7 +44,7 @@ REFUSED = {
     "text for a rank": (settings(r="3"), "r = '3', lora_alpha = 8; it must be 'LORA'"),
     "no config": (
         lambda folder: (folder / "adapter_config.json").write_text("{}"),
-        r"adapter_config.json is not the config of low-rank adapters: KeyError\('r'\)",
+        "adapter_config.json: peft_type = None, r = None, lora_alpha = None; it must be 'LORA'",
     ),
     "magnitudes": (settings(use_dora=True), "use_dora = True is not supported"),
     "ranks": (settings(rank_pattern={"q_proj": 4}), "rank_pattern = {'q_proj': 4} is not sup"),

@@ -16,6 +16,8 @@ from typing import Any
 import jinja2
 from jinja2 import ext, nodes, parser, sandbox
 
+from jaxscale.storage.untrusted import parse_json
+
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 Span = tuple[int, int]
@@ -190,7 +192,7 @@ def read_json(beside: Mapping[str, bytes], name: str, where: str) -> dict[str, A
       ValueError: it holds something else.
     """
     try:
-        value = json.loads(beside.get(name, b"{}"))
+        value = parse_json(beside.get(name, b"{}"))
     except ValueError as error:
         raise ValueError(f"{name} beside {where} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -8,6 +8,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxscale.storage.untrusted import parse_json
+
 
 class Exchange(NamedTuple):
     """A prompt and the response to it."""
@@ -50,8 +52,8 @@ def tools_of(tools: Any) -> Sequence[Mapping[str, Any]] | None:
     """
     if isinstance(tools, str | bytes) and tools:
         try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError):
+            tools = parse_json(tools)
+        except ValueError:
             raise ValueError("has text instead of a list of tools") from None
     if not tools:
         return None
@@ -75,7 +77,7 @@ def read_conversations(file: pathlib.Path) -> list[Conversation]:
     """
     text = file.read_text("utf-8-sig")
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         found = _each_line(f"--messages {file}", text)
         if not found:
@@ -114,7 +116,7 @@ def _each_line(where: str, text: str) -> list[tuple[str, Any]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                values.append((f"{where}, line {number},", json.loads(line)))
+                values.append((f"{where}, line {number},", parse_json(line)))
             except ValueError as error:
                 if not values:
                     return []
@@ -164,7 +166,7 @@ def name_of_type(value: Any) -> str:
 
 def _question(where: str, line: str) -> Question:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict):

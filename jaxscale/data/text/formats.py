@@ -27,6 +27,7 @@ from jaxscale.data.text.file_io import compression, opened
 from jaxscale.data.text.tables import TABLES
 from jaxscale.data.text.text_files import File
 from jaxscale.data_source import Source, setting
+from jaxscale.storage.untrusted import parse_json
 
 Records = Iterator[tuple[int, str | Exchange | Conversation | ValueError]]
 """Positions, each with its content, or with an error that a caller may skip."""
@@ -179,11 +180,11 @@ def _json_lines(lines: Iterator[tuple[int, bytes]], source: Source) -> Records:
         content = _decoded(line.rstrip(b"\r\n"))
         if isinstance(content, str):
             try:
-                content = _content(json.loads(content), source)
+                content = _content(parse_json(content), source)
             except json.JSONDecodeError as error:
                 problem = error.msg.removesuffix(" at")
                 content = ValueError(f"is not JSON: {problem} at character {error.colno}")
-            except (ValueError, RecursionError) as error:  # too large a number, too many brackets
+            except ValueError as error:  # too large a number, too many brackets
                 content = ValueError(f"is not JSON that can be read: {error}")
         yield position, content
 
@@ -231,8 +232,8 @@ def _messages_of(record: Any, field: str) -> list[dict[str, Any]] | ValueError:
     messages = _value_of(record, field, "messages")
     if isinstance(messages, str | bytes):  # ArrayRecord and some tables hold the list as JSON
         try:
-            messages = json.loads(messages)
-        except (ValueError, RecursionError):
+            messages = parse_json(messages)
+        except ValueError:
             return ValueError(f"has text in its field {field!r} instead of a list of messages")
     if isinstance(messages, ValueError):
         return messages

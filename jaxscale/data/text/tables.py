@@ -7,7 +7,6 @@ an error.
 
 import contextlib
 import functools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from jaxscale.choices import did_you_mean
 from jaxscale.data.text.file_io import open_stored, reading
 from jaxscale.data_source import setting
 from jaxscale.storage.object_store import is_remote
+from jaxscale.storage.untrusted import parse_json
 
 _ROWS = 1024
 """Rows that are in memory at a time."""
@@ -224,8 +224,8 @@ def _from_example(record: bytes) -> dict[str, Any] | ValueError:
 
 def _from_json(record: bytes) -> dict[str, Any] | ValueError:
     try:
-        value = json.loads(record.decode())
-    except (ValueError, RecursionError) as error:
+        value = parse_json(record.decode())
+    except ValueError as error:
         return ValueError(f"is not JSON, as the first record is: {error}")
     return value if isinstance(value, dict) else ValueError("is not a JSON object")
 

@@ -7,7 +7,6 @@ folder or machine keeps its split and its order.
 
 import fnmatch
 import hashlib
-import json
 import logging
 import os
 import pathlib
@@ -21,6 +20,7 @@ import numpy as np
 from jaxscale.data.text.file_io import cannot_be_read, compression, read_file, reading
 from jaxscale.data_source import Source, setting, to_sources
 from jaxscale.storage.object_store import answer, filesystem, is_remote
+from jaxscale.storage.untrusted import is_file_name, parse_json
 
 STDLIB = "{stdlib}"
 _STDLIB_SKIPS = ("site-packages", "dist-packages", "test", "tests", "idle_test")
@@ -242,24 +242,33 @@ def _saved_dataset(folder: str, names: Collection[str]) -> list[str] | None:
       names: of the files in the folder, those of `SAVED` at least.
     """
     splits, state, info = SAVED
+    if splits in names:
+        found = _file_names(folder, splits, "splits")
+        raise ValueError(
+            f"{folder} holds the splits {', '.join(found)} of a data set; name one of them: "
+            f"{folder}/{'/'.join(found[:1])}"
+        )
+    if state not in names or info not in names:
+        return None
+    if _file_names(folder, state, "_indices_data_files"):
+        raise ValueError(
+            f"{folder} holds rows in an order of its own; save it again after flatten_indices()"
+        )
+    return _file_names(folder, state, "_data_files")
+
+
+def _file_names(folder: str, file: str, key: str) -> list[str]:
+    """The files or folders that a JSON file of `SAVED` names, all of them in its own folder."""
+    data = read_file(f"{folder}/{file}")
     try:
-        if splits in names:
-            found = json.loads(read_file(f"{folder}/{splits}"))["splits"]
-            raise ValueError(
-                f"{folder} holds the splits {', '.join(found)} of a data set; name one of them: "
-                f"{folder}/{found[0]}"
-            )
-        if state in names and info in names:
-            about = json.loads(read_file(f"{folder}/{state}"))
-            if about.get("_indices_data_files"):
-                raise ValueError(
-                    f"{folder} holds rows in an order of its own; save it again after "
-                    "flatten_indices()"
-                )
-            return [file["filename"] for file in about["_data_files"]]
-    except (json.JSONDecodeError, UnicodeError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder} is not a complete data set: {error!r} in its JSON") from error
-    return None
+        named = parse_json(data).get(key) or []
+        names = [one if isinstance(one, str) else one["filename"] for one in named]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder} is not a complete data set: {error!r} in {file}") from error
+    for name in names:
+        if not is_file_name(name):
+            raise ValueError(f"{folder}/{file} names {name!r}, which is no file of this folder")
+    return names
 
 
 def _walk(

@@ -13,6 +13,7 @@ from typing import Any
 from jaxscale.data.text.file_io import exists, read_file
 from jaxscale.data_source import Source
 from jaxscale.storage.object_store import is_remote
+from jaxscale.storage.untrusted import is_file_name, parse_json
 
 FORMAT = "jaxscale shards 1"
 """Changes when the same documents and tokenizer would give other shards."""
@@ -170,16 +171,11 @@ def _checked[Record: Shard | Index](record: Record) -> Record:
             kind = int | float
         if not isinstance(value, typing.cast(type, kind)) or isinstance(value, bool):
             raise ValueError(f"{field.name} is {value!r}")
-        if field.name in NAMES and not _is_name(value):
+        if field.name in NAMES and value and not is_file_name(value):
             raise ValueError(f"{field.name} = {value!r} is not the name of a file in the folder")
     if isinstance(record, Index) and record.dtype not in ("uint16", "uint32"):
         raise ValueError(f"dtype is {record.dtype!r}")
     return record
-
-
-def _is_name(text: str) -> bool:
-    """Whether a text names a file beside the index, and nothing outside its folder."""
-    return not {"/", "\\", "\0", ":"} & set(text) and text not in (".", "..")
 
 
 def _is_prepared(path: str) -> bool:
@@ -201,8 +197,8 @@ def _is_prepared(path: str) -> bool:
 def _load(path: str) -> dict[str, Any] | None:
     """The values of an index; None for a file of that name that is something else."""
     try:
-        values = json.loads(read_file(path))
-    except (ValueError, RecursionError) as error:
+        values = parse_json(read_file(path))
+    except ValueError as error:
         raise ValueError(f"{path} is not a complete index of shards: {error}") from error
     ours = isinstance(values, dict) and str(values.get("format")).startswith("jaxscale shards")
     return values if ours else None

@@ -33,6 +33,7 @@ from jaxscale.data.tokens.npy_files import ArrayWriter
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.data_source import setting
 from jaxscale.storage.durable import move, sync
+from jaxscale.storage.untrusted import parse_json
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2_000_000, 10_000  # tokenised at a time
 _NUM_SHARDS = 256  # about, within the limits of the next line
@@ -183,7 +184,7 @@ def find_made(work: Work) -> Made | None:
     """The record of a shard, if it is complete and made from the same files and settings."""
     try:
         with np.load(_record(work)) as arrays:
-            values = json.loads(str(arrays["record"]))
+            values = parse_json(str(arrays["record"]))
         made = Made(**values | {"shard": Shard(**values["shard"])})
         there = all(
             (work.folder / file).stat().st_size == size for file, size in made.shard.files.items()

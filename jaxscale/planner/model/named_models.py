@@ -1,13 +1,13 @@
 """Shapes of published models by name, and of models that a user describes in a JSON file."""
 
 import dataclasses
-import json
 import pathlib
 from dataclasses import replace
 from typing import Any
 
 from jaxscale.choices import did_you_mean
 from jaxscale.planner.model.shape import LatentAttention, ModelShape, StateSpaceMixer
+from jaxscale.storage.untrusted import load_json
 
 NAMED = {
     # Llama 3 (arXiv 2407.21783, table 3).
@@ -234,10 +234,7 @@ def read_shape(path: pathlib.Path) -> ModelShape:
     Raises:
       ValueError: as `find_shape`.
     """
-    try:
-        given = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    given = load_json(path)
     for name, kind in (("latent", LatentAttention), ("mixer", StateSpaceMixer)):
         if isinstance(given, dict) and given.get(name) is not None:
             given[name] = _record(kind, given[name], f"{path}: {name}")

@@ -598,6 +598,28 @@ def test_a_saved_dataset_with_splits_or_an_order_is_refused(tmp_path, scheme):
         find_files([f"{scheme}{tmp_path}"])
 
 
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ('{"_data_files": [{"filename": "../outside.arrow"}]}', r"state.json names '../outside"),
+        ('{"_data_files": [{"filename": "/etc/passwd"}]}', r"state.json names '/etc/passwd', wh"),
+        ('{"_data_files": [{"filename": 5}]}', "state.json names 5, which is no file of this"),
+        ('{"_data_files": 5}', "is not a complete data set: TypeError"),
+        ("[]", "is not a complete data set: AttributeError"),
+        (DEEP, "is not a complete data set: ValueError.'nested more than"),
+    ],
+)
+def test_a_saved_dataset_has_its_files_in_its_folder(state, message, tmp_path):
+    write_arrow(tmp_path / "outside.arrow", TEXTS)
+    saved_dataset(tmp_path / "saved")
+    (tmp_path / "saved/state.json").write_text(state)
+    with pytest.raises(ValueError, match=message):
+        find_files([str(tmp_path / "saved")])
+
+
 def test_of_a_folder_with_records_only_those_are_read(tmp_path):
     write_jsonl(tmp_path / "b.jsonl", TEXTS)
     (tmp_path / "README.md").write_text("about")
