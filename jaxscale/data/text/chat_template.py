@@ -1,21 +1,20 @@
-"""Conversations as text: the tokenizer's own Jinja template, and which parts carry loss.
+"""Conversations as text: the tokenizer's own Jinja template, and which parts carry loss."""
 
-The environment is that of transformers' `apply_chat_template`: an immutable sandbox, blocks
-trimmed, loop controls, `{% generation %}`, `tojson` without HTML escapes, `raise_exception` and
-`strftime_now`. But its "now" is a date that stays: a run that is resumed on another day has to see
-the same tokens.
-"""
-
-import datetime
-import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
-from jinja2 import ext, nodes, parser, sandbox
-
+from jaxscale.data.text.dialogue import name_of_type
+from jaxscale.data.text.template_sandbox import (
+    BEGIN,
+    END,
+    TODAY,
+    compile_template,
+    first_line,
+    render_template,
+)
 from jaxscale.storage.untrusted import parse_json
 
 Messages = Sequence[Mapping[str, Any]]
@@ -25,10 +24,6 @@ Span = tuple[int, int]
 Rendered = tuple[str, list[Span]]
 """A text, and the parts of it that the assistant says."""
 
-TODAY = datetime.datetime(2024, 7, 26)
-"""What `strftime_now` formats: the date that Llama 3's templates name where they are given none."""
-
-_BEGIN, _END = "\ufdd0", "\ufdd1"  # code points that no text has: Unicode keeps them for programs
 _TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -72,9 +67,9 @@ class ChatTemplate:
             conversation before it, with the prompt for a generation.
         """
         marked = self._render(messages, tools, False)
-        if marked.count(_BEGIN) + marked.count(_END):
+        if marked.count(BEGIN) + marked.count(END):
             texts = [_without_marks(marked)]
-        elif _compile(self.source)[1]:
+        elif compile_template(self.source)[1]:
             texts = []
         else:
             texts = self._turns(messages, tools, marked)
@@ -124,10 +119,12 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, tools: Tools, add_generation_prompt: bool) -> str:
         given = json.dumps([list(messages), tools], ensure_ascii=False)
-        if any(mark in given for mark in (_BEGIN, _END)):
+        if any(mark in given for mark in (BEGIN, END)):
             raise ValueError("holds U+FDD0 or U+FDD1, which are not characters of any text")
         try:
-            return _compile(self.source)[0].render(
+            return render_template(
+                compile_template(self.source)[0],
+                len(given),
                 messages=messages,
                 tools=tools,
                 documents=None,
@@ -135,8 +132,7 @@ class ChatTemplate:
                 **self.tokens,
             )
         except Exception as error:  # a template may raise whatever Python does
-            reason = str(error).splitlines() or [type(error).__name__]
-            raise ValueError(f"is refused by the chat template: {reason[0]}") from error
+            raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
 
 
 def find_template(beside: Mapping[str, bytes], where: str) -> ChatTemplate | None:
@@ -153,17 +149,27 @@ def find_template(beside: Mapping[str, bytes], where: str) -> ChatTemplate | Non
     config = read_json(beside, "tokenizer_config.json", where)
     source = config.get("chat_template")
     if "chat_template.jinja" in beside:
-        source = beside["chat_template.jinja"].decode("utf-8-sig")
+        try:
+            source = beside["chat_template.jinja"].decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"chat_template.jinja beside {where} is not text: {error}") from error
     if isinstance(source, list):
-        named = {one["name"]: one["template"] for one in source}
+        try:
+            named = {str(one["name"]): one["template"] for one in source}
+        except (TypeError, KeyError) as error:
+            raise ValueError(
+                f"{where} has a list of chat templates, not each with a name and a template"
+            ) from error
         if "default" not in named:
             raise ValueError(
                 f"{where} has chat templates named {', '.join(named)}, and none is called "
                 "'default'; keep the one to use, in chat_template.jinja beside it"
             )
         source = named["default"]
-    if not source:
+    if source is None or source == "":
         return None
+    if not isinstance(source, str):
+        raise ValueError(f"the chat template of {where} is {name_of_type(source)}, and not text")
     older = read_json(beside, "special_tokens_map.json", where)
     tokens = {
         f"{name}_token": text
@@ -171,11 +177,9 @@ def find_template(beside: Mapping[str, bytes], where: str) -> ChatTemplate | Non
         if (text := token_text(config.get(f"{name}_token") or older.get(f"{name}_token")))
     }
     try:
-        _compile(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(
-            f"the chat template of {where} is not valid: {error.message}, line {error.lineno}"
-        ) from error
+        compile_template(source)
+    except ValueError as error:
+        raise ValueError(f"the chat template of {where} {error}") from error
     return ChatTemplate(source, tokens)
 
 
@@ -203,77 +207,14 @@ def read_json(beside: Mapping[str, bytes], name: str, where: str) -> dict[str, A
 def _without_marks(marked: str) -> tuple[str, list[Span]]:
     """The text without the marks of generation blocks, and where they stood."""
     parts, spans, length, begins = [], [], 0, []
-    for begin, part in _split(marked):
-        if begin == _BEGIN:
+    for part in re.split(f"([{BEGIN}{END}])", marked):
+        if part == BEGIN:
             begins.append(length)
-        elif begin == _END and begins:
-            start = begins.pop()
+        elif part == END:  # a template may write it itself, before any block
+            start = begins.pop() if begins else length
             if not begins:  # the outermost block
                 spans.append((start, length))
-        parts.append(part)
-        length += len(part)
+        else:
+            parts.append(part)
+            length += len(part)
     return "".join(parts), spans
-
-
-def _split(marked: str) -> Iterator[tuple[str, str]]:
-    """Parts of a text, each with the mark before it."""
-    begin = ""
-    while True:
-        places = [i for i in (marked.find(_BEGIN), marked.find(_END)) if i >= 0]
-        if not places:
-            yield begin, marked
-            return
-        place = min(places)
-        yield begin, marked[:place]
-        begin, marked = marked[place], marked[place + 1 :]
-
-
-class _Generation(ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: what is inside is rendered between two marks."""
-
-    tags = {"generation"}  # noqa: RUF012 - as Jinja wants it
-
-    def parse(self, parser: parser.Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Any) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-@functools.lru_cache(maxsize=8)
-def _compile(source: str) -> tuple[jinja2.Template, bool]:
-    """A template, and whether it marks what the assistant says."""
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = TODAY.strftime
-    marks = any(
-        isinstance(call.call.node, nodes.ExtensionAttribute)
-        for call in environment.parse(source).find_all(nodes.CallBlock)
-    )
-    return environment.from_string(source), marks
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
