@@ -139,8 +139,11 @@ def read_chips(path: str | pathlib.Path) -> tuple[Chip, ...]:
 
 
 def _csv_rows(path: pathlib.Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not CSV text: {error}") from None
     for number, row in enumerate(rows, 1):
         if None in row:  # where the reader puts cells that have no column
             raise ValueError(f"{path}: row {number} has more cells than the header has columns")
@@ -181,6 +184,8 @@ _SHAPES = ("pod_shape", "wrap_shape")
 _FRACTIONS = ("matmul_fraction", "memory_fraction")
 _ABOVE_ZERO = (*_NEEDED, *_FRACTIONS, "package_devices", "node_devices")
 """What every device has: of other columns 0 is what it does not have."""
+_MOST = 1e18
+"""Of any figure, so that arithmetic with it ends in numbers."""
 
 
 def _chip(row: dict[str, str]) -> Chip:
@@ -230,9 +235,9 @@ def _figure(name: str, text: str, kind: type) -> Any:
         number = kind(text)
     except ValueError:
         number = math.nan
-    most = 1 if name in _FRACTIONS else math.inf
+    most = 1 if name in _FRACTIONS else _MOST
     enough = number > 0 if name in _ABOVE_ZERO else number >= 0
-    if not (enough and number <= most and math.isfinite(number)):
+    if not (enough and number <= most):
         what = "whole number" if kind is int else "number"
         least = "above 0" if name in _ABOVE_ZERO else "of at least 0"
         raise ValueError(

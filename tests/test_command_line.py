@@ -372,6 +372,30 @@ def flags_of(name):
     return [flag for flag in dict.fromkeys(found) if flag != "--help"]
 
 
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        ("convert --from_hf {folder} --output {folder}/out", "config.json"),
+        ("plan --model {folder}/x.json --hardware h100 --devices 8", "x.json"),
+        ("prepare --input {folder} --output {folder}/out --tokenizer bytes", "dataset_dict.json"),
+        ("prepare --input {folder} --output {folder}/out --tokenizer {folder}/x.json", "x.json"),
+        ("train --config {folder}/config.json", "config.json"),
+        ("evaluate --workdir {folder}", "config.json"),
+        ("generate --workdir {folder} --prompt a", "config.json"),
+    ],
+)
+def test_a_hostile_file_is_refused_in_one_line(words, file, tmp_path, capsys):
+    (tmp_path / file).write_text("[" * 100_000)
+    name, *flags = words.format(folder=tmp_path).split()
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"jaxscale.{name}").main(flags)
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ")
+    assert printed.count("\n") == 1
+    assert file in printed or "data set" in printed
+
+
 def test_a_refusal_is_one_line_whatever_it_quotes(capsys):
     with pytest.raises(SystemExit):
         command_line.refuse("'é' of a\nb\u2028\x1b[2J" + 10**6 * "x" + " end")

@@ -389,8 +389,8 @@ def _special_names(file: pathlib.Path, hf: Mapping[str, Any]) -> dict[str, str]:
     # An ordinary token that is named would become a special one.
     special = {i: token.content for i, token in added.items() if token.special}
     ids = {f"{name}_token": hf.get(f"{name}_token_id") for name in ("bos", "eos", "pad", "mask")}
-    first = {name: one[0] if isinstance(one, list) else one for name, one in ids.items()}
-    return {name: special[i] for name, i in first.items() if i in special}
+    first = {name: one[0] if isinstance(one, list) and one else one for name, one in ids.items()}
+    return {name: special[i] for name, i in first.items() if type(i) is int and i in special}
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

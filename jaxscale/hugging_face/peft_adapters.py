@@ -181,7 +181,8 @@ def open_adapters(
         raise ValueError(f"{path} is not the config of low-rank adapters: it holds no object")
     rank: Any = peft.get("r")
     alpha: Any = peft.get("lora_alpha")
-    numbers = type(rank) is int and rank > 0 and type(alpha) in (int, float) and alpha > 0
+    numbers = type(rank) is int and 0 < rank < 2**31
+    numbers = numbers and type(alpha) in (int, float) and 0 < alpha < 1e300
     if peft.get("peft_type") != "LORA" or not numbers:
         raise ValueError(
             f"{path}: peft_type = {peft.get('peft_type')!r}, r = {rank!r}, lora_alpha = {alpha!r}; "

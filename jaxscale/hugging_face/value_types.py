@@ -1,7 +1,7 @@
 """The types of the values of a config.json that readers count with, checked before any of them is
 read: a reader would end in a traceback, or take a null for a default."""
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,11 +77,11 @@ def check_value_types(hf: Mapping[str, Any], where: str = "config.json") -> None
 
 def _is(value: object, kind: str) -> bool:
     if kind in (SIZE, WHOLE):
-        return type(value) is int and value >= (kind == SIZE)
+        return type(value) is int and (kind == SIZE) <= value < 2**63
     if kind in (NUMBER, POSITIVE):
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
-        return math.isfinite(value) and (value > 0 or kind == NUMBER)
+        return abs(value) <= sys.float_info.max and (value > 0 or kind == NUMBER)
     if kind == NUMBERS:
         return isinstance(value, list | tuple) and all(_is(one, NUMBER) for one in value)
     types: dict[str, Any] = {BOOL: bool, TEXT: str, LIST: list | tuple, MAPPING: Mapping}

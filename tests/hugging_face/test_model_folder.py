@@ -57,6 +57,15 @@ REFUSED = {
     "type": (config(model_type="lama"), "model_type 'lama' is not supported; it can be .*llama"),
     "list for a type": (config(model_type=["llama"]), "model_type .'llama'. is not supported"),
     "text for a number": (config(vocab_size="300"), "config.json: .*vocab_size = '300'; it can"),
+    "too large a size": (config(vocab_size=10**30), "config.json: .*vocab_size = 10{30}; it can"),
+    "too large a number": (
+        config(rms_norm_eps=10**400),
+        "config.json: .*rms_norm_eps = 10{400}; it",
+    ),
+    "deep": (
+        lambda folder: (folder / "config.json").write_text("[" * 100_000),
+        r"config.json is not JSON: nested more than 128 deep$",
+    ),
     "setting": (config(rope_turns=3), r"config.json: .*rope_turns"),
     "code": (
         config(model_type="lama", auto_map={"AutoModel": "x.Y"}),
@@ -179,7 +188,13 @@ def test_an_exported_tokenizer_says_that_it_is_read_as_it_is(given, written, tmp
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     if given:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
-    name_tokenizer_class(tmp_path, {"model_type": "gemma3_text", "eos_token_id": [0, 1]})
+    hf = {
+        "model_type": "gemma3_text",
+        "eos_token_id": [0, 1],
+        "bos_token_id": {},
+        "pad_token_id": [],
+    }
+    name_tokenizer_class(tmp_path, hf)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == written
 
 

@@ -27,7 +27,7 @@ STEPS, STEPS_PER_CHARACTER = 2_000_000, 1000
 """Steps of a rendering: less than a second's, and further ones for each character of what is
 rendered. Templates such as Qwen3's take about 5 of these."""
 
-MAX_CHARACTERS = 200_000  # of a template; published ones have up to 20,000
+MAX_CHARACTERS = 100_000  # of a template; published ones have up to 20,000
 
 BEGIN, END = "\ufdd0", "\ufdd1"  # code points that no text has: Unicode keeps them for programs
 """Marks around what a `{% generation %}` block renders."""
