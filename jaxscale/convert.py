@@ -129,6 +129,7 @@ def _check_tokenizer(config: configs.Config, directory: pathlib.Path) -> None:
 
 def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     """Writes a checkpoint of a run, the newest by default, as transformers or PEFT reads it."""
+    from jaxscale.data.tokens.stop_ids import with_stop_ids  # noqa: PLC0415
     from jaxscale.hugging_face.model_folder import write_adapters  # noqa: PLC0415
     from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
     from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
@@ -145,7 +146,8 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     config = run_folder.fit_devices(config, num_devices(), overrides)
     _, engine = open_engine(for_sampling(config))
     tokenizer = open_tokenizer(config, workdir)
-    step, params, _ = restore_params(engine, workdir, tokenizer, options.step)
+    step, params, metadata = restore_params(engine, workdir, tokenizer, options.step)
+    tokenizer = with_stop_ids(tokenizer, metadata["data"].get("stop_ids", ()))
     if options.to_peft:
         dtype = options.dtype or "float32"
         tensors = write_adapters(

@@ -46,6 +46,7 @@ def _generate(
     # JAX is imported only now, so that a typo is refused at once.
     import jax  # noqa: PLC0415
 
+    from jaxscale.data.tokens.stop_ids import with_stop_ids  # noqa: PLC0415
     from jaxscale.decoding.prompts import encode_messages  # noqa: PLC0415
     from jaxscale.decoding.sampling import sample  # noqa: PLC0415
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
@@ -73,7 +74,8 @@ def _generate(
         config = run_folder.fit_devices(config, jax.device_count(), overrides)
         tokenizer = open_tokenizer(config, options.workdir)
         _, engine = open_engine(for_sampling(config))
-        step, params, _ = restore_params(engine, options.workdir, tokenizer, options.step)
+        step, params, metadata = restore_params(engine, options.workdir, tokenizer, options.step)
+        tokenizer = with_stop_ids(tokenizer, metadata["data"].get("stop_ids", ()))
         given = [
             prompt if isinstance(prompt, str) else encode_messages(tokenizer, *prompt)
             for prompt in prompts

@@ -64,6 +64,7 @@ class HuggingFaceModel:
     shared: bool = False  # as `adapter_rules`
 
     has_state = False  # of an optimizer
+    stop_ids = ()  # those of its files come with the tokenizer
 
     @property
     def config(self) -> ModelConfig:

@@ -74,6 +74,7 @@ class RunWeights:
     has_state: bool  # of an optimizer; a converted model has none
     optimizer: Mapping[str, Any]  # its section of the run's config.json
     own_optimizer: bool | None = None  # a rule that was given in Python; None: it is not recorded
+    stop_ids: tuple[int, ...] = ()  # that end what the model generates
 
     @property
     def dtype(self) -> str:
@@ -162,10 +163,14 @@ def open_weights(
         if step is None:
             raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
         has_state = "opt_state" in checkpoints.parts(step)
-        own_optimizer = checkpoints.metadata(step).get("own_optimizer")
+        metadata = checkpoints.metadata(step)
     context = max(config.data.seq_len, getattr(config.model, "max_seq_len", 0))
     optimizer = sections.get("optimizer", {})
-    return RunWeights(directory, config.model, context, step, has_state, optimizer, own_optimizer)
+    own_optimizer = metadata.get("own_optimizer")
+    stop_ids = tuple(metadata.get("data", {}).get("stop_ids", ()))
+    return RunWeights(
+        directory, config.model, context, step, has_state, optimizer, own_optimizer, stop_ids
+    )
 
 
 def may_differ(model: ModelConfig) -> set[str]:

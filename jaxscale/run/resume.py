@@ -13,6 +13,7 @@ from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.data.dataset import Examples
 from jaxscale.data.passed_over import pass_over, with_ranges
+from jaxscale.data.tokens.stop_ids import with_stop_ids
 from jaxscale.distributed import phases, processes
 from jaxscale.model_config import ModelConfig
 from jaxscale.optimizer_config import OptimizerConfig
@@ -121,7 +122,8 @@ def resume(
         log.info(f"  changed since: {line}")
     if not engine.own_optimizer and (change := rate_change(metadata["config"], config, step)):
         log.info(f"  {change}")
-    return step, state, dataclasses.replace(text, train=train)
+    tokenizer = with_stop_ids(text.tokenizer, metadata["data"].get("stop_ids", ()))
+    return step, state, dataclasses.replace(text, train=train, tokenizer=tokenizer)
 
 
 def check_same_examples(found: Found, config: Config) -> None:

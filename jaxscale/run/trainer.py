@@ -3,6 +3,7 @@ restored. `training_loop.fit` trains it.
 """
 
 import concurrent.futures
+import dataclasses
 import importlib
 import logging
 import math
@@ -18,6 +19,7 @@ from jaxscale import config as configs
 from jaxscale.batch import ShardedBatch
 from jaxscale.choices import check_kind
 from jaxscale.config import Config, DataConfig, RunConfig
+from jaxscale.data.tokens.stop_ids import describe_stop_ids, with_stop_ids
 from jaxscale.distributed import phases, processes
 from jaxscale.formatting import duration, human_bytes
 from jaxscale.model_config import is_own_family
@@ -227,10 +229,21 @@ def _prepare(
         set_aside(checkpoints, found.damaged, begin)
     if weights:
         check_tokenizer(text.tokenizer, weights)
+        kept = set(weights.stop_ids) & set(text.tokenizer.special.values())
+        text = dataclasses.replace(text, tokenizer=with_stop_ids(text.tokenizer, kept))
         phases.enter_phase("reading the weights")
         state = initial_state(engine, weights, jax.random.key(config.run.seed))
     assert state is not None, "a new run has weights or is random"
+    _log_stop_ids(text)
     return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
+
+
+def _log_stop_ids(text: Text) -> None:
+    line, warning = describe_stop_ids(text.tokenizer, text.turn_ends)
+    if line:
+        log.info(line)
+    if warning:
+        log.warning(f"warning: {warning}")
 
 
 def _examine(config: Config, workdir: pathlib.Path) -> None:

@@ -55,6 +55,7 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
         and _is_count(data.get("next_example"))
         and isinstance(data.get("tokenizer", ""), str)
         and _are_ranges(data.get("passed_over", ()))
+        and _are_counts(data.get("stop_ids", ()))
     ):
         raise ValueError("its description has no proper 'data'")
 
@@ -75,9 +76,13 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_count, value))
+
+
 def _are_ranges(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value
+        isinstance(pair, list) and len(pair) == 2 and _are_counts(pair) for pair in value
     )
 
 

@@ -64,6 +64,22 @@ THINKING = """\
 """Of the structure of Qwen3's: thoughts are kept after the last question alone, and a last turn of
 none has an empty block."""
 
+HARMONY = """\
+{%- for m in messages %}
+{{- '<|start|>' ~ m.role }}
+    {%- if m.role == 'assistant' %}
+        {%- if m.thinking and loop.last %}
+{{- '<|channel|>analysis<|message|>' ~ m.thinking ~ '<|end|><|start|>assistant' }}
+        {%- endif %}
+{{- '<|channel|>final' }}
+    {%- endif %}
+{{- '<|message|>' ~ m.content }}
+{{- '<|return|>' if m.role == 'assistant' and loop.last and not add_generation_prompt }}
+{{- '<|end|>' if m.role != 'assistant' or not loop.last or add_generation_prompt }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+"""Of the structure of gpt-oss's: messages end with <|end|>, and a last answer with <|return|>."""
+
 CONVERSATIONS = [
     [
         {"role": "system", "content": "be brief"},

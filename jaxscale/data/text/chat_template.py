@@ -83,21 +83,26 @@ class ChatTemplate:
         """The whole text with the turns that it has as they were generated, and texts that end with
         the others: each turn has loss in one of them."""
         turns = {
-            i: (
+            i: [
                 self.render(messages[:i], tools, add_generation_prompt=True),
                 self.render(messages[: i + 1], tools),
-            )
+            ]
             for i, message in enumerate(messages)
             if message["role"] == "assistant"
         }
+        first = min(turns, default=0)
+        prompt = self._prompt(messages[:first], tools) if first else ""
+        for i, turn in turns.items():
+            if prompt and not whole.startswith(turn[1]):
+                turn += self._followed(messages[: i + 1], tools, prompt)
         texts, text = [], whole
         while turns:
-            found = {i: span for i, turn in turns.items() if (span := self._find(text, *turn))}
+            found = {i: span for i, turn in turns.items() if (span := _find(text, *turn))}
             texts.append((text, list(found.values())))
             turns = {i: turn for i, turn in turns.items() if i not in found}
             if turns:
                 last = max(turns)
-                before, text = turns[last]
+                before, text, *_ = turns[last]
                 if not text.startswith(before):
                     place = next(n for n in range(len(before)) if text[n : n + 1] != before[n])
                     raise ValueError(
@@ -109,13 +114,18 @@ class ChatTemplate:
                     )
         return texts
 
-    def _find(self, text: str, before: str, until: str) -> Span | None:
-        """Where a turn is in a text that begins as the conversation up to it."""
-        if not text.startswith(until):  # some close a conversation with it, as Phi-3's
-            until = until.removesuffix(self.tokens.get("eos_token", ""))
-        if text.startswith(before) and text.startswith(until):
-            return len(before), len(until)
-        return None
+    def _followed(self, messages: Messages, tools: Tools, prompt: str) -> list[str]:
+        """The text with the last message as one that others follow, where that can be told. Some
+        templates close a conversation with a further token (Phi-3's), or with another one (Harmony),
+        which such a message does not have."""
+        text = self.render(messages, tools, add_generation_prompt=True)
+        return [text.removesuffix(prompt)] if text.endswith(prompt) else []
+
+    def _prompt(self, messages: Messages, tools: Tools) -> str:
+        """What begins a turn of the assistant after these messages; "" where it cannot be told."""
+        given = self.render(messages, tools).removesuffix(self.tokens.get("eos_token", ""))
+        begun = self.render(messages, tools, add_generation_prompt=True)
+        return begun.removeprefix(given) if begun.startswith(given) else ""
 
     def _render(self, messages: Messages, tools: Tools, add_generation_prompt: bool) -> str:
         given = json.dumps([list(messages), tools], ensure_ascii=False)
@@ -133,6 +143,12 @@ class ChatTemplate:
             )
         except Exception as error:  # a template may raise whatever Python does
             raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
+
+
+def _find(text: str, before: str, *ends: str) -> Span | None:
+    """Where a turn is in a text that begins as the conversation up to it."""
+    until = next((end for end in ends if text.startswith(end)), None)
+    return (len(before), len(until)) if until and text.startswith(before) else None
 
 
 def find_template(beside: Mapping[str, bytes], where: str) -> ChatTemplate | None:

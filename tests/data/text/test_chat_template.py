@@ -3,7 +3,7 @@
 import pytest
 
 from jaxscale.data.text.chat_template import ChatTemplate, find_template
-from tests.data.dialogues import CONVERSATIONS, MARKED, PLAIN, THINKING
+from tests.data.dialogues import CONVERSATIONS, HARMONY, MARKED, PLAIN, THINKING
 
 # Those of transformers 5 for the same templates and messages.
 RENDERED = (
@@ -51,6 +51,14 @@ def test_a_conversation_may_be_closed_by_the_end_of_a_text():
     )
     first, last = said(source, CONVERSATIONS[0], eos_token="<|endoftext|>")
     assert (first, last) == ("4 é<|end|>\n", "5 of course<|end|>\n<|endoftext|>")
+
+
+def test_an_end_that_stands_for_another_between_turns_carries_loss():
+    """As in Harmony's template: an answer ends with <|return|>, and with <|end|> where more
+    follows, which a removed eos_token would leave without any end."""
+    first, last = said(HARMONY, CONVERSATIONS[0], eos_token="<|return|>")
+    assert first == "<|channel|>final<|message|>4 é<|end|>"
+    assert last == "<|channel|>final<|message|>5 of course<|return|>"
 
 
 def test_a_turn_that_changes_when_more_follows_ends_a_text_of_its_own():
