@@ -19,7 +19,7 @@ from jaxscale.config import from_dict
 from jaxscale.data.loader import batches
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.low_rank import with_adapters, without_adapters
-from jaxscale.run.initial_weights import initial_state, open_initial
+from jaxscale.run.initial_weights import initial_state, open_initial, open_weights
 from jaxscale.run.pretrained import Pretrained
 from jaxscale.run.setup.layout import open_engine
 from jaxscale.run.setup.text import open_text, open_tokenizer
@@ -270,6 +270,37 @@ def test_no_optimizers_state_to_keep_is_refused_before_a_step_is_compiled(conver
 def test_a_model_of_ones_own_without_such_a_setting_starts_anew(tmp_path):
     config = from_dict({"model": {"family": "tests.models.two_stacks:make"}})
     assert open_initial(config, cast(Engine, None), tmp_path) is None
+
+
+def test_what_ends_turns_stops_the_tuned_model_here_and_at_hugging_face(tmp_path, capsys):
+    """A base model's eos_token_id ends documents, and its chat template ends turns with another
+    token: it is a stop id of the run, of one that starts from it or resumes, and of the export."""
+    hf, run = tiny_llama.save(tmp_path / "hf"), tmp_path / "run"
+    vocabulary = {"</s>": 0, **{chr(33 + i): i for i in range(1, 129)}, "<end>": 129}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(["</s>", "<end>"])
+    tokenizer.save(str(hf / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.content }}<end>{% endfor %}"
+    (hf / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (hf / "generation_config.json").write_text('{"eos_token_id": 2, "top_p": 0.9}')
+    said = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "BC"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    (tmp_path / "ask.json").write_text(json.dumps(said[:1]))
+    chat = {"path": str(tmp_path / "chat.jsonl"), "messages": "messages"}
+    assert convert.main(["--from_hf", str(hf), "--output", str(run), *DATA]) == 0
+    tune = ["--config", f"{run}/config.json", "--config.data.heldout=0", "--trackers=none"]
+    tune += ["--config.optimizer.learning_rate=0.03", "--config.run.steps=30"]
+    assert train.main([*tune, "--workdir", str(run), f"--config.data.source={[chat]}"]) == 0
+    assert "\nstop ids: 2 (#), 129 (<end>), 0 (</s>)\n" in capsys.readouterr().out
+    answer = tmp_path / "answer.json"
+    ask = ["--workdir", str(run), "--messages", str(tmp_path / "ask.json"), "--json", str(answer)]
+    assert generate.main([*ask, "--temperature=0", "--num_tokens=9"]) == 0
+    assert json.loads(answer.read_text())["samples"][0]["continuation"].split() == ["B", "C"]
+    exported = to_hf(run, tmp_path / "exported")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((exported / name).read_text())["eos_token_id"] == [2, 129]
+    assert open_weights(run).stop_ids == (2, 129), "of a run that starts from this one"
 
 
 def test_a_special_token_beyond_the_model_is_refused_only_in_a_text(tmp_path, capsys):

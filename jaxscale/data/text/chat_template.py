@@ -115,9 +115,9 @@ class ChatTemplate:
         return texts
 
     def _followed(self, messages: Messages, tools: Tools, prompt: str) -> list[str]:
-        """The text with the last message as one that others follow, where that can be told. Some
-        templates close a conversation with a further token (Phi-3's), or with another one (Harmony),
-        which such a message does not have."""
+        """The text with the last message as one that others follow, where that can be told: some
+        templates close a conversation with a further token (Phi-3's), or with another one
+        (Harmony), which such a message does not have."""
         text = self.render(messages, tools, add_generation_prompt=True)
         return [text.removesuffix(prompt)] if text.endswith(prompt) else []
 

@@ -18,7 +18,7 @@ SHARD_TOKENS = 2**18
 """Tokens read of each shard, from its first on: hundreds of conversations."""
 
 TAIL = 8
-"""Tokens at the end of a turn that are searched, such as `<|end|>`, a line feed, `<|endoftext|>`."""
+"""Tokens searched at the end of a turn, such as `<|end|>`, a line feed and `<|endoftext|>`."""
 
 SHARE = 0.01
 """Of turns that may be another way: a text may hold the name of a special token by accident."""
@@ -65,7 +65,7 @@ def describe_stop_ids(tokenizer: Tokenizer, found: TurnEnds) -> tuple[str, str]:
         return "", ""
     names = {i: name for name, i in tokenizer.special.items()}
     stops = (*tokenizer.ends, tokenizer.boundary)
-    line = "stop ids: " + ", ".join(f"{i} ({names.get(i, '?')})" for i in stops)
+    line = "stop ids: " + ", ".join(f"{i} ({names.get(i) or tokenizer.decode([i])})" for i in stops)
     if found.num_open <= SHARE * found.num_turns:
         return line, ""
     return line, (
@@ -76,9 +76,7 @@ def describe_stop_ids(tokenizer: Tokenizer, found: TurnEnds) -> tuple[str, str]:
     )
 
 
-def _ends_of(
-    corpus: Corpus, tokenizer: Tokenizer, begin: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _ends_of(corpus: Corpus, tokenizer: Tokenizer, begin: int) -> tuple[np.ndarray, np.ndarray]:
     """Of the first documents of the shard that begins at a token: the last special token of each
     turn, -1 where it has none; and the special tokens with loss that do not end a turn."""
     first, last = np.searchsorted(corpus.offsets, [begin, begin + SHARD_TOKENS])

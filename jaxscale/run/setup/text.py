@@ -40,7 +40,7 @@ class Text:
     train: Examples
     heldout: Examples | None
     validation: Mapping[str, Examples] = field(default_factory=dict)
-    turn_ends: TurnEnds = TurnEnds()
+    turn_ends: TurnEnds = field(default_factory=TurnEnds)
     # Of tokens on disk, under way.
     verification: tuple[concurrent.futures.Future, ...] = field(default=(), repr=False)
 

@@ -48,9 +48,7 @@ def ends_of(folder, template, conversations=CONVERSATIONS, lines=1, **config):
     ],
     ids=["chatml", "generation", "phi", "harmony", "thoughts", "glm", "outside"],
 )
-def test_the_tokens_that_end_turns_with_loss(
-    template, conversations, expected, num_open, tmp_path
-):
+def test_the_tokens_that_end_turns_with_loss(template, conversations, expected, num_open, tmp_path):
     tokenizer, found = ends_of(tmp_path, template, conversations, eos_token="<|endoftext|>")
     special = tokenizer.special
     assert set(found.stop_ids) == {special[name] for name in expected}
