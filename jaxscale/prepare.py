@@ -19,7 +19,7 @@ from jaxscale.data.text.text_files import find_files
 from jaxscale.data.tokens.index import Index, find_prepared
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import plan
-from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from jaxscale.data.tokens.tokenizer import Tokenizer, begin_texts, load_tokenizer
 from jaxscale.data_source import BOUNDARIES, FORMATS, LONG_DOCUMENTS, Source, to_sources
 from jaxscale.formatting import file_size
 from jaxscale.storage.object_store import is_remote
@@ -78,6 +78,7 @@ def _prepare(options: argparse.Namespace) -> dict[str, Any]:
         seed=options.seed,
         training_bytes=options.training_bytes,
     )
+    tokenizer = begin_texts(tokenizer, options.text_begin)
     works = plan(find_files([source]), tokenizer, output, options.shard_bytes)
     index = prepare(works, tokenizer, workers=options.workers)
     seconds = time.perf_counter() - begin
@@ -126,7 +127,7 @@ def _inspect(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str,
         surveys, examples = inspect.survey_config(config)
     else:
         source = _source(options, options.inspect)
-        surveys = [inspect.survey(source, options.tokenizer)]
+        surveys = [inspect.survey(source, options.tokenizer, options.text_begin)]
         config, examples = None, inspect.examples_of(surveys[0])
     print("\n\n".join(inspect.describe_data(one) for one in surveys))
     result["sources"] = [one.numbers() for one in surveys]
@@ -184,7 +185,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str], given: Collect
     else:
         _refuse_unread(_WORK_KEYS, given, "for preparing; leave it out of --inspect")
         if options.config:
-            keys = ("tokenizer", *_SOURCE_KEYS)
+            keys = ("tokenizer", "text_begin", *_SOURCE_KEYS)
             _refuse_unread(keys, given, "for --inspect PATH; with --config, set it in data")
 
 
@@ -256,6 +257,13 @@ def _add_document_flags(add: Callable[..., Any]) -> None:
         action="store_const",
         const=True,
         help="tokenise responses on their own, for an encoder and its decoder",
+    )
+    add(
+        "--text_begin",
+        choices=configs.TEXT_BEGINS,
+        default=configs.DataConfig.text_begin,
+        help="what prompts with responses begin with, as data.text_begin: what the tokenizer's "
+        "post-processor puts there, or the token that begins a document",
     )
     add(
         "--messages",

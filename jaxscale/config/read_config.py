@@ -6,13 +6,13 @@ import inspect
 import pathlib
 import runpy
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
 
 from jaxscale.choices import check_kind, did_you_mean, nearest, nearest_settings
-from jaxscale.config.records import PAIRED_OBJECTIVES, SECTIONS, Config
+from jaxscale.config.records import PAIRED_OBJECTIVES, SECTIONS, WITHOUT_FILE, Config
 from jaxscale.config.values import (
     convert_value,
     leaves,
@@ -148,7 +148,15 @@ def read_sections(path: pathlib.Path) -> dict[str, dict]:
         )
     if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
         raise ValueError(f"{path} is not the config of a run: sections of keys and values")
+    if is_before_text_begin(sections):
+        sections["data"]["text_begin"] = "boundary"
     return sections
+
+
+def is_before_text_begin(sections: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether a saved config is of a run that began when every prompt began as a document does."""
+    data = sections.get("data", {})
+    return data.get("tokenizer", WITHOUT_FILE[0]) not in WITHOUT_FILE and "text_begin" not in data
 
 
 def _upgrade(model: dict) -> dict:
@@ -178,6 +186,8 @@ def to_dict(config: Config) -> dict[str, dict]:
     sections["layout"] = config.layout.leaves
     for key in ("source", "validation"):
         sections["data"][key] = tuple(map(to_plain, getattr(config.data, key)))
+    if config.data.tokenizer in WITHOUT_FILE:
+        del sections["data"]["text_begin"]  # which is theirs
     if config.data.objective not in PAIRED_OBJECTIVES:
         del sections["data"]["target_len"]  # always 0
     if not getattr(config.model, "init_from", ""):

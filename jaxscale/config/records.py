@@ -28,6 +28,13 @@ OBJECTIVES = (
 PAIRED_OBJECTIVES = ("prefix", "span_corruption", "ul2")
 """Those that also train an encoder with a decoder."""
 
+TEXT_BEGINS = ("tokenizer", "boundary")
+"""What a prompt begins with: what the tokenizer's post-processor puts before a text, which may be
+nothing; or the token that begins a document."""
+
+WITHOUT_FILE = ("bytes", "esm2")
+"""Tokenizers without a file and a post-processor, whose texts begin as their documents do."""
+
 MOST_STEPS = 2**31 - 1
 """The counts of steps in the state are int32."""
 
@@ -53,6 +60,7 @@ class DataConfig:
 
     source: tuple[Source, ...] = (Source(("{stdlib}/**/*.py",)),)
     tokenizer: str = "bytes"
+    text_begin: str = "tokenizer"  # what prompts begin with; see TEXT_BEGINS
     global_batch_size: int = 8  # sequences a step
     seq_len: int = 128  # of an encoder, where there is one
     target_len: int = 0  # tokens of its decoder; 0 where there is no encoder
@@ -67,6 +75,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_choice("data.objective", self.objective, OBJECTIVES)
+        check_choice("data.text_begin", self.text_begin, TEXT_BEGINS)
         check_at_least("data", self, global_batch_size=1, seq_len=2, target_len=0, workers=0)
         if self.target_len and self.objective not in PAIRED_OBJECTIVES:
             raise ValueError(

@@ -17,7 +17,7 @@ from jaxscale.data.tokens.corpus import Corpus, open_corpus, open_folder
 from jaxscale.data.tokens.encode import encode_documents
 from jaxscale.data.tokens.fit import without_unread
 from jaxscale.data.tokens.index import find_prepared, read_index
-from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer, of_folder
+from jaxscale.data.tokens.tokenizer import Tokenizer, begin_texts, load_tokenizer, of_folder
 from jaxscale.data_source import Source
 from jaxscale.formatting import file_size
 
@@ -78,11 +78,14 @@ class Survey:
         }
 
 
-def survey(source: Source, tokenizer: str | Tokenizer | None = None) -> Survey:
+def survey(
+    source: Source, tokenizer: str | Tokenizer | None = None, text_begin: str = "tokenizer"
+) -> Survey:
     """Counts one entry of `data.source`.
 
     Args:
       tokenizer: its name; None is the folder's own, or "bytes" for a source that is not prepared.
+      text_begin: as `data.text_begin`, for a tokenizer that is named.
 
     Raises:
       ValueError: as `open_corpus` and `load_tokenizer`.
@@ -94,13 +97,14 @@ def survey(source: Source, tokenizer: str | Tokenizer | None = None) -> Survey:
             tokenizer = of_folder(folder, index)
         elif isinstance(tokenizer, str):
             tokenizer = load_tokenizer(tokenizer, [source])
+        tokenizer = begin_texts(tokenizer, text_begin)
         corpus = open_folder(folder, tokenizer)
         stored = sum(shard.file_bytes for shard in index.shards)
         return Survey(
             name, "shards", len(index.shards), stored, True, index.num_left_out, corpus, tokenizer
         )
     if not isinstance(tokenizer, Tokenizer):
-        tokenizer = load_tokenizer(tokenizer or "bytes", [source])
+        tokenizer = begin_texts(load_tokenizer(tokenizer or "bytes", [source]), text_begin)
     files = find_files([source])
     stored = sum(file.num_bytes for file in files)
     complete = stored <= SAMPLE_BYTES
@@ -120,6 +124,7 @@ def survey_config(config: Config) -> tuple[list[Survey], Examples | None]:
         seed=config.data.seed,
     )
     tokenizer = without_unread(tokenizer, config.model.vocab_size)
+    tokenizer = begin_texts(tokenizer, config.data.text_begin)
     surveys = [survey(source, tokenizer) for source in config.data.source]
     if not all(one.complete for one in surveys):
         return surveys, None

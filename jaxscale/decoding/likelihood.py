@@ -73,7 +73,7 @@ def log_likelihoods(
 ) -> np.ndarray:
     """The log-probability of each second text after the first, in nats; [pairs].
 
-    The first begins a document, or is one that an encoder reads. The second need not end it.
+    The first begins as a prompt does, or is one that an encoder reads. The second need not end it.
 
     Raises:
       ValueError: a text beyond the model's learned positions, or a model that does not decode.
@@ -118,10 +118,11 @@ def _encode(
         start = np.int32(tokenizer.decoder_start)
         return sources, [1] * len(pairs), [np.append(start, text) for text in texts]
     encoded = encode_pairs(tokenizer, pairs)
-    start = np.array([tokenizer.start], np.int32)  # begins a document
-    ids = [np.concatenate([start, *pair]) for pair in encoded]
+    begins = [np.array(tokenizer.begin(len(first)), np.int32) for first, _ in encoded]
+    given = [len(begin) + len(first) for begin, (first, _) in zip(begins, encoded)]
+    ids = [np.concatenate([begin, *pair]) for begin, pair in zip(begins, encoded)]
     nothing = [np.zeros(0, np.int32)] * len(pairs)
-    return nothing, [1 + len(first) for first, _ in encoded], ids
+    return nothing, given, ids
 
 
 @functools.partial(jax.jit, static_argnames=("model", "mesh"))

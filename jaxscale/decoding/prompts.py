@@ -73,13 +73,13 @@ def encode_messages(tokenizer: Tokenizer, messages: Messages, tools: Tools = Non
 
 
 def prompt_ids(engine: Engine, tokenizer: Tokenizer, prompt: str | np.ndarray) -> np.ndarray:
-    """The ids of a prompt as in training: behind the token that begins a document, or, for an
-    encoder, before the one that ends it. In what an encoder reads, the name of a sentinel is it."""
+    """The ids of a prompt as in training: behind those that begin it, or, for an encoder, before
+    the one that ends a document. In what an encoder reads, the name of a sentinel is it."""
     if not isinstance(prompt, str):
         return np.asarray(prompt, np.int32)
     (ids,) = tokenizer.encode([prompt])
     if not has_encoder(engine):
-        return np.append(np.int32(tokenizer.start), ids)
+        return np.concatenate([np.array(tokenizer.begin(len(ids)), np.int32), ids])
     names = map(SENTINEL.format, range(len(tokenizer.sentinels)))
     if tokenizer.encode_chat and any(name in prompt for name in names):
         ids = tokenizer.encode_chat(prompt).ids

@@ -73,8 +73,8 @@ def sample(
     Args:
       params: of the engine's state, or in canonical form on any devices, as `fit`, checkpoints and
         `from_pretrained` give them.
-      prompts: each begins a document; "" is a document not yet begun. An encoder's are whole
-        documents. Ids, such as those of `encode_messages`, are taken as they are.
+      prompts: each begins as `data.text_begin` says; "" is a document not yet begun. An encoder's
+        are whole documents. Ids, such as those of `encode_messages`, are taken as they are.
       num_tokens: at most this many are added to each prompt.
       temperature: divides the logits; 0 takes the likeliest token.
       top_k: samples only from the k likeliest tokens; 0 is all.

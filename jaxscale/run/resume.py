@@ -134,7 +134,8 @@ def check_same_examples(found: Found, config: Config) -> None:
       ValueError: names the setting.
     """
     before = found.metadata["config"].get("data", {})
-    for key in ("global_batch_size", "seq_len", "target_len", "seed", "heldout", "objective"):
+    keys = ("global_batch_size", "seq_len", "target_len", "seed", "heldout", "objective")
+    for key in (*keys, "text_begin"):
         now = getattr(config.data, key)
         if before.get(key, now) != now:
             raise ValueError(

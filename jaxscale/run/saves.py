@@ -135,8 +135,9 @@ class Saves:
             "next_example": next_example,
             "passed_over": ranges_of(self._text.train),
             "tokenizer": self._text.tokenizer.fingerprint,
-            "stop_ids": list(self._text.tokenizer.ends),
         }
+        if ends := self._text.tokenizer.ends:
+            data["stop_ids"] = list(ends)
         return {
             "config": configs.to_dict(self._config),
             "data": data,

@@ -121,6 +121,9 @@ def open_trainer(
     if found.step == 0:
         _check_text_is_chosen(config)
     config = with_schedule(config, found.metadata.get("config", {}))
+    if configs.is_before_text_begin(found.metadata.get("config", {})):
+        data = dataclasses.replace(config.data, text_begin="boundary")
+        config = dataclasses.replace(config, data=data)
     if not skip_memory_check:
         check_host_room(config)
     config = resolve_layout(config, workdir)

@@ -233,6 +233,13 @@ def open_folder(
             f"data.tokenizer = {tokenizer.name!r} is not the tokenizer of {folder}, which was "
             f"prepared with {index.tokenizer!r}; set data.tokenizer = {file!r}"
         )
+    begin = str(list(tokenizer.begin(1)))
+    if index.text_begin not in ("", begin):
+        other = "tokenizer" if tokenizer.text_begin is None else "boundary"
+        raise ValueError(
+            f"the prompts of {folder} begin with the ids {index.text_begin}, and here with "
+            f"{begin}; set data.text_begin = {other!r}, or prepare the text again"
+        )
     if index.max_id >= tokenizer.vocab_size and index.vocab_size > tokenizer.vocab_size:
         name = next((name for name, i in index.special.items() if i == index.max_id), "")
         raise ValueError(

@@ -27,8 +27,9 @@ def encode_documents(
 ) -> EncodedDocuments:
     """Encodes each as [start, tokens...], closed by the boundary if the start is another token.
 
-    A prompt and its response are those of `encode_pairs`. A conversation is exactly what its
-    template renders, with no token before or after it.
+    A prompt and its response are those of `encode_pairs`, and begin as a prompt that is continued
+    does, but for an encoder. A conversation is exactly what its template renders, with no token
+    before or after it.
 
     Args:
       marked: whether `counted` is wanted; it must be where a document has loss on parts of it.
@@ -38,7 +39,6 @@ def encode_documents(
     exchanges = [d for d in documents if d.loss and not d.chat]
     apart = [document.apart for document in exchanges]
     pairs = iter(encode_pairs(tokenizer, list(map(_pair, exchanges)), apart))
-    end = [] if tokenizer.bos is None else [tokenizer.boundary]
     whole: list[Sequence[int] | np.ndarray] = []
     lengths, counted, num_bytes = [], [], 0
     for document in documents:
@@ -51,10 +51,13 @@ def encode_documents(
             num_bytes -= special_bytes
             continue
         pieces = (next(encoded),) if document.loss is None else next(pairs)
-        whole += [[tokenizer.start], *pieces, end]
-        lengths.append(1 + sum(map(len, pieces)) + len(end))
+        continued = document.loss is not None and not document.apart
+        begin = tokenizer.begin(len(pieces[0])) if continued else (tokenizer.start,)
+        end = [] if begin == (tokenizer.boundary,) else [tokenizer.boundary]
+        whole += [begin, *pieces, end]
+        lengths.append(len(begin) + sum(map(len, pieces)) + len(end))
         if marked:
-            given = 0 if document.loss is None else len(pieces[0])
+            given = 0 if document.loss is None else len(begin) - 1 + len(pieces[0])
             counts = given, lengths[-1] - given - len(end), len(end)
             counted.append(np.repeat(np.array([0, 1, 0], np.uint8), counts))
     flat = np.concatenate([np.asarray(ids, np.int32) for ids in whole])

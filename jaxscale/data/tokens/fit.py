@@ -20,7 +20,7 @@ def without_unread(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
     """
     special = tokenizer.special
     needed = {tokenizer.boundary, tokenizer.bos, tokenizer.pad, tokenizer.mask}
-    needed |= {*tokenizer.sentinels, tokenizer.text_size - 1}
+    needed |= {*tokenizer.sentinels, *tokenizer.begin(1), tokenizer.text_size - 1}
     beyond = {name: i for name, i in special.items() if i >= vocab_size}
     if not beyond or any(i is not None and i >= vocab_size for i in needed):
         return tokenizer

@@ -66,6 +66,7 @@ class Index:
     shards: tuple[Shard, ...]
     key: str  # of the files and settings that it was made from
     fingerprint: str  # of the content
+    text_begin: str = ""  # a list of the ids before prompts; "": it has none, or is older
 
     def to_json(self) -> str:
         """The text of index.json."""

@@ -99,6 +99,9 @@ def plan(
     made_by = [FORMAT, tokenizer.fingerprint]
     if tokenizer.template and any(file.source.messages for file in files):
         made_by += tokenizer.template.made_of
+    begin = tokenizer.begin(1)
+    if begin != (tokenizer.start,) and _continues_prompts(files):
+        made_by.append(list(begin))
     return [
         Work(i, tuple(pieces), folder, digest_values([*made_by, *(piece.key for piece in pieces)]))
         for i, pieces in enumerate(slices)
@@ -232,9 +235,10 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
         )
     for array in (offsets, hashes):
         array.path.rename(folder / f"{array.path.stem}.npy")
-    files = {file for one in made for file in one.shard.files}
+    kept = {file for one in made for file in one.shard.files}
+    files = [piece.file for work in works for piece in work.pieces]
     for path in [*folder.glob("tokens-*.npy"), *folder.glob("loss-*.npy")]:
-        if path.name not in files:  # left by another way to cut
+        if path.name not in kept:  # left by another way to cut
             path.unlink()
     sync(folder)
     index = Index(
@@ -244,6 +248,7 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
         vocab_size=tokenizer.vocab_size,
         boundary=tokenizer.boundary,
         special=dict(tokenizer.special),
+        text_begin=str(list(tokenizer.begin(1))) if _continues_prompts(files) else "",
         dtype=np.load(folder / made[0].shard.file, mmap_mode="r").dtype.name,
         num_documents=sum(one.shard.num_documents for one in made),
         num_tokens=start,
@@ -336,6 +341,11 @@ def _check_counts(works: Sequence[Work], made: Sequence[Made]) -> int:
             "; ".join(examples[:_EXAMPLES]),
         )
     return all_bad
+
+
+def _continues_prompts(files: Sequence[File]) -> bool:
+    """Whether there are prompts whose response follows them, not in a decoder of its own."""
+    return any(file.source.response and not file.source.apart for file in files)
 
 
 def _record(work: Work) -> pathlib.Path:

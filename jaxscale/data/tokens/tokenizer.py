@@ -27,9 +27,9 @@ from jaxscale.data.tokens.byte_pairs import END, RECORD, Training, train
 from jaxscale.data.tokens.index import Index, find_prepared, path_in, read_index
 from jaxscale.data.tokens.vocabulary import (
     BOUNDARIES,
-    find_bos,
     find_boundary,
     find_plain_size,
+    find_text_begin,
     token_bytes_of,
     written_bytes,
 )
@@ -81,7 +81,9 @@ class Tokenizer:
     file: bytes = field(default=b"", repr=False)  # the content of its file; empty for "bytes"
     # Ids by name, never in text.
     special: Mapping[str, int] = field(default_factory=dict, repr=False)
-    bos: int | None = None  # begins a text; None: the boundary does
+    bos: int | None = None  # begins a document; None: the boundary does
+    # What a post-processor puts before a text that is continued; None: what begins a document.
+    text_begin: tuple[int, ...] | None = None
     ends: tuple[int, ...] = ()  # besides the boundary, ids that end what a model generates
     # The other files of its folder.
     beside: Mapping[str, bytes] = field(default_factory=dict, repr=False)
@@ -100,6 +102,12 @@ class Tokenizer:
     def start(self) -> int:
         """The id that begins a document."""
         return self.boundary if self.bos is None else self.bos
+
+    def begin(self, num_tokens: int) -> tuple[int, ...]:
+        """The ids before a prompt of so many tokens; an empty one begins a document."""
+        if self.text_begin is None or not (self.text_begin or num_tokens):
+            return (self.start,)
+        return self.text_begin
 
     @property
     def file_name(self) -> str:
@@ -136,6 +144,13 @@ class Tokenizer:
         while (name := SENTINEL.format(len(found))) in self.special:
             found.append(self.special[name])
         return tuple(found)
+
+
+def begin_texts(tokenizer: Tokenizer, text_begin: str) -> Tokenizer:
+    """The tokenizer with prompts that begin as `data.text_begin` says."""
+    if text_begin == "boundary":
+        return dataclasses.replace(tokenizer, text_begin=None)
+    return tokenizer
 
 
 def load_tokenizer(
@@ -244,6 +259,8 @@ def _with_files_beside(
     ends = ends if isinstance(ends, list) else [ends]
     ends = [*ends, tokenizer.special.get(token_text(config.get("eos_token")) or "")]
     known = {end for end in ends if isinstance(end, int) and end < tokenizer.vocab_size}
+    if path.endswith(".model"):  # the class of its tokenizer in transformers adds it
+        tokenizer = dataclasses.replace(tokenizer, text_begin=() if bos is None else (bos,))
     return dataclasses.replace(
         tokenizer,
         bos=bos,
@@ -393,7 +410,8 @@ def _from_json(data: bytes, where: str, name: str, eos: str | None = None) -> To
         places = np.array(encoding.offsets, np.int32).reshape(-1, 2)
         return Encoded(np.array(encoding.ids, np.int32), places[:, 0], places[:, 1])
 
-    bos = find_bos(tokenizer, boundary)
+    text_begin = find_text_begin(tokenizer)
+    bos = next((first for first in text_begin[:1] if first != boundary), None)
     vocab_size = max(vocabulary.values()) + 1
     text = tokenizer.to_str()
     token_bytes = token_bytes_of(tokenizer, vocab_size, byte_level='"ByteLevel"' in text)
@@ -414,6 +432,7 @@ def _from_json(data: bytes, where: str, name: str, eos: str | None = None) -> To
         bos,
         encode_chat=encode_chat,
         plain_size=find_plain_size(tokenizer, special),
+        text_begin=text_begin,
     )
 
 

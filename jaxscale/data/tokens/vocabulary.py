@@ -1,6 +1,7 @@
 """What a vocabulary says: the token that ends a document, the one that begins it, the special
 tokens that no plain text becomes, and how many bytes of text each token stands for."""
 
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -43,11 +44,11 @@ def find_boundary(
     )
 
 
-def find_bos(tokenizer: tokenizers.Tokenizer, boundary: int) -> int | None:
-    """The token that the tokenizer itself puts before a text, if it is not the boundary."""
+def find_text_begin(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The tokens that the tokenizer's post-processor puts before a text."""
     encoding = tokenizer.encode("a")
-    first = encoding.ids[0] if encoding.ids and encoding.special_tokens_mask[0] else boundary
-    return None if first == boundary else first
+    marked = zip(encoding.ids, encoding.special_tokens_mask)
+    return tuple(i for i, _ in itertools.takewhile(lambda one: one[1], marked))
 
 
 def find_plain_size(tokenizer: tokenizers.Tokenizer, special: Mapping[str, int]) -> int:

@@ -16,7 +16,13 @@ from jaxscale.data.mixture import open_examples
 from jaxscale.data.tokens.corpus import open_corpus
 from jaxscale.data.tokens.fit import without_unread
 from jaxscale.data.tokens.stop_ids import TurnEnds, find_turn_ends, with_stop_ids
-from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load_tokenizer, save_tokenizer
+from jaxscale.data.tokens.tokenizer import (
+    Tokenizer,
+    begin_texts,
+    from_file,
+    load_tokenizer,
+    save_tokenizer,
+)
 from jaxscale.distributed import processes
 from jaxscale.hugging_face.model_folder import copy_special_ids, is_hugging_face
 from jaxscale.storage.tiers import CHECKPOINTS, local_steps
@@ -158,6 +164,7 @@ def _kept(config: Config, workdir: pathlib.Path) -> Tokenizer | None:
 
 def _fitting(tokenizer: Tokenizer, config: Config) -> Tokenizer:
     tokenizer = without_unread(tokenizer, config.model.vocab_size)
+    tokenizer = begin_texts(tokenizer, config.data.text_begin)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size = {config.model.vocab_size} is smaller than the "
