@@ -51,6 +51,7 @@ OVERRIDES = [
     ("optimizer.learning_rate=fast", "config.optimizer.learning_rate = 'fast'"),
     ("optimizer.learning_rate=1e999", "config.optimizer.learning_rate = inf is not a finite"),
     ("data.source=(1,2)", "data.source[0] = 1 is of type int; expected a path, or a mapping"),
+    ("data.text_begin=bos", "data.text_begin = 'bos' is not known; it can be tokenizer, boundary"),
     ("data.source=[", "config.data.source = '['"),
     (
         "data.source=[{'path':'a','name':'b'}]",

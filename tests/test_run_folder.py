@@ -66,6 +66,24 @@ def test_overrides_are_read_as_the_types_of_what_they_replace(tmp_path):
     assert (again.name, again.path) == ("more", ("c,d.txt",))
 
 
+def test_a_run_from_before_the_setting_begins_prompts_as_it_did(tmp_path):
+    for tokenizer, saved, expected in (
+        ("t.json", {}, "boundary"),
+        ("t.json", {"text_begin": "tokenizer"}, "tokenizer"),
+        ("bytes", {}, "tokenizer"),
+    ):
+        given = config.from_dict({"data": {"tokenizer": tokenizer}})
+        sections = config.to_dict(given)
+        assert sections["data"].pop("text_begin", "") == (
+            "" if tokenizer == "bytes" else "tokenizer"
+        )
+        sections["data"] |= saved
+        (tmp_path / "config.json").write_text(json.dumps(sections))
+        assert run_folder.load_config(tmp_path).data.text_begin == expected
+        chosen = run_folder.load_config(tmp_path, ["data.text_begin=tokenizer"])
+        assert chosen.data.text_begin == "tokenizer"
+
+
 SAVED = {
     "data": 2,
     "fsdp": 2,

@@ -5,12 +5,16 @@ import itertools
 import json
 import logging
 import pathlib
+import types
+from typing import cast
 
 import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pytest
+import tokenizers
 from pyarrow import parquet
+from tokenizers import processors
 
 from jaxscale.config import DataConfig
 from jaxscale.data.dataset import Dataset, open_dataset, open_validation
@@ -21,7 +25,11 @@ from jaxscale.data.tokens.corpus import open_corpus, open_folder
 from jaxscale.data.tokens.encode import encode_pairs
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import plan
-from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from jaxscale.data.tokens.tokenizer import Tokenizer, begin_texts, load_tokenizer
+from jaxscale.data_source import to_sources
+from jaxscale.decoding.likelihood import _encode
+from jaxscale.decoding.prompts import prompt_ids
+from jaxscale.training.engine import Engine
 from tests.data.dialogues import CONVERSATIONS, MARKED, THINKING, write_lines, write_tokenizer
 from tests.data.documents import assert_same
 
@@ -69,6 +77,66 @@ def test_loss_is_on_responses_and_their_ends(tmp_path):
     )
     bits = BYTES.token_bytes[short[0].targets] * short[0].weights
     assert bits.sum() <= short[0].weights.sum()
+
+
+def test_prompts_begin_as_the_post_processor_of_their_tokenizer_has_it(tmp_path):
+    """Nothing comes before a prompt where it puts nothing there, unless data.text_begin says so."""
+    nothing = load_tokenizer(write_tokenizer(tmp_path / "t"))
+    first = load_tokenizer(write_tokenizer(tmp_path / "u", bos=True))
+    path = write_tokenizer(tmp_path / "v")
+    made = tokenizers.Tokenizer.from_file(path)
+    made.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> <s> $A",
+        special_tokens=[(name, made.token_to_id(name)) for name in ("<|im_start|>", "<s>")],
+    )
+    made.save(path)
+    both = load_tokenizer(path)
+    records = [{"question": "hello", "answer": " you"}, {"question": "", "answer": "you"}]
+    lines = write_lines(tmp_path / "a.jsonl", records)
+    text = write_lines(tmp_path / "b.jsonl", [{"text": "hello you"}])
+    for tokenizer, begin, old in (
+        (nothing, "", "$"),
+        (first, "^", "^"),
+        (both, "|^", "|"),
+        (load_tokenizer("bytes"), "$", "$"),
+    ):
+        special = tokenizer.special
+        names = {tokenizer.boundary: "$", special.get("<s>"): "^", special.get("<|im_start|>"): "|"}
+        for rule, before in (("tokenizer", begin), ("boundary", old)):
+            chosen = begin_texts(tokenizer, rule)
+            corpus = open_corpus([pairs(lines), str(text)], chosen)
+            shown = [names.get(i) or chosen.decode([i]) for i in corpus.tokens.tolist()]
+            counted = corpus.read_counted(0, corpus.num_tokens)
+            learned = "".join(x if lost else "." for x, lost in zip(shown[1:], counted))
+            close = "" if before == "$" else "$"
+            plain = old + "hello you" + ("$" if tokenizer.bos is not None else "")
+            asked = f"{before}hello you{close}{before or '$'}you{close if before else ''}"
+            assert "".join(shown) == asked + plain
+            assert " you" in learned
+            assert not set("helo") & set(learned.partition(" you")[0])
+            prompts = ["hello", ""]
+            engine = cast(Engine, types.SimpleNamespace(model=None))
+            read = [prompt_ids(engine, chosen, prompt) for prompt in prompts]
+            assert ["".join(names.get(i) or chosen.decode([i]) for i in ids) for ids in read] == [
+                before + "hello",
+                before or "$",
+            ]
+            likely = _encode(engine, chosen, [("hello", " you"), ("", "you")])
+            assert [ids[:n].tolist() for n, ids in zip(likely[1], likely[2])] == [
+                ids.tolist() for ids in read
+            ]
+
+
+def test_prepared_prompts_that_begin_otherwise_are_refused(tmp_path):
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t"))
+    entry = to_sources([pairs(write_lines(tmp_path / "a.jsonl", PAIRS))])[0]
+    old = begin_texts(tokenizer, "boundary")
+    folder = tmp_path / "shards"
+    prepare(plan(find_files([entry]), old, folder), old, workers=0)
+    assert open_folder(str(folder), old).tokens[0] == tokenizer.boundary
+    said = r"begin with the ids \[0\], and here with \[\]; set data.text_begin = 'boundary', or"
+    with pytest.raises(ValueError, match=said):
+        open_folder(str(folder), tokenizer)
 
 
 def test_a_tokenizer_with_a_first_token_closes_documents(tmp_path):
