@@ -13,7 +13,7 @@ from typing import Any
 from jaxscale.choices import check_choice, did_you_mean
 from jaxscale.formatting import changed_fields
 
-RECORD_FORMATS = ("jsonl", "parquet", "arrow", "arrayrecord", "fasta")
+RECORD_FORMATS = ("jsonl", "json", "parquet", "arrow", "arrayrecord", "fasta")
 FORMATS = ("text", *RECORD_FORMATS, "shards")
 TEXT = "text"
 """The field of a record that is a document, unless an entry names another."""
@@ -131,7 +131,7 @@ class Source:
         if self.format in ("text", "fasta", "shards"):
             raise ValueError(
                 f"format = {self.format!r} has no fields for prompt and response, or "
-                "messages; it can be jsonl, parquet, arrow or arrayrecord"
+                "messages; it can be jsonl, json, parquet, arrow or arrayrecord"
             )
         if self.max_document_bytes and self.long_documents == "split":
             raise ValueError(

@@ -10,6 +10,20 @@ from typing import Any, NamedTuple
 
 from jaxscale.storage.untrusted import parse_json
 
+CONVERSATIONS = ("messages", "conversations")
+"""Names that records give to a conversation: the second is ShareGPT's."""
+
+SHAREGPT = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Roles of those who speak in ShareGPT's conversations."""
+
 
 class Exchange(NamedTuple):
     """A prompt and the response to it."""
@@ -42,6 +56,37 @@ def problem_of_messages(messages: Any) -> str:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             return f"has a message ({i}, from 0) that is not an object with a 'role'"
     return ""
+
+
+def to_messages(value: Any) -> Sequence[Mapping[str, Any]]:
+    """A list of messages, of which those of ShareGPT, `{"from": "human", "value": TEXT}`, get a
+    role and content.
+
+    Raises:
+      ValueError: it is something else; as in "has ...".
+    """
+    listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    messages = [_with_role(i, one) for i, one in enumerate(value)] if listed else value
+    if problem := problem_of_messages(messages):
+        raise ValueError(problem)
+    return messages
+
+
+def _with_role(number: int, message: Any) -> Any:
+    if not isinstance(message, Mapping) or "role" in message or "from" not in message:
+        return message
+    speaker, text = message["from"], message.get("value")
+    if speaker not in SHAREGPT:
+        raise ValueError(
+            f"has a message ({number}, from 0) 'from' {speaker!r}, which is not known; it can be "
+            f"{', '.join(SHAREGPT)}"
+        )
+    if not isinstance(text, str):
+        raise ValueError(
+            f"has a message ({number}, from 0) whose 'value' is {name_of_type(text)}, not text"
+        )
+    others = {name: one for name, one in message.items() if name not in ("from", "value")}
+    return {"role": SHAREGPT[speaker], "content": text} | others
 
 
 def tools_of(tools: Any) -> Sequence[Mapping[str, Any]] | None:
@@ -84,7 +129,9 @@ def read_conversations(file: pathlib.Path) -> list[Conversation]:
             raise ValueError(f"--messages {file} is not JSON: {error}") from error
         return [_conversation(where, value) for where, value in found]
     several = isinstance(value, list) and all(
-        isinstance(one, list) or (isinstance(one, dict) and "messages" in one) for one in value
+        isinstance(one, list)
+        or (isinstance(one, dict) and not one.keys().isdisjoint(CONVERSATIONS))
+        for one in value
     )
     values = value if several and value else [value]
     return [_conversation(f"--messages {file}", one) for one in values]
@@ -128,15 +175,20 @@ def _conversation(where: str, value: Any) -> Conversation:
     _check_text(where, value)
     messages, tools = value, None
     if isinstance(value, Mapping):
-        if "messages" not in value:
+        found = [name for name in CONVERSATIONS if name in value]
+        if not found:
             names = ", ".join(value) or "nothing"
             raise ValueError(
                 f"{where} has an object without 'messages'; it has {names}: give a list of "
                 "messages, or {'messages': [...], 'tools': [...]}"
             )
-        messages, tools = value["messages"], value.get("tools")
-    if problem := problem_of_messages(messages):
-        raise ValueError(f"{where} {problem}; a message is {{'role': 'user', 'content': TEXT}}")
+        messages, tools = value[found[0]], value.get("tools")
+    try:
+        messages = to_messages(messages)
+    except ValueError as error:
+        raise ValueError(
+            f"{where} {error}; a message is {{'role': 'user', 'content': TEXT}}"
+        ) from error
     try:
         return Conversation(messages, tools_of(tools))
     except ValueError as error:

@@ -16,11 +16,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from jaxscale.choices import nearest
+from jaxscale.data.text.chat_template import Messages
 from jaxscale.data.text.dialogue import (
+    CONVERSATIONS,
     Conversation,
     Exchange,
     name_of_type,
-    problem_of_messages,
+    to_messages,
     tools_of,
 )
 from jaxscale.data.text.file_io import compression, opened
@@ -35,7 +37,8 @@ Records = Iterator[tuple[int, str | Exchange | Conversation | ValueError]]
 
 def is_splittable(file: File) -> bool:
     """Whether a part of a file can be read without the parts before it."""
-    return boundary(file) != "file" and file.format != "arrow" and not compression(file.path)
+    whole = boundary(file) == "file" or file.format in ("arrow", "json")
+    return not whole and not compression(file.path)
 
 
 def boundary(file: File) -> str:
@@ -48,7 +51,7 @@ def boundary(file: File) -> str:
     if file.format in ("text", "fasta") and file.source.marks_loss:
         raise ValueError(
             f"{file.path} is {file.format}, which has no fields for prompt and response, or "
-            f"messages; give records in {file.source.listed_in}: jsonl, parquet, arrow or "
+            f"messages; give records in {file.source.listed_in}: jsonl, json, parquet, arrow or "
             "arrayrecord"
         )
     if file.format == "text":
@@ -86,6 +89,9 @@ def read_records(file: File, start: int, stop: int) -> Records:
             stop = 1 << 62  # `stop` counts stored bytes; the decompressed file is one part
         if file.format == "jsonl":
             yield from _json_lines(_lines(stream, start, stop), file.source)
+        elif file.format == "json":
+            for position, record in enumerate(_array_of(file.path, stream.read())):
+                yield position, _content(record, file.source)
         elif file.format == "fasta":
             yield from _sequences(file.path, stream, start, stop)
         elif kind == "line":
@@ -100,7 +106,7 @@ def read_records(file: File, start: int, stop: int) -> Records:
 
 def where(file: File, position: int) -> str:
     """A position in readable form: file and line, or record."""
-    if file.format in TABLES:
+    if file.format in TABLES or file.format == "json":
         return f"{file.path}, record {position} (from 0)"
     if boundary(file) == "file":
         return file.path
@@ -189,6 +195,24 @@ def _json_lines(lines: Iterator[tuple[int, bytes]], source: Source) -> Records:
         yield position, content
 
 
+def _array_of(path: str, data: bytes) -> list[Any]:
+    """The records of a file that is one JSON array.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    try:
+        records = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(records, list):
+        raise ValueError(
+            f"{path} is {name_of_type(records)}, and format = 'json' is one array of records; "
+            f"with a record on each line, set {setting('format')} to 'jsonl'"
+        )
+    return records
+
+
 def _content(record: Any, source: Source) -> str | Exchange | Conversation | ValueError:
     """What an entry of `data.source` reads of a record."""
     if source.messages:
@@ -228,7 +252,7 @@ def _found(record: Any, field: str) -> Any:
     return record
 
 
-def _messages_of(record: Any, field: str) -> list[dict[str, Any]] | ValueError:
+def _messages_of(record: Any, field: str) -> Messages | ValueError:
     messages = _value_of(record, field, "messages")
     if isinstance(messages, str | bytes):  # ArrayRecord and some tables hold the list as JSON
         try:
@@ -237,9 +261,10 @@ def _messages_of(record: Any, field: str) -> list[dict[str, Any]] | ValueError:
             return ValueError(f"has text in its field {field!r} instead of a list of messages")
     if isinstance(messages, ValueError):
         return messages
-    if problem := problem_of_messages(messages):
-        return ValueError(f"{problem} in its field {field!r}")
-    return messages
+    try:
+        return to_messages(messages)
+    except ValueError as error:
+        return ValueError(f"{error} in its field {field!r}")
 
 
 def _value_of(record: Any, field: str, key: str) -> Any:
@@ -252,8 +277,9 @@ def _value_of(record: Any, field: str, key: str) -> Any:
         if not isinstance(value, Mapping) or name not in value:
             names = list(value) if isinstance(value, Mapping) else []
             near = nearest(name, names) or names[:1]
-            if key == "field" and "messages" in record:
-                key, near = "messages", ["messages"]
+            conversations = [name for name in CONVERSATIONS if name in record]
+            if key == "field" and conversations:
+                key, near = "messages", conversations
             example = ""
             if near and value is record:
                 example = f", such as {{'path': 'FILE', {key!r}: {near[0]!r}}}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.data.text.file_io import cannot_be_read, compression, read_file, reading
+from jaxscale.data.text.file_io import cannot_be_read, compression, opened, read_file, reading
 from jaxscale.data_source import Source, setting, to_sources
 from jaxscale.storage.object_store import answer, filesystem, is_remote
 from jaxscale.storage.untrusted import is_file_name, parse_json
@@ -193,6 +193,8 @@ def _sorted(files: list[File], *, whole_folder: bool) -> list[File]:
     """The files by identity; of a folder with records only those that hold them."""
     files = sorted(files, key=lambda file: file.identity.split("/"))
     records = [file for file in files if file.format not in ("text", "json")]
+    arrays = [] if records else [file for file in files if _is_array(file)]
+    records = records or arrays
     if whole_folder and records and len(records) < len(files):
         _log.info(
             "data: files beside those with records, which are passed over: %d",
@@ -200,12 +202,20 @@ def _sorted(files: list[File], *, whole_folder: bool) -> list[File]:
         )
         files = records
     for file in files:
-        if file.format == "json":
+        if file.format == "json" and file.source.format is None and not _is_array(file):
             raise ValueError(
                 f"{file.path} may hold a record a line, or be a text; set "
-                f"{setting('format')} to 'jsonl' or 'text'"
+                f"{setting('format')} to 'jsonl' or 'text' (it is not one array of records)"
             )
     return files
+
+
+def _is_array(file: File) -> bool:
+    """Whether a .json file begins as an array does."""
+    if file.format != "json":
+        return False
+    with opened(file.path) as stream:
+        return stream.read(4096).lstrip()[:1] == b"["
 
 
 def _format(path: str, source: Source) -> str:

@@ -23,6 +23,7 @@ from pyarrow import ipc, parquet
 
 from jaxscale.command_line import refusals
 from jaxscale.data.text import file_io, formats
+from jaxscale.data.text.dialogue import Conversation
 from jaxscale.data.text.documents import Bad, Document, Piece, cut, read_documents
 from jaxscale.data.text.file_io import AwayError, reading
 from jaxscale.data.text.formats import is_splittable, read_records, where
@@ -89,7 +90,12 @@ def write_examples(path: pathlib.Path, texts: list[str]) -> None:
     write_arrayrecord(path, records)
 
 
+def write_array(path: pathlib.Path, texts: list[str]) -> None:
+    path.write_text(json.dumps([{"text": text} for text in texts], indent=1))
+
+
 WRITERS = {
+    "a.json": write_array,
     "a.jsonl": write_jsonl,
     "a.jsonl.gz": write_gzip,
     "a.ndjson.zst": write_zstd,
@@ -142,7 +148,7 @@ def test_a_document_is_its_file_and_its_place_there(tmp_path, name):
     assert len(set(hashes)) == len(TEXTS)
     positions = [position for position, _ in read_records(*whole(file))]
     assert hashes == [hash_identity(f"{name}#{position}") for position in positions]
-    if "json" not in name:
+    if "jsonl" not in name and "ndjson" not in name:
         assert positions == list(range(len(TEXTS)))
     elif not name.endswith("st"):
         data = gzip.decompress((tmp_path / name).read_bytes()) if "gz" in name else None
@@ -678,7 +684,8 @@ def test_whatever_the_bytes_there_are_documents_or_a_message(
     data = junk or data or b"x"
     path = tmp_path / name
     path.write_bytes(data)
-    file = listed(path, boundary=boundary if ".txt" in name else None)
+    options = {"format": "json"} if name == "a.json" else {}  # else it is told by its first byte
+    file = listed(path, boundary=boundary if ".txt" in name else None, **options)
     try:
         for piece in cut([file], -(-len(data) // pieces)):
             for document in read_documents(piece):
@@ -688,3 +695,51 @@ def test_whatever_the_bytes_there_are_documents_or_a_message(
                     assert document.num_bytes == len(document.text.encode()) > 0
     except ValueError as error:
         assert str(path) in str(error)  # noqa: PT017
+
+
+def test_an_array_of_records_that_is_none_is_refused(tmp_path):
+    for text, said in (
+        ("[{}", r"a.json is not JSON: "),
+        ("[" * 10**5, r"a.json is not JSON: "),
+        ('{"a": 1}', r"a.json is a dict, and format = 'json' is one array .* to 'jsonl'"),
+    ):
+        (tmp_path / "a.json").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            list(read_documents(whole(listed(tmp_path / "a.json", format="json"))))
+    (tmp_path / "a.json").write_text('[{"text": "one"}, {"text": 2}]')
+    problem = problem_of(listed(tmp_path / "a.json"))
+    assert "a.json, record 1 (from 0) has a int in its field 'text'" in problem
+
+
+def test_conversations_of_sharegpt(tmp_path):
+    """Under the name that they have there, in any format; an unknown speaker is refused."""
+    said = [
+        {"from": "system", "value": "be brief"},
+        {"from": "human", "value": "hello"},
+        {"from": "gpt", "value": "you", "weight": 1},
+        {"from": "observation", "value": "3"},
+    ]
+    (tmp_path / "a.json").write_text(json.dumps([{"conversations": said}]))
+    parquet.write_table(
+        pyarrow.Table.from_pylist([{"conversations": said}]), tmp_path / "a.parquet"
+    )
+    for name in ("a.json", "a.parquet"):
+        file = listed(tmp_path / name, messages="conversations")
+        ((_, found),) = read_records(*whole(file))
+        assert isinstance(found, Conversation)
+        shown = [(m["role"], m["content"]) for m in found.messages]
+        roles = ["system", "user", "assistant", "tool"]
+        assert shown == list(zip(roles, ["be brief", "hello", "you", "3"]))
+    file = listed(tmp_path / "a.json")
+    assert "set 'messages' in its entry" in problem_of(file)
+    assert "{'path': 'FILE', 'messages': 'conversations'}" in problem_of(file)
+    for bad, problem in (
+        ({"from": "bard", "value": "a"}, "'from' 'bard', which is not known; it can be system, hu"),
+        (
+            {"from": "gpt", "value": None},
+            "(1, from 0) whose 'value' is null, not text in its field",
+        ),
+        ({"value": "a"}, "(1, from 0) that is not an object with a 'role'"),
+    ):
+        (tmp_path / "b.json").write_text(json.dumps([{"conversations": [said[0], bad]}]))
+        assert problem in problem_of(listed(tmp_path / "b.json", messages="conversations"))
