@@ -96,7 +96,7 @@ def plan(
             num_bytes = 0
         slices[-1].append(piece)
         num_bytes += piece.num_bytes
-    made_by = [FORMAT, tokenizer.fingerprint]
+    made_by: list[object] = [FORMAT, tokenizer.fingerprint]
     if tokenizer.template and any(file.source.messages for file in files):
         made_by += tokenizer.template.made_of
     begin = tokenizer.begin(1)
