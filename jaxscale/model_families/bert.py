@@ -3,16 +3,13 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxscale.model_families.family import Family, Model, TensorRule
+from jaxscale.model_families.family import Family, HfConfig, Model, TensorRule
 from jaxscale.model_families.hf.config import (
+    activation_from_hf,
     activation_to_hf,
-    expect,
     head_size_of,
-    pop,
-    pop_activation,
-    pop_sizes,
     refuse_options,
-    refuse_rest,
+    sizes_from_hf,
     sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import matrix, norm_rules, stored, vector
@@ -30,33 +27,29 @@ RENAMED = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNo
 """The names of BERT's own code, which transformers still writes for some models."""
 
 
-def pop_encoder(rest: dict[str, Any]) -> dict[str, Any]:
+def encoder_from_hf(hf: HfConfig) -> dict[str, Any]:
     """The settings that BERT and ESM share."""
-    rest.setdefault("max_position_embeddings", 512)
-    expect(rest, "is_decoder", False)
-    expect(rest, "add_cross_attention", False)
-    expect(rest, "tie_word_embeddings", True)
-    return {**pop_sizes(rest), "norm_eps": pop(rest, "layer_norm_eps", 1e-12)}
+    hf.expect("is_decoder", False)
+    hf.expect("add_cross_attention", False)
+    hf.expect("tie_word_embeddings", True)
+    return {**sizes_from_hf(hf), "norm_eps": hf.read("layer_norm_eps", 1e-12)}
 
 
 def encoder_to_hf(model: Model) -> dict[str, Any]:
-    """The inverse of `pop_encoder`."""
+    """The inverse of `encoder_from_hf`."""
     refuse_options(model, causal=False, num_kv_heads=model.num_heads, head_dim=head_size_of(model))
     sizes = sizes_to_hf(model)
     del sizes["num_key_value_heads"], sizes["head_dim"]
     return {**sizes, "layer_norm_eps": model.norm_eps}
 
 
-def _bert_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = dict(hf)
+def _bert_from_hf(hf: HfConfig) -> dict[str, Any]:
     ours = {
-        **pop_encoder(rest),
-        "activation": pop_activation(rest, "hidden_act", "gelu"),
-        "token_types": pop(rest, "type_vocab_size", 2),
+        **encoder_from_hf(hf),
+        "activation": activation_from_hf(hf, "hidden_act", "gelu"),
+        "token_types": hf.read("type_vocab_size", 2),
     }
-    expect(rest, "position_embedding_type", "absolute")
-    rest.pop("gradient_checkpointing", None)
-    refuse_rest(rest)
+    hf.expect("position_embedding_type", "absolute")
     return ours
 
 
@@ -145,6 +138,7 @@ BERT = Family(
         "embedding_norm": True,
     },
     hf_types=("bert",),
+    hf_defaults={"max_position_embeddings": 512},
     hf_architectures="BertForMaskedLM",
     read_hf=_bert_from_hf,
     write_hf=_bert_to_hf,

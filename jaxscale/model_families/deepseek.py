@@ -4,14 +4,12 @@ have none. After the last one there may be modules that predict further tokens."
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxscale.model_families.family import ROPE, Family, Model, TensorRule
+from jaxscale.model_families.family import ROPE, Family, HfConfig, Model, TensorRule
 from jaxscale.model_families.hf.config import (
-    expect,
-    pop,
-    pop_rope,
-    pop_sizes,
-    refuse_rest,
+    rope_from_hf,
+    rope_given,
     rope_to_hf,
+    sizes_from_hf,
     sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import LAYER, expert_tensors, matrix, vector
@@ -46,34 +44,31 @@ UNREAD = (
 some; and sizes that follow."""
 
 
-def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {key: value for key, value in hf.items() if key not in UNREAD}
+def _from_hf(hf: HfConfig) -> dict[str, Any]:
+    hf.ignore(*UNREAD)
     for key, allowed in HF_FIXED.items():
-        expect(rest, key, *allowed)
-    scaling = rest.get("rope_scaling") or rest.get("rope_parameters") or {}
-    turned, expert = pop(rest, "qk_rope_head_dim", 64), pop(rest, "moe_intermediate_size", 2048)
-    other = pop(rest, "num_local_experts", 256)
-    ours = {
-        **pop_rope(rest),
-        "rope_mscale": scaling.get("mscale_all_dim") or 0.0,
-        **pop_sizes(rest),
-        "norm_eps": pop(rest, "rms_norm_eps", 1e-6),
-        "head_dim": pop(rest, "qk_nope_head_dim", 128) + turned,
+        hf.expect(key, *allowed)
+    turned, expert = hf.read("qk_rope_head_dim", 64), hf.read("moe_intermediate_size", 2048)
+    other = hf.read("num_local_experts", 256)
+    return {
+        **rope_from_hf(hf),
+        "rope_mscale": rope_given(hf).get("mscale_all_dim") or 0.0,
+        **sizes_from_hf(hf),
+        "norm_eps": hf.read("rms_norm_eps", 1e-6),
+        "head_dim": hf.read("qk_nope_head_dim", 128) + turned,
         "rope_head_dim": turned,
-        "value_head_dim": pop(rest, "v_head_dim", 128),
-        "kv_rank": pop(rest, "kv_lora_rank", 512),
-        "query_rank": pop(rest, "q_lora_rank", 1536) or 0,
-        "num_experts": pop(rest, "n_routed_experts", other),
-        "experts_per_token": pop(rest, "num_experts_per_tok", 8),
+        "value_head_dim": hf.read("v_head_dim", 128),
+        "kv_rank": hf.read("kv_lora_rank", 512),
+        "query_rank": hf.read("q_lora_rank", 1536) or 0,
+        "num_experts": hf.read("n_routed_experts", other),
+        "experts_per_token": hf.read("num_experts_per_tok", 8),
         "expert_d_ff": expert,
-        "shared_d_ff": pop(rest, "n_shared_experts", 1) * expert,
-        "dense_layers": pop(rest, "first_k_dense_replace", 3),
-        "router_scale": pop(rest, "routed_scaling_factor", 2.5),
-        "router_groups": pop(rest, "n_group", 8),
-        "router_groups_kept": pop(rest, "topk_group", 4),
+        "shared_d_ff": hf.read("n_shared_experts", 1) * expert,
+        "dense_layers": hf.read("first_k_dense_replace", 3),
+        "router_scale": hf.read("routed_scaling_factor", 2.5),
+        "router_groups": hf.read("n_group", 8),
+        "router_groups_kept": hf.read("topk_group", 4),
     }
-    refuse_rest(rest)
-    return ours
 
 
 def _to_hf(model: Model) -> dict[str, Any]:
@@ -186,6 +181,7 @@ DEEPSEEK_V3 = Family(
     },
     fixed=FIXED,
     hf_types=("deepseek_v3",),
+    hf_defaults={"max_position_embeddings": 4096},
     hf_architectures="DeepseekV3ForCausalLM",
     read_hf=_from_hf,
     write_hf=_to_hf,

@@ -1,47 +1,42 @@
 """ESM-2: a masked model of proteins, with norms before attention and MLP and rotary positions."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.model_families.bert import (
     FIXED,
     RENAMED,
+    encoder_from_hf,
     encoder_to_hf,
     head_tensors,
     layer_tensors,
-    pop_encoder,
 )
-from jaxscale.model_families.family import Family, Model, TensorRule
-from jaxscale.model_families.hf.config import expect, pop, refuse_rest
+from jaxscale.model_families.family import Family, HfConfig, Model, TensorRule
+from jaxscale.model_families.hf.config import rope_from_hf
 from jaxscale.model_families.hf.tensors import norm_rules, outer
 
 
-def _esm_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = dict(hf)
-    mask = pop(rest, "mask_token_id", None)
-    if "rope_parameters" in rest:
-        rest["rope_theta"] = (rest.pop("rope_parameters") or {}).get("rope_theta", 10_000.0)
+def _esm_from_hf(hf: HfConfig) -> dict[str, Any]:
+    mask = hf.read("mask_token_id", None)
     ours = {
-        **pop_encoder(rest),
-        "rope_theta": pop(rest, "rope_theta", 10_000.0),
-        "embedding_norm": bool(pop(rest, "emb_layer_norm_before", None)),
+        **encoder_from_hf(hf),
+        **rope_from_hf(hf),
+        "embedding_norm": bool(hf.read("emb_layer_norm_before", None)),
         "dropped_token": -1,
     }
-    if pop(rest, "token_dropout", False):
+    if hf.read("token_dropout", False):
         if mask is None:
             raise ValueError("config.json has token_dropout = true and no mask_token_id")
         ours["dropped_token"] = mask
     # ESM-1 and ESM-1b have a table of positions.
-    if pop(rest, "position_embedding_type", "absolute") != "rotary":
+    if hf.read("position_embedding_type", "absolute") != "rotary":
         raise ValueError(
             "config.json has position_embedding_type = 'absolute', as ESM-1b; for esm it can be "
             "'rotary', as ESM-2"
         )
-    expect(rest, "hidden_act", "gelu")
-    expect(rest, "is_folding_model", False)
+    hf.expect("hidden_act", "gelu")
+    hf.expect("is_folding_model", False)
     for name in ("esmfold_config", "vocab_list"):
-        expect(rest, name, None)
-    refuse_rest(rest)
+        hf.expect(name, None)
     return ours
 
 
@@ -82,6 +77,7 @@ ESM = Family(
     },
     fixed={**FIXED, "activation": "gelu"},
     hf_types=("esm",),
+    hf_defaults={"max_position_embeddings": 512},
     hf_architectures="EsmForMaskedLM",
     read_hf=_esm_from_hf,
     write_hf=_esm_to_hf,

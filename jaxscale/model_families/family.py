@@ -1,4 +1,5 @@
-"""The record of a model family: all that configs, checkpoints and the planner know of it.
+"""The record of a model family: all that configs, checkpoints and the planner know of it; and the
+config.json of Hugging Face as a family reads it.
 
 A family is a way of using the options of one general decoder, `jaxscale.model_config.ModelConfig`:
 which of them a user may set, and the values of the others.
@@ -34,6 +35,125 @@ EXPERTS: Mapping[str, Any] = {
 }
 """The settings of experts that change training alone, so that every family with experts has them.
 """
+
+
+REQUIRED = object()
+
+UNUSED = (
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "_num_labels",
+    "architectures",
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+    "auto_map",
+    "bos_token_id",
+    "cache_implementation",
+    "chunk_size_feed_forward",
+    "classifier_dropout",
+    "directionality",
+    "do_sample",
+    "dtype",
+    "embd_pdrop",
+    "eos_token_id",
+    "finetuning_task",
+    "gradient_checkpointing",
+    "hidden_dropout",
+    "hidden_dropout_prob",
+    "id2label",
+    "initializer_range",
+    "is_llama_config",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "max_length",
+    "max_sequence_length",
+    "model_type",
+    "n_special",
+    "output_attentions",
+    "output_hidden_states",
+    "output_past",
+    "pad_token_id",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+    "pooler_type",
+    "predict_special_tokens",
+    "pretraining_tp",
+    "problem_type",
+    "resid_pdrop",
+    "return_dict",
+    "scalable_attention",
+    "sep_token_id",
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+    "task_specific_params",
+    "temperature",
+    "tokenizer_class",
+    "top_p",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+)
+"""Keys of config.json without a part in the logits: dropout, initial values, special tokens, how
+text is drawn, records, what other programs read, and a pooler, which is not read."""
+
+
+@dataclass(frozen=True)
+class HfConfig:
+    """A config.json as families read it. Reading a key takes nothing out, so that the order of
+    readers has no part in what they read; a key that none has read is refused, so that no setting
+    is dropped silently."""
+
+    keys: Mapping[str, Any]
+    known: set[str] = field(default_factory=lambda: set(UNUSED))  # which have been read
+
+    def read(self, key: str, default: Any = REQUIRED) -> Any:
+        """The value of a key.
+
+        Raises:
+          ValueError: it is not there and has no default.
+        """
+        self.known.add(key)
+        if key not in self.keys and default is REQUIRED:
+            raise ValueError(
+                f"config.json has no {key!r}, which a {self.keys.get('model_type')} model needs"
+            )
+        return self.keys.get(key, default)
+
+    def expect(self, key: str, *allowed: Any) -> None:
+        """Reads a key that may only have the values that this package trains.
+
+        Raises:
+          ValueError: it has another value.
+        """
+        if (got := self.read(key, allowed[0])) not in allowed:
+            raise ValueError(
+                f"config.json has {key} = {got!r}; for {self.keys.get('model_type')} it can be "
+                f"{' or '.join(repr(one) for one in allowed)}"
+            )
+
+    def ignore(self, *keys: str) -> None:
+        """Names keys that have no part in the logits of this family."""
+        self.known.update(keys)
+
+    def refuse_unknown(self) -> None:
+        """Raises ValueError for the first key that no reader has read."""
+        for key in (key for key in self.keys if key not in self.known):
+            raise ValueError(
+                f"config.json has {key} = {self.keys[key]!r}, which is not known for "
+                f"{self.keys.get('model_type')} models; remove it from config.json if it has no "
+                "part in the logits"
+            )
 
 
 @dataclass(frozen=True)
@@ -77,9 +197,11 @@ class Family:
     # Its form at Hugging Face.
     hf_types: tuple[str, ...]  # model_type of config.json; the first is written; () if it has none
     hf_architectures: str
-    read_hf: Callable[[Mapping[str, Any]], dict[str, Any]]  # config.json -> settings
+    read_hf: Callable[[HfConfig], dict[str, Any]]  # config.json -> settings
     write_hf: Callable[[Model], dict[str, Any]]  # and back
     tensors: Callable[[Model], tuple[TensorRule, ...]]
+    # Of keys that config.json may leave out, where they are not those that all families have.
+    hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     hf_prefix: str = "model."  # of names; checkpoints of a model without its head leave it out
     hf_renamed: Mapping[str, str] = field(default_factory=dict)  # older ends of names -> theirs now
     # Globs of tensors without parameters; {layers} is the number of layers.
@@ -96,7 +218,10 @@ class Family:
           ValueError: an unknown key, or a value that is not supported; names it.
         """
         head = {"tied_embeddings": self.untied not in tensors} if self.untied else {}
-        return {"family": self.name, **self.read_hf(hf), **head}
+        config = HfConfig({**self.hf_defaults, **hf})
+        settings = self.read_hf(config)
+        config.refuse_unknown()
+        return {"family": self.name, **settings, **head}
 
     def to_hf(self, model: Model) -> dict[str, Any]:
         """The config.json of a model, without its special tokens.

@@ -4,22 +4,19 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import ROPE, Family, Model
+from jaxscale.model_families.family import ROPE, Family, HfConfig, Model
 from jaxscale.model_families.hf.config import (
     GLOBAL,
     LOCAL,
+    activation_from_hf,
     activation_to_hf,
-    expect,
+    bias_from_hf,
     layer_types,
     pattern_of,
-    pop,
-    pop_activation,
-    pop_bias,
-    pop_rope,
-    pop_ropes_by_layer,
-    pop_sizes,
-    refuse_rest,
+    rope_from_hf,
     rope_to_hf,
+    ropes_by_layer_from_hf,
+    sizes_from_hf,
     sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import llama_tensors
@@ -27,49 +24,42 @@ from jaxscale.model_families.hf.tensors import llama_tensors
 FIXED = {"norm_offset": True, "norm_placement": "both", "scaled_embedding": True}
 
 
-def _both_from_hf(rest: dict[str, Any], period: int, cap: float | None) -> dict[str, Any]:
-    rest.setdefault("num_key_value_heads", 4)
-    rest.setdefault("head_dim", 256)
-    sizes = pop_sizes(rest)
-    types = pop(rest, "layer_types", None) or [
+def _both_from_hf(hf: HfConfig, period: int, cap: float | None) -> dict[str, Any]:
+    sizes = sizes_from_hf(hf)
+    types = hf.read("layer_types", None) or [
         LOCAL if (i + 1) % period else GLOBAL for i in range(sizes["num_layers"])
     ]
-    window = pop(rest, "sliding_window", 4096) or 0
-    expect(rest, "sliding_window_size", window)  # its first name, in Gemma 2 9B-it beside it
-    expect(rest, "use_bidirectional_attention", None, False)
-    ours = {
+    window = hf.read("sliding_window", 4096) or 0
+    hf.expect("sliding_window_size", window)  # its first name, in Gemma 2 9B-it beside it
+    hf.expect("use_bidirectional_attention", None, False)
+    return {
         **sizes,
-        "activation": pop_activation(rest, "hidden_activation", "gelu_pytorch_tanh"),
-        "norm_eps": pop(rest, "rms_norm_eps", 1e-6),
-        "attention_bias": pop_bias(rest),
-        "attention_scale_dim": pop(rest, "query_pre_attn_scalar", 256),
-        "logit_soft_cap": pop(rest, "final_logit_softcapping", cap) or 0.0,
+        "activation": activation_from_hf(hf, "hidden_activation", "gelu_pytorch_tanh"),
+        "norm_eps": hf.read("rms_norm_eps", 1e-6),
+        "attention_bias": bias_from_hf(hf),
+        "attention_scale_dim": hf.read("query_pre_attn_scalar", 256),
+        "logit_soft_cap": hf.read("final_logit_softcapping", cap) or 0.0,
         "sliding_window": window,
         "layer_pattern": pattern_of(types) if window else "",
-        "tied_embeddings": pop(rest, "tie_word_embeddings", True),
+        "tied_embeddings": hf.read("tie_word_embeddings", True),
     }
-    refuse_rest(rest)
-    return ours
 
 
-def _gemma2_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = dict(hf)
+def _gemma2_from_hf(hf: HfConfig) -> dict[str, Any]:
     # The older name of the activation, which transformers does not read.
-    rest.pop("hidden_act", None)
-    soft_cap = pop(rest, "attn_logit_softcapping", 50.0) or 0.0
-    rope = pop_rope(rest)
-    return {**rope, **_both_from_hf(rest, 2, 30.0), "attention_soft_cap": soft_cap}
+    hf.ignore("hidden_act")
+    soft_cap = hf.read("attn_logit_softcapping", 50.0) or 0.0
+    rope = rope_from_hf(hf)
+    return {**rope, **_both_from_hf(hf, 2, 30.0), "attention_soft_cap": soft_cap}
 
 
-def _gemma3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = dict(hf)
-    rest.setdefault("max_position_embeddings", 131_072)
-    expect(rest, "attn_logit_softcapping", None)
-    near = pop(rest, "rope_local_base_freq", 10_000.0)
-    rope = pop_ropes_by_layer(rest, 1_000_000.0, near)
-    period = pop(rest, "sliding_window_pattern", None) or pop(rest, "_sliding_window_pattern", 6)
-    rest.pop("_sliding_window_pattern", None)
-    ours = _both_from_hf(rest, period, None)
+def _gemma3_from_hf(hf: HfConfig) -> dict[str, Any]:
+    hf.expect("attn_logit_softcapping", None)
+    near = hf.read("rope_local_base_freq", 10_000.0)
+    rope = ropes_by_layer_from_hf(hf, 1_000_000.0, near)
+    period = hf.read("sliding_window_pattern", None) or hf.read("_sliding_window_pattern", 6)
+    hf.ignore("_sliding_window_pattern")
+    ours = _both_from_hf(hf, period, None)
     return {**rope, **ours}
 
 
@@ -117,6 +107,8 @@ _tensors = functools.partial(
     },
 )
 
+HF_DEFAULTS: Mapping[str, Any] = {"num_key_value_heads": 4, "head_dim": 256}
+
 SETTINGS: Mapping[str, Any] = {
     **ROPE,
     "norm_eps": 1e-6,
@@ -138,6 +130,7 @@ GEMMA2 = Family(
     },
     fixed=FIXED,
     hf_types=("gemma2",),
+    hf_defaults={**HF_DEFAULTS, "max_position_embeddings": 8192},
     hf_architectures="Gemma2ForCausalLM",
     read_hf=_gemma2_from_hf,
     write_hf=_gemma2_to_hf,
@@ -157,6 +150,7 @@ GEMMA3 = Family(
     },
     fixed={**FIXED, "qk_norm": True},
     hf_types=("gemma3_text",),
+    hf_defaults={**HF_DEFAULTS, "max_position_embeddings": 131_072},
     hf_architectures="Gemma3ForCausalLM",
     read_hf=_gemma3_from_hf,
     write_hf=_gemma3_to_hf,

@@ -1,48 +1,42 @@
 """GPT-2: LayerNorm, learned positions, GELU without a gate, and a bias on every matrix. M6-T: a GPT
 whose MLPs are experts in sets, "prototypes", of each of which a token takes one."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import EXPERTS, Family, Model, TensorRule
+from jaxscale.model_families.family import EXPERTS, Family, HfConfig, Model, TensorRule
 from jaxscale.model_families.hf.config import (
+    activation_from_hf,
     activation_to_hf,
-    expect,
     head_size_of,
-    pop,
-    pop_activation,
     refuse_options,
-    refuse_rest,
 )
 from jaxscale.model_families.hf.tensors import norm_rules, outer, stored, vector
 
 LAYER = "transformer.h.{layer}"
 
 
-def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = dict(hf)
-    d_model, heads = pop(rest, "n_embd"), pop(rest, "n_head")
-    positions = pop(rest, "n_positions", 1024)
-    rest.pop("n_ctx", None)  # an older name of n_positions
+def _from_hf(hf: HfConfig) -> dict[str, Any]:
+    d_model, heads = hf.read("n_embd"), hf.read("n_head")
+    positions = hf.read("n_positions", 1024)
+    hf.ignore("n_ctx")  # an older name of n_positions
     ours = {
-        "vocab_size": pop(rest, "vocab_size"),
+        "vocab_size": hf.read("vocab_size"),
         "d_model": d_model,
-        "d_ff": pop(rest, "n_inner", None) or 4 * d_model,
-        "num_layers": pop(rest, "n_layer"),
+        "d_ff": hf.read("n_inner", None) or 4 * d_model,
+        "num_layers": hf.read("n_layer"),
         "num_heads": heads,
         "num_kv_heads": heads,
         "head_dim": d_model // heads,
         "max_seq_len": positions,
-        "activation": pop_activation(rest, "activation_function", "gelu_new"),
-        "norm_eps": pop(rest, "layer_norm_epsilon", 1e-5),
-        "attention_scale_dim": 0.0 if pop(rest, "scale_attn_weights", True) else 1.0,
-        "tied_embeddings": pop(rest, "tie_word_embeddings", True),
+        "activation": activation_from_hf(hf, "activation_function", "gelu_new"),
+        "norm_eps": hf.read("layer_norm_epsilon", 1e-5),
+        "attention_scale_dim": 0.0 if hf.read("scale_attn_weights", True) else 1.0,
+        "tied_embeddings": hf.read("tie_word_embeddings", True),
     }
-    expect(rest, "scale_attn_by_inverse_layer_idx", False)
-    expect(rest, "add_cross_attention", False)
-    expect(rest, "is_encoder_decoder", False)
-    rest.pop("reorder_and_upcast_attn", None)  # scores are float32 here in any case
-    refuse_rest(rest)
+    hf.expect("scale_attn_by_inverse_layer_idx", False)
+    hf.expect("add_cross_attention", False)
+    hf.expect("is_encoder_decoder", False)
+    hf.ignore("reorder_and_upcast_attn")  # scores are float32 here in any case
     return ours
 
 
@@ -154,7 +148,7 @@ M6_T = Family(
     },
     hf_types=(),
     hf_architectures="",
-    read_hf=dict,
+    read_hf=lambda hf: dict(hf.keys),
     write_hf=_m6_t_to_hf,
     tensors=lambda model: (),
 )

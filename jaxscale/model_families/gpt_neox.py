@@ -1,21 +1,18 @@
 """GPT-NeoX and Pythia: attention and MLP in parallel, and rotary positions on part of a head."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import ROPE, Family, Model, TensorRule
+from jaxscale.model_families.family import ROPE, Family, HfConfig, Model, TensorRule
 from jaxscale.model_families.hf.config import (
+    activation_from_hf,
     activation_to_hf,
-    expect,
+    bias_from_hf,
     head_size_of,
-    pop,
-    pop_activation,
-    pop_bias,
-    pop_rope,
-    pop_sizes,
     refuse_options,
-    refuse_rest,
+    rope_from_hf,
+    rope_given,
     rope_to_hf,
+    sizes_from_hf,
     sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import matrix, norm_rules, outer, vector
@@ -23,26 +20,21 @@ from jaxscale.model_families.hf.tensors import matrix, norm_rules, outer, vector
 LAYER = "gpt_neox.layers.{layer}"
 
 
-def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = dict(hf)
-    rope = dict(rest.pop("rope_scaling", None) or rest.get("rope_parameters") or {})
-    share = rope.pop("partial_rotary_factor", pop(rest, "rotary_pct", 0.25))
-    expect(rest, "partial_rotary_factor", share)  # which transformers 4 writes beside it
-    rest["rope_parameters"] = rope
-    rest.setdefault("rope_theta", pop(rest, "rotary_emb_base", 10_000.0))
+def _from_hf(hf: HfConfig) -> dict[str, Any]:
+    rope = rope_given(hf)
+    share = rope.pop("partial_rotary_factor", hf.read("rotary_pct", 0.25))
+    hf.expect("partial_rotary_factor", share)  # which transformers 4 writes beside it
     ours = {
-        **pop_rope(rest),
-        **pop_sizes(rest),
+        **rope_from_hf(hf, hf.read("rotary_emb_base", 10_000.0), rope),
+        **sizes_from_hf(hf),
         "rope_share": share,
-        "activation": pop_activation(rest, "hidden_act", "gelu"),
-        "norm_eps": pop(rest, "layer_norm_eps", 1e-5),
-        "attention_bias": pop_bias(rest, True),
-        "parallel_block": pop(rest, "use_parallel_residual", True),
-        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+        "activation": activation_from_hf(hf, "hidden_act", "gelu"),
+        "norm_eps": hf.read("layer_norm_eps", 1e-5),
+        "attention_bias": bias_from_hf(hf, True),
+        "parallel_block": hf.read("use_parallel_residual", True),
+        "tied_embeddings": hf.read("tie_word_embeddings", False),
     }
-    rest.pop("is_decoder", None)
-    rest.pop("rotary_emb_base", None)
-    refuse_rest(rest)
+    hf.ignore("is_decoder")
     return ours
 
 

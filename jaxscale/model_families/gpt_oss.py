@@ -3,20 +3,18 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxscale.model_families.family import EXPERTS, ROPE, Family, Model, TensorRule
+from jaxscale.model_families.family import EXPERTS, ROPE, Family, HfConfig, Model, TensorRule
 from jaxscale.model_families.hf.config import (
     GLOBAL,
     LOCAL,
     balance_to_hf,
-    expect,
+    experts_from_hf,
     layer_types,
     pattern_of,
-    pop,
-    pop_experts,
-    pop_rope,
-    pop_sizes,
-    refuse_rest,
+    rope_from_hf,
+    rope_given,
     rope_to_hf,
+    sizes_from_hf,
     sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import (
@@ -37,33 +35,33 @@ ROPE_DEFAULTS = {
     "original_max_position_embeddings": 4096,
 }
 
+HF_DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
+}
 
-def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, **hf}
-    if not (rest.get("rope_parameters") or rest.get("rope_scaling")):
-        rest["rope_scaling"] = ROPE_DEFAULTS
-    rope = pop_rope(rest, theta=150_000.0)
-    sizes = pop_sizes(rest)
+
+def _from_hf(hf: HfConfig) -> dict[str, Any]:
+    sizes = sizes_from_hf(hf)
     usual = [GLOBAL if i % 2 else LOCAL for i in range(sizes["num_layers"])]
-    types = pop(rest, "layer_types", None) or usual
-    window = pop(rest, "sliding_window") or 0
+    types = hf.read("layer_types", None) or usual
+    window = hf.read("sliding_window") or 0
     # In published files beside the keys that say the same.
-    for key in ("experts_per_token", "initial_context_length"):
-        pop(rest, key, None)
+    hf.ignore("experts_per_token", "initial_context_length")
     for key, value in (("hidden_act", "silu"), ("swiglu_alpha", 1.702), ("attention_bias", True)):
-        expect(rest, key, value)
-    ours = {
-        **rope,
+        hf.expect(key, value)
+    return {
+        **rope_from_hf(hf, 150_000.0, rope_given(hf) or ROPE_DEFAULTS),
         **sizes,
-        **pop_experts(rest, experts=128, per_token=4, layers=sizes["num_layers"]),
+        **experts_from_hf(hf, experts=128, per_token=4, layers=sizes["num_layers"]),
         "sliding_window": window,
         "layer_pattern": pattern_of(types) if window else "",
-        "mlp_limit": pop(rest, "swiglu_limit", 7.0),
-        "norm_eps": pop(rest, "rms_norm_eps", 1e-5),
-        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+        "mlp_limit": hf.read("swiglu_limit", 7.0),
+        "norm_eps": hf.read("rms_norm_eps", 1e-5),
+        "tied_embeddings": hf.read("tie_word_embeddings", False),
     }
-    refuse_rest(rest)
-    return ours
 
 
 def _to_hf(model: Model) -> dict[str, Any]:
@@ -140,6 +138,7 @@ GPT_OSS = Family(
         "router_scores": "softmax_of_chosen",
     },
     hf_types=("gpt_oss",),
+    hf_defaults=HF_DEFAULTS,
     hf_architectures="GptOssForCausalLM",
     read_hf=_from_hf,
     write_hf=_to_hf,

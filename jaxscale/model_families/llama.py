@@ -1,38 +1,32 @@
 """Llama 2 and 3."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import ROPE, Family, Model
+from jaxscale.model_families.family import ROPE, Family, HfConfig, Model
 from jaxscale.model_families.hf.config import (
+    activation_from_hf,
     activation_to_hf,
-    expect,
-    pop,
-    pop_activation,
-    pop_bias,
-    pop_rope,
-    pop_sizes,
+    bias_from_hf,
     refuse_options,
-    refuse_rest,
+    rope_from_hf,
     rope_to_hf,
+    sizes_from_hf,
     sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import llama_tensors
 
 
-def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = dict(hf)
+def _from_hf(hf: HfConfig) -> dict[str, Any]:
     ours = {
-        **pop_rope(rest),
-        **pop_sizes(rest),
-        "activation": pop_activation(rest, "hidden_act", "silu"),
-        "norm_eps": pop(rest, "rms_norm_eps", 1e-6),
-        "attention_bias": pop_bias(rest),
-        "mlp_bias": pop(rest, "mlp_bias", False),
-        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+        **rope_from_hf(hf),
+        **sizes_from_hf(hf),
+        "activation": activation_from_hf(hf, "hidden_act", "silu"),
+        "norm_eps": hf.read("rms_norm_eps", 1e-6),
+        "attention_bias": bias_from_hf(hf),
+        "mlp_bias": hf.read("mlp_bias", False),
+        "tied_embeddings": hf.read("tie_word_embeddings", False),
     }
-    expect(rest, "rope_interleaved", False)
-    refuse_rest(rest)
+    hf.expect("rope_interleaved", False)
     return ours
 
 

@@ -3,36 +3,32 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import EXPERTS, ROPE, Family, Model, TensorRule
+from jaxscale.model_families.family import EXPERTS, ROPE, Family, HfConfig, Model, TensorRule
 from jaxscale.model_families.hf.config import (
+    activation_from_hf,
     activation_to_hf,
     balance_to_hf,
-    expect,
-    pop,
-    pop_activation,
-    pop_experts,
-    pop_rope,
-    pop_sizes,
-    refuse_rest,
+    experts_from_hf,
+    rope_from_hf,
     rope_to_hf,
+    sizes_from_hf,
     sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import expert_tensors, llama_tensors
 
+HF_DEFAULTS: Mapping[str, Any] = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 
-def _mistral_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = dict(hf)
-    rest.setdefault("num_key_value_heads", 8)
+
+def _mistral_from_hf(hf: HfConfig) -> dict[str, Any]:
     ours = {
-        **pop_rope(rest),
-        **pop_sizes(rest),
-        "activation": pop_activation(rest, "hidden_act", "silu"),
-        "norm_eps": pop(rest, "rms_norm_eps", 1e-6),
-        "sliding_window": pop(rest, "sliding_window", 4096) or 0,
-        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+        **rope_from_hf(hf),
+        **sizes_from_hf(hf),
+        "activation": activation_from_hf(hf, "hidden_act", "silu"),
+        "norm_eps": hf.read("rms_norm_eps", 1e-6),
+        "sliding_window": hf.read("sliding_window", 4096) or 0,
+        "tied_embeddings": hf.read("tie_word_embeddings", False),
     }
-    expect(rest, "attention_bias", False)
-    refuse_rest(rest)
+    hf.expect("attention_bias", False)
     return ours
 
 
@@ -59,6 +55,7 @@ MISTRAL = Family(
     },
     fixed={},
     hf_types=("mistral",),
+    hf_defaults=HF_DEFAULTS,
     hf_architectures="MistralForCausalLM",
     read_hf=_mistral_from_hf,
     write_hf=_mistral_to_hf,
@@ -66,21 +63,19 @@ MISTRAL = Family(
 )
 
 
-def _mixtral_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {"num_key_value_heads": 8, **hf}
-    sizes = pop_sizes(rest)
+def _mixtral_from_hf(hf: HfConfig) -> dict[str, Any]:
+    sizes = sizes_from_hf(hf)
     ours = {
-        **pop_rope(rest, theta=1_000_000.0),
+        **rope_from_hf(hf, theta=1_000_000.0),
         **sizes,
-        **pop_experts(rest, experts=8, per_token=2, layers=sizes["num_layers"]),
-        "activation": pop_activation(rest, "hidden_act", "silu"),
-        "norm_eps": pop(rest, "rms_norm_eps", 1e-5),
-        "sliding_window": pop(rest, "sliding_window", None) or 0,
-        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+        **experts_from_hf(hf, experts=8, per_token=2, layers=sizes["num_layers"]),
+        "activation": activation_from_hf(hf, "hidden_act", "silu"),
+        "norm_eps": hf.read("rms_norm_eps", 1e-5),
+        "sliding_window": hf.read("sliding_window", None) or 0,
+        "tied_embeddings": hf.read("tie_word_embeddings", False),
     }
-    expect(rest, "router_jitter_noise", 0.0)
-    expect(rest, "attention_bias", False)
-    refuse_rest(rest)
+    hf.expect("router_jitter_noise", 0.0)
+    hf.expect("attention_bias", False)
     return ours
 
 
@@ -120,6 +115,7 @@ MIXTRAL = Family(
     # Their softmax over all experts, divided by the sum of the chosen, is one over the chosen.
     fixed={"router_scores": "softmax_of_chosen"},
     hf_types=("mixtral",),
+    hf_defaults=HF_DEFAULTS,
     hf_architectures="MixtralForCausalLM",
     read_hf=_mixtral_from_hf,
     write_hf=_mixtral_to_hf,

@@ -5,50 +5,44 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import ROPE, Family, Model
+from jaxscale.model_families.family import ROPE, Family, HfConfig, Model
 from jaxscale.model_families.hf.config import (
     GLOBAL,
     LOCAL,
+    activation_from_hf,
     activation_to_hf,
+    bias_from_hf,
     layer_types,
     pattern_of,
-    pop,
-    pop_activation,
-    pop_bias,
-    pop_rope,
-    pop_ropes_by_layer,
-    pop_sizes,
-    refuse_rest,
+    rope_from_hf,
     rope_to_hf,
+    ropes_by_layer_from_hf,
+    sizes_from_hf,
     sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import llama_tensors
 
 
-def _olmo2_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = dict(hf)
-    return {**pop_rope(rest), **_both_from_hf(rest)}
+def _olmo2_from_hf(hf: HfConfig) -> dict[str, Any]:
+    return {**rope_from_hf(hf), **_both_from_hf(hf)}
 
 
-def _olmo3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = dict(hf)
-    window, types = pop(rest, "sliding_window", 4096), pop(rest, "layer_types", None)
-    ours = {**pop_ropes_by_layer(rest, 500_000.0), **_both_from_hf(rest)}
+def _olmo3_from_hf(hf: HfConfig) -> dict[str, Any]:
+    window, types = hf.read("sliding_window", 4096), hf.read("layer_types", None)
+    ours = {**ropes_by_layer_from_hf(hf, 500_000.0), **_both_from_hf(hf)}
     types = types or [LOCAL if (i + 1) % 4 else GLOBAL for i in range(ours["num_layers"])]
     pattern = pattern_of(types) if window else ""
     return {**ours, "sliding_window": window or 0, "layer_pattern": pattern}
 
 
-def _both_from_hf(rest: dict[str, Any]) -> dict[str, Any]:
-    ours = {
-        **pop_sizes(rest),
-        "activation": pop_activation(rest, "hidden_act", "silu"),
-        "norm_eps": pop(rest, "rms_norm_eps", 1e-5),
-        "attention_bias": pop_bias(rest),
-        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+def _both_from_hf(hf: HfConfig) -> dict[str, Any]:
+    return {
+        **sizes_from_hf(hf),
+        "activation": activation_from_hf(hf, "hidden_act", "silu"),
+        "norm_eps": hf.read("rms_norm_eps", 1e-5),
+        "attention_bias": bias_from_hf(hf),
+        "tied_embeddings": hf.read("tie_word_embeddings", False),
     }
-    refuse_rest(rest)
-    return ours
 
 
 def _to_hf(model: Model) -> dict[str, Any]:

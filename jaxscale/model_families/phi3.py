@@ -1,51 +1,47 @@
 """Phi-3: a Llama whose checkpoints fuse projections, and which may rotate a part of a head."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import ROPE, Family, Model, TensorRule
+from jaxscale.model_families.family import ROPE, Family, HfConfig, Model, TensorRule
 from jaxscale.model_families.hf.config import (
+    activation_from_hf,
     activation_to_hf,
-    expect,
-    pop,
-    pop_activation,
-    pop_rope,
-    pop_sizes,
     refuse_options,
-    refuse_rest,
+    rope_from_hf,
+    rope_given,
     rope_to_hf,
+    sizes_from_hf,
     sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import LAYER, NORMS, matrix, norm_rules, outer
 
 
-def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = dict(hf)
-    rope = pop(rest, "rope_parameters", None) or {}
-    rope = dict(pop(rest, "rope_scaling", None) or rope)
+def _from_hf(hf: HfConfig) -> dict[str, Any]:
+    rope = rope_given(hf)
     kind = rope.setdefault("rope_type", rope.pop("type", None) or "default")
     if kind in ("su", "yarn"):  # its first names
         rope["rope_type"] = "longrope"
-    expect({"rope_type": rope["rope_type"], **rest}, "rope_type", "default", "longrope")
-    share = rope.pop("partial_rotary_factor", pop(rest, "partial_rotary_factor", 1.0))
-    original = pop(rest, "original_max_position_embeddings", 4096)
+    if rope["rope_type"] not in ("default", "longrope"):
+        raise ValueError(
+            f"config.json has rope_type = {kind!r}; for phi3 it can be 'default' or 'longrope'"
+        )
+    share = rope.pop("partial_rotary_factor", hf.read("partial_rotary_factor", 1.0))
+    original = hf.read("original_max_position_embeddings", 4096)
     if rope["rope_type"] == "longrope":
         rope["original_max_position_embeddings"] = original
-    rest["rope_parameters"] = rope
     ours = {
-        **pop_rope(rest),
-        **pop_sizes(rest),
+        **rope_from_hf(hf, given=rope),
+        **sizes_from_hf(hf),
         "rope_share": share,
-        "activation": pop_activation(rest, "hidden_act", "silu"),
-        "norm_eps": pop(rest, "rms_norm_eps", 1e-5),
-        "sliding_window": pop(rest, "sliding_window", None) or 0,
-        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+        "activation": activation_from_hf(hf, "hidden_act", "silu"),
+        "norm_eps": hf.read("rms_norm_eps", 1e-5),
+        "sliding_window": hf.read("sliding_window", None) or 0,
+        "tied_embeddings": hf.read("tie_word_embeddings", False),
     }
     for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
-        expect(rest, name, False)
+        hf.expect(name, False)
     for name in ("full_attn_mod", "interpolate_factor"):
-        expect(rest, name, 1)
-    refuse_rest(rest)
+        hf.expect(name, 1)
     return ours
 
 
@@ -119,6 +115,7 @@ PHI3 = Family(
     },
     fixed={},
     hf_types=("phi3",),
+    hf_defaults={"max_position_embeddings": 4096},
     hf_architectures="Phi3ForCausalLM",
     read_hf=_from_hf,
     write_hf=_to_hf,

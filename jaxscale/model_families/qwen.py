@@ -3,46 +3,38 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import ROPE, Family, Model
+from jaxscale.model_families.family import ROPE, Family, HfConfig, Model
 from jaxscale.model_families.hf.config import (
+    activation_from_hf,
     activation_to_hf,
-    expect,
+    bias_from_hf,
     layer_types,
-    pop,
-    pop_activation,
-    pop_bias,
-    pop_rope,
-    pop_sizes,
-    pop_windows,
-    refuse_rest,
+    rope_from_hf,
     rope_to_hf,
+    sizes_from_hf,
     sizes_to_hf,
+    windows_from_hf,
 )
 from jaxscale.model_families.hf.tensors import llama_tensors
 
+HF_DEFAULTS: Mapping[str, Any] = {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
 
-def _both_from_hf(rest: dict[str, Any]) -> dict[str, Any]:
-    sizes = {**pop_rope(rest), **pop_sizes(rest)}
+
+def _both_from_hf(hf: HfConfig) -> dict[str, Any]:
+    sizes = {**rope_from_hf(hf), **sizes_from_hf(hf)}
     ours = {
         **sizes,
-        **pop_windows(rest, sizes["num_layers"]),
-        "activation": pop_activation(rest, "hidden_act", "silu"),
-        "norm_eps": pop(rest, "rms_norm_eps", 1e-6),
-        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+        **windows_from_hf(hf, sizes["num_layers"]),
+        "activation": activation_from_hf(hf, "hidden_act", "silu"),
+        "norm_eps": hf.read("rms_norm_eps", 1e-6),
+        "tied_embeddings": hf.read("tie_word_embeddings", False),
     }
-    expect(rest, "use_mrope", False)
-    refuse_rest(rest)
+    hf.expect("use_mrope", False)
     return ours
 
 
-def _qwen2_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return _both_from_hf({"num_key_value_heads": 32, **hf})
-
-
-def _qwen3_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {"num_key_value_heads": 32, "head_dim": 128, **hf}
-    bias = pop_bias(rest)
-    return {**_both_from_hf(rest), "attention_bias": bias}
+def _qwen3_from_hf(hf: HfConfig) -> dict[str, Any]:
+    return {**_both_from_hf(hf), "attention_bias": bias_from_hf(hf)}
 
 
 def _to_hf(model: Model) -> dict[str, Any]:
@@ -80,8 +72,9 @@ QWEN2 = Family(
     settings=SETTINGS,
     fixed={"attention_bias": "qkv"},
     hf_types=("qwen2",),
+    hf_defaults=HF_DEFAULTS,
     hf_architectures="Qwen2ForCausalLM",
-    read_hf=_qwen2_from_hf,
+    read_hf=_both_from_hf,
     write_hf=_to_hf,
     tensors=llama_tensors,
 )
@@ -92,6 +85,7 @@ QWEN3 = Family(
     settings={**SETTINGS, "attention_bias": "none"},
     fixed={"qk_norm": True},
     hf_types=("qwen3",),
+    hf_defaults={**HF_DEFAULTS, "head_dim": 128},
     hf_architectures="Qwen3ForCausalLM",
     read_hf=_qwen3_from_hf,
     write_hf=_to_hf,

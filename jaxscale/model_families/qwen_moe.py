@@ -1,21 +1,17 @@
 """Qwen3-MoE: a Qwen3 with experts; the first layers, and others in a pattern, may have none."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import EXPERTS, ROPE, Family, Model
+from jaxscale.model_families.family import EXPERTS, ROPE, Family, HfConfig, Model
 from jaxscale.model_families.hf.config import (
+    activation_from_hf,
     activation_to_hf,
     balance_to_hf,
-    expect,
-    pop,
-    pop_activation,
-    pop_bias,
-    pop_experts,
-    pop_rope,
-    pop_sizes,
-    refuse_rest,
+    bias_from_hf,
+    experts_from_hf,
+    rope_from_hf,
     rope_to_hf,
+    sizes_from_hf,
     sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import expert_tensors
@@ -24,41 +20,39 @@ LONGEST_PATTERN = 8
 """Layers that are one turn of a pattern: a program has each of them."""
 
 
-def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = {"num_key_value_heads": 4, **hf}
-    sizes = {**pop_rope(rest), **pop_sizes(rest)}
-    window = pop(rest, "sliding_window", 4096)
-    pop(rest, "max_window_layers", None)  # in published files; no layer reads it
-    dense = _pop_dense_layers(rest, sizes["num_layers"])
+def _from_hf(hf: HfConfig) -> dict[str, Any]:
+    sizes = {**rope_from_hf(hf), **sizes_from_hf(hf)}
+    window = hf.read("sliding_window", 4096)
+    hf.ignore("max_window_layers")  # in published files; no layer reads it
+    dense = _dense_layers_from_hf(hf, sizes["num_layers"])
     pattern = dense["expert_pattern"] or "E"
     turns = (sizes["num_layers"] - dense["dense_layers"]) // len(pattern)
     ours = {
         **sizes,
-        **pop_experts(rest, experts=128, per_token=8, layers=turns * pattern.count("E")),
+        **experts_from_hf(hf, experts=128, per_token=8, layers=turns * pattern.count("E")),
         **dense,
-        "expert_d_ff": pop(rest, "moe_intermediate_size", 768),
-        "router_normalized": pop(rest, "norm_topk_prob", False),
-        "sliding_window": window or 0 if pop(rest, "use_sliding_window", False) else 0,
-        "attention_bias": pop_bias(rest),
-        "activation": pop_activation(rest, "hidden_act", "silu"),
-        "norm_eps": pop(rest, "rms_norm_eps", 1e-6),
-        "tied_embeddings": pop(rest, "tie_word_embeddings", False),
+        "expert_d_ff": hf.read("moe_intermediate_size", 768),
+        "router_normalized": hf.read("norm_topk_prob", False),
+        "sliding_window": window or 0 if hf.read("use_sliding_window", False) else 0,
+        "attention_bias": bias_from_hf(hf),
+        "activation": activation_from_hf(hf, "hidden_act", "silu"),
+        "norm_eps": hf.read("rms_norm_eps", 1e-6),
+        "tied_embeddings": hf.read("tie_word_embeddings", False),
     }
-    expect(rest, "qkv_bias", False)
-    expect(rest, "use_qk_norm", True)
-    expect(rest, "shared_expert_intermediate_size", 0)
-    refuse_rest(rest)
+    hf.expect("qkv_bias", False)
+    hf.expect("use_qk_norm", True)
+    hf.expect("shared_expert_intermediate_size", 0)
     return ours
 
 
-def _pop_dense_layers(rest: dict[str, Any], num_layers: int) -> dict[str, Any]:
+def _dense_layers_from_hf(hf: HfConfig, num_layers: int) -> dict[str, Any]:
     """Which layers have no experts: the first ones, and others in a pattern.
 
     Raises:
       ValueError: none has any, or the pattern is too long.
     """
-    without = pop(rest, "mlp_only_layers", None) or []
-    step = pop(rest, "decoder_sparse_step", 1)
+    without = hf.read("mlp_only_layers", None) or []
+    step = hf.read("decoder_sparse_step", 1)
     dense = [i for i in range(num_layers) if i in without or (i + 1) % step]
     letters = "".join("D" if i in dense else "E" for i in range(num_layers))
     for size in range(1, 1 + LONGEST_PATTERN):
@@ -115,6 +109,7 @@ QWEN3_MOE = Family(
     },
     fixed={"qk_norm": True},
     hf_types=("qwen3_moe",),
+    hf_defaults={"num_key_value_heads": 4, "max_position_embeddings": 32_768},
     hf_architectures="Qwen3MoeForCausalLM",
     read_hf=_from_hf,
     write_hf=_to_hf,

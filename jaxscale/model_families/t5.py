@@ -5,71 +5,63 @@ Whether the head is tied is not to be read from a config.json: transformers 5 wr
 tie_word_embeddings = true for all of them, and leaves the head of an untied one where it is. So the
 tensors decide (`Family.untied`).
 
-tie_word_embeddings = false in a UMT5 means a head without `scaled_head`, as in the published files,
-which are of transformers 4. Transformers 5 scales the inputs of every UMT5's head, whatever its
-file says; so a model without it is written as one that has it, with a larger head.
+tie_word_embeddings = false in a T5 or UMT5 means a head without `scaled_head`, as in the published
+files, which are of transformers 4; transformers 5 writes it as scale_decoder_outputs. Versions 5.0
+to 5.23 scale the inputs of every UMT5's head, whatever its file says, so a UMT5 without
+`scaled_head` is written as one that has it, with a larger head.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from jaxscale.choices import check_choice
-from jaxscale.model_families.family import Family, Model, TensorRule
+from jaxscale.model_families.family import Family, HfConfig, Model, TensorRule
 from jaxscale.model_families.hf.config import (
     ACTIVATIONS,
     activation_to_hf,
-    expect,
-    pop,
     refuse_options,
-    refuse_rest,
 )
 from jaxscale.model_families.hf.tensors import matrix, outer, stored, vector
 
-UNUSED = ("dropout_rate", "initializer_factor", "tokenizer_class")
+UNUSED = ("dropout_rate", "initializer_factor", "is_decoder", "n_positions")
 """Keys without a part in the logits, beside those of every family."""
 
 
-def _from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    rest = dict(hf)
-    for name in (*UNUSED, "output_past", "n_positions", "is_decoder"):
-        rest.pop(name, None)
-    start, padding = pop(rest, "decoder_start_token_id", None), rest.get("pad_token_id")
+def _from_hf(hf: HfConfig) -> dict[str, Any]:
+    hf.ignore(*UNUSED)
+    start, padding = hf.read("decoder_start_token_id", None), hf.read("pad_token_id", None)
     if None not in (start, padding) and start != padding:
         raise ValueError(
             f"config.json has decoder_start_token_id = {start} and pad_token_id = {padding}; here "
             "a decoder begins with the padding token"
         )
-    layers, heads = pop(rest, "num_layers"), pop(rest, "num_heads")
-    scaled = pop(rest, "tie_word_embeddings", None) is not False
-    gated, _, activation = pop(rest, "feed_forward_proj", "relu").rpartition("-")
+    layers, heads = hf.read("num_layers"), hf.read("num_heads")
+    scaled = hf.read("tie_word_embeddings", None) is not False
+    gated, _, activation = hf.read("feed_forward_proj", "relu").rpartition("-")
     if gated == "gated" and activation == "gelu":
         activation = "gelu_new"  # that of T5 1.1 is by tanh, whatever its name says
     check_choice("config.json: feed_forward_proj", activation, ACTIVATIONS)
-    for name in ("dense_act_fn", "is_gated_act"):  # follow from the former
-        rest.pop(name, None)
+    hf.ignore("dense_act_fn", "is_gated_act")  # follow from the former
     ours = {
-        "vocab_size": pop(rest, "vocab_size"),
-        "d_model": pop(rest, "d_model"),
-        "d_ff": pop(rest, "d_ff"),
+        "vocab_size": hf.read("vocab_size"),
+        "d_model": hf.read("d_model"),
+        "d_ff": hf.read("d_ff"),
         "num_encoder_layers": layers,
-        "num_layers": pop(rest, "num_decoder_layers", None) or layers,
+        "num_layers": hf.read("num_decoder_layers", None) or layers,
         "num_heads": heads,
         "num_kv_heads": heads,
-        "head_dim": pop(rest, "d_kv"),
+        "head_dim": hf.read("d_kv"),
         "gated": gated == "gated",
         "activation": ACTIVATIONS[activation],
-        "norm_eps": pop(rest, "layer_norm_epsilon", 1e-6),
-        "relative_buckets": pop(rest, "relative_attention_num_buckets", 32),
-        "relative_max_distance": pop(rest, "relative_attention_max_distance", 128),
+        "norm_eps": hf.read("layer_norm_epsilon", 1e-6),
+        "relative_buckets": hf.read("relative_attention_num_buckets", 32),
+        "relative_max_distance": hf.read("relative_attention_max_distance", 128),
     }
-    if hf.get("model_type") == "t5":
-        ours["scaled_head"] = pop(rest, "scale_decoder_outputs", scaled)
-    elif hf.get("model_type") == "umt5":
-        ours["scaled_head"] = scaled
-    expect(rest, "is_encoder_decoder", True)
-    refuse_rest(rest)
+    if hf.read("model_type") in ("t5", "umt5"):
+        ours["scaled_head"] = hf.read("scale_decoder_outputs", scaled)
+    hf.expect("is_encoder_decoder", True)
     return ours
 
 

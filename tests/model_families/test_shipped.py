@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import types
 
 import jax
 import pytest
@@ -13,6 +14,7 @@ from jaxscale.hugging_face.value_types import check_value_types
 from jaxscale.model_config import ModelConfig
 from jaxscale.model_config.prediction import PREDICTION
 from jaxscale.model_config.rope_scaling import SCALING
+from jaxscale.model_families.family import HfConfig
 from jaxscale.model_families.hf.config import with_context
 from jaxscale.model_families.shipped import FAMILIES, SHIPPED
 from jaxscale.models.decoder import plain_kernels
@@ -183,7 +185,7 @@ REFUSED = [
     ("t5", {"feed_forward_proj": "gated-mish"}, "feed_forward_proj = 'mish' is not known"),
     ("t5", {"decoder_start_token_id": 2}, "decoder_start_token_id = 2 and pad_token_id = 0; here"),
     ("mt5", {"is_encoder_decoder": False}, "is_encoder_decoder = False; for mt5 it can be True"),
-    ("umt5", {"scale_decoder_outputs": True}, "scale_decoder_outputs = True, which is not known"),
+    ("mt5", {"scale_decoder_outputs": True}, "scale_decoder_outputs = True, which is not known"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True"),
     ("bert", {"is_decoder": True}, "is_decoder = True; for bert it can be False"),
     ("bert", {"tie_word_embeddings": False}, "for bert it can be True"),
@@ -216,6 +218,45 @@ def test_what_is_not_known_is_refused_by_name(name, change, fragment):
     with pytest.raises(ValueError, match=re.escape(fragment)) as caught:
         family.from_hf(hf)
     assert "\n" not in str(caught.value)
+
+
+def golden_config(family):
+    """The config.json of a golden of the family."""
+    for path in sorted(GOLDENS.glob("*/config.json")):
+        hf = json.loads(path.read_text())
+        if hf["model_type"] in family.hf_types:
+            return hf
+    raise AssertionError(family.name)
+
+
+@pytest.mark.parametrize(
+    "family", [one for one in SHIPPED if one.hf_types], ids=lambda one: one.name
+)
+def test_what_a_family_reads_does_not_depend_on_the_order_of_reading(family):
+    """A second reading finds what the first did, and scaling begins where the context ends, which
+    the sizes are read from, too."""
+    hf = golden_config(family)
+    once = HfConfig(types.MappingProxyType({**family.hf_defaults, **hf}))
+    assert family.read_hf(once) == family.read_hf(once)
+    assert once.known >= once.keys.keys()
+    if "rope_scaling" not in family.settings or family.name == "phi3":  # names where it begins
+        return
+    hf = {key: value for key, value in hf.items() if not key.startswith("rope_")}
+    for kind in ("dynamic", "yarn"):
+        scaling = {"rope_type": kind, "factor": 2.0}
+        newer = {"full_attention": scaling} if "local_rope_theta" in family.settings else scaling
+        for form in ({"rope_scaling": scaling}, {"rope_parameters": newer}):
+            settings = family.from_hf(hf | {"max_position_embeddings": 48} | form)
+            assert (settings["max_seq_len"], settings["rope_original_context"]) == (48, 48)
+
+
+def test_a_umt5_says_in_either_way_whether_its_head_is_scaled():
+    """Transformers 4 by tie_word_embeddings, and 5.24 by a key of its own, which it prefers."""
+    hf, family = golden_config(FAMILIES["umt5"]), FAMILIES["umt5"]
+    for tied in (False, True):
+        said = hf | {"tie_word_embeddings": tied}
+        assert family.from_hf(said)["scaled_head"] is tied
+        assert family.from_hf(said | {"scale_decoder_outputs": False})["scaled_head"] is False
 
 
 # Keys of published config.json files that change nothing, by a model that has them.

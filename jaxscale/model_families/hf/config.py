@@ -1,8 +1,5 @@
-"""The parts of Hugging Face's config.json that families share.
-
-A reader takes what it knows out of a copy of the file with `pop`; `refuse_rest` refuses what is
-left, so that no setting is dropped silently. Keys and defaults are those of transformers 5.
-"""
+"""The parts of Hugging Face's config.json that families share, read and written. Keys and defaults
+are those of transformers 5."""
 
 import dataclasses
 import math
@@ -10,77 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.choices import check_choice
-from jaxscale.model_families.family import Model
-
-REQUIRED = object()
-
-UNUSED = [
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "_name_or_path",
-    "_num_labels",
-    "architectures",
-    "attention_dropout",
-    "attention_probs_dropout_prob",
-    "attn_pdrop",
-    "auto_map",
-    "bos_token_id",
-    "cache_implementation",
-    "chunk_size_feed_forward",
-    "classifier_dropout",
-    "directionality",
-    "do_sample",
-    "dtype",
-    "embd_pdrop",
-    "eos_token_id",
-    "finetuning_task",
-    "gradient_checkpointing",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "id2label",
-    "initializer_range",
-    "is_llama_config",
-    "keys_to_ignore_at_inference",
-    "label2id",
-    "max_length",
-    "max_sequence_length",
-    "model_type",
-    "n_special",
-    "output_attentions",
-    "output_hidden_states",
-    "output_past",
-    "pad_token_id",
-    "pooler_fc_size",
-    "pooler_num_attention_heads",
-    "pooler_num_fc_layers",
-    "pooler_size_per_head",
-    "pooler_type",
-    "predict_special_tokens",
-    "pretraining_tp",
-    "problem_type",
-    "resid_pdrop",
-    "return_dict",
-    "scalable_attention",
-    "sep_token_id",
-    "summary_activation",
-    "summary_first_dropout",
-    "summary_proj_to_labels",
-    "summary_type",
-    "summary_use_proj",
-    "task_specific_params",
-    "temperature",
-    "tokenizer_class",
-    "top_p",
-    "torch_dtype",
-    "transformers.js_config",
-    "transformers_version",
-    "unk_token_id",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_cache",
-]
-"""Keys without a part in the logits: dropout, initial values, special tokens, how text is
-drawn, records, what other programs read, and a pooler, which is not read."""
+from jaxscale.model_families.family import HfConfig, Model
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -101,57 +28,24 @@ ACTIVATIONS = {
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
-def pop(rest: dict[str, Any], key: str, default: Any = REQUIRED) -> Any:
-    """Takes a key out of what is left of a config.json.
-
-    Raises:
-      ValueError: it is not there and has no default.
-    """
-    if key not in rest and default is REQUIRED:
-        raise ValueError(
-            f"config.json has no {key!r}, which a {rest.get('model_type')} model needs"
-        )
-    return rest.pop(key, default)
+def _context(hf: HfConfig) -> int:
+    """The longest text, which is also where the scaling of rotary positions may begin."""
+    return hf.read("max_position_embeddings", 2048)
 
 
-def expect(rest: dict[str, Any], key: str, *allowed: Any) -> None:
-    """Takes out a key that may only have the values that this package trains.
-
-    Raises:
-      ValueError: it has another value.
-    """
-    got = rest.pop(key, allowed[0])
-    if got not in allowed:
-        raise ValueError(
-            f"config.json has {key} = {got!r}; for {rest.get('model_type')} it can be "
-            f"{' or '.join(repr(one) for one in allowed)}"
-        )
-
-
-def refuse_rest(rest: Mapping[str, Any]) -> None:
-    """Raises ValueError for the first key that no reader knows."""
-    for key, value in rest.items():
-        if key not in UNUSED:
-            raise ValueError(
-                f"config.json has {key} = {value!r}, which is not known for "
-                f"{rest.get('model_type')} models; remove it from config.json if it has no part in "
-                "the logits"
-            )
-
-
-def pop_sizes(rest: dict[str, Any]) -> dict[str, Any]:
+def sizes_from_hf(hf: HfConfig) -> dict[str, Any]:
     """The sizes of a model, under the names of Llama."""
-    d_model, heads = pop(rest, "hidden_size"), pop(rest, "num_attention_heads")
-    expect(rest, "is_encoder_decoder", False)
+    d_model, heads = hf.read("hidden_size"), hf.read("num_attention_heads")
+    hf.expect("is_encoder_decoder", False)
     return {
-        "vocab_size": pop(rest, "vocab_size"),
+        "vocab_size": hf.read("vocab_size"),
         "d_model": d_model,
-        "d_ff": pop(rest, "intermediate_size"),
-        "num_layers": pop(rest, "num_hidden_layers"),
+        "d_ff": hf.read("intermediate_size"),
+        "num_layers": hf.read("num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": pop(rest, "num_key_value_heads", None) or heads,
-        "head_dim": pop(rest, "head_dim", None) or d_model // heads,
-        "max_seq_len": pop(rest, "max_position_embeddings", 2048),
+        "num_kv_heads": hf.read("num_key_value_heads", None) or heads,
+        "head_dim": hf.read("head_dim", None) or d_model // heads,
+        "max_seq_len": _context(hf),
     }
 
 
@@ -176,7 +70,7 @@ def with_context(model: Model, seq_len: int) -> Model:
 
 
 def sizes_to_hf(model: Model) -> dict[str, Any]:
-    """The inverse of `pop_sizes`, of a model `with_context`."""
+    """The inverse of `sizes_from_hf`, of a model `with_context`."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.d_model,
@@ -189,9 +83,9 @@ def sizes_to_hf(model: Model) -> dict[str, Any]:
     }
 
 
-def pop_activation(rest: dict[str, Any], key: str, default: str) -> str:
+def activation_from_hf(hf: HfConfig, key: str, default: str) -> str:
     """Our name of an activation."""
-    name = pop(rest, key, None) or default
+    name = hf.read(key, None) or default
     check_choice(f"config.json: {key}", name, ACTIVATIONS)
     return ACTIVATIONS[name]
 
@@ -211,21 +105,27 @@ ROPE_NEEDS = {
 """Keys without a default, by the kind of scaling."""
 
 
-def pop_rope(rest: dict[str, Any], theta: float = 10_000.0) -> dict[str, Any]:
-    """The settings of rotary positions, in the form of transformers 4 (`rope_theta` and
-    `rope_scaling`) or 5 (`rope_parameters`).
+def rope_given(hf: HfConfig) -> dict[str, Any]:
+    """What config.json says of rotary positions, in the form of transformers 4 (`rope_scaling`) or
+    5 (`rope_parameters`)."""
+    newer = hf.read("rope_parameters", None)
+    return dict(hf.read("rope_scaling", None) or newer or {})
+
+
+def rope_from_hf(
+    hf: HfConfig, theta: float = 10_000.0, given: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The settings of rotary positions.
 
     Args:
       theta: the default base.
+      given: in place of `rope_given`.
     """
-    context = rest.get("max_position_embeddings", 2048)
-    given = pop(rest, "rope_parameters", None) or {}
-    given = pop(rest, "rope_scaling", None) or given
-    base = pop(rest, "rope_theta", theta)
-    return rope_from_hf(given, base, context)
+    given = rope_given(hf) if given is None else given
+    return _rope_settings(given, hf.read("rope_theta", theta), _context(hf))
 
 
-def rope_from_hf(given: Mapping[str, Any], theta: float, context: int) -> dict[str, Any]:
+def _rope_settings(given: Mapping[str, Any], theta: float, context: int) -> dict[str, Any]:
     """Our settings for one dictionary of rotary positions.
 
     Args:
@@ -282,8 +182,8 @@ def rope_from_hf(given: Mapping[str, Any], theta: float, context: int) -> dict[s
     return ours
 
 
-def pop_ropes_by_layer(
-    rest: dict[str, Any], theta: float, local_theta: float | None = None
+def ropes_by_layer_from_hf(
+    hf: HfConfig, theta: float, local_theta: float | None = None
 ) -> dict[str, Any]:
     """The settings of rotary positions where local layers have their own, which are never scaled:
     in the form of transformers 4, of which `rope_scaling` is of global layers, or 5 (a dictionary
@@ -293,15 +193,14 @@ def pop_ropes_by_layer(
       theta, local_theta: the default bases; None is that of global layers.
 
     Raises:
-      ValueError: as `rope_from_hf`; or those of local layers are scaled.
+      ValueError: as `_rope_settings`; or those of local layers are scaled.
     """
-    context = rest.get("max_position_embeddings", 2048)
-    both = pop(rest, "rope_parameters", None) or {}
+    both = hf.read("rope_parameters", None) or {}
     both = {GLOBAL: both, LOCAL: both} if "rope_type" in both else both
-    far = pop(rest, "rope_scaling", None) or both.get(GLOBAL) or {}
-    ours = rope_from_hf(far, pop(rest, "rope_theta", theta), context)
+    far = hf.read("rope_scaling", None) or both.get(GLOBAL) or {}
+    ours = _rope_settings(far, hf.read("rope_theta", theta), _context(hf))
     near = both.get(LOCAL) or {}
-    local = rope_from_hf(near, local_theta or ours["rope_theta"], context)
+    local = _rope_settings(near, local_theta or ours["rope_theta"], _context(hf))
     if "rope_scaling" in local:
         raise ValueError(
             f"config.json scales rotary positions of local layers by rope_type = "
@@ -311,7 +210,7 @@ def pop_ropes_by_layer(
 
 
 def rope_to_hf(model: Model) -> dict[str, Any]:
-    """The inverse of `pop_rope`, in the form that every version reads."""
+    """The inverse of `rope_from_hf`, in the form that every version reads."""
     scaling: dict[str, Any] = {"rope_type": model.rope_scaling, "factor": model.rope_factor}
     if model.rope_scaling in ("llama3", "yarn", "longrope"):
         scaling["original_max_position_embeddings"] = model.rope_original_context
@@ -333,7 +232,7 @@ def rope_to_hf(model: Model) -> dict[str, Any]:
     }
 
 
-def pop_experts(rest: dict[str, Any], experts: int, per_token: int, layers: int) -> dict[str, Any]:
+def experts_from_hf(hf: HfConfig, experts: int, per_token: int, layers: int) -> dict[str, Any]:
     """The settings of experts that all formats have.
 
     They add an auxiliary loss only with output_router_logits, whatever its weight is. It is over
@@ -343,12 +242,12 @@ def pop_experts(rest: dict[str, Any], experts: int, per_token: int, layers: int)
       experts, per_token: the defaults.
       layers: those with experts, over which ours is summed.
     """
-    weight = pop(rest, "router_aux_loss_coef", 0.001)
-    has_loss = pop(rest, "output_router_logits", False)
-    other = pop(rest, "num_experts", experts)
-    choices = pop(rest, "num_experts_per_tok", per_token)
+    weight = hf.read("router_aux_loss_coef", 0.001)
+    has_loss = hf.read("output_router_logits", False)
+    other = hf.read("num_experts", experts)
+    choices = hf.read("num_experts_per_tok", per_token)
     return {
-        "num_experts": pop(rest, "num_local_experts", other),
+        "num_experts": hf.read("num_local_experts", other),
         "experts_per_token": choices,
         "balance_weight": weight * choices / layers if has_loss else 0.0,
     }
@@ -360,17 +259,17 @@ def balance_to_hf(model: Model) -> dict[str, Any]:
     return {"router_aux_loss_coef": weight}
 
 
-def pop_bias(rest: dict[str, Any], default: bool = False) -> str:
+def bias_from_hf(hf: HfConfig, default: bool = False) -> str:
     """Our name of where attention has biases."""
-    return "all" if pop(rest, "attention_bias", default) else "none"
+    return "all" if hf.read("attention_bias", default) else "none"
 
 
-def pop_windows(rest: dict[str, Any], num_layers: int) -> dict[str, Any]:
+def windows_from_hf(hf: HfConfig, num_layers: int) -> dict[str, Any]:
     """Window and pattern of a Qwen, whose layers from max_window_layers on have it."""
-    window = pop(rest, "sliding_window", None)
-    window = window if pop(rest, "use_sliding_window", False) else None
-    first = pop(rest, "max_window_layers", 28)
-    types = pop(rest, "layer_types", None)
+    window = hf.read("sliding_window", None)
+    window = window if hf.read("use_sliding_window", False) else None
+    first = hf.read("max_window_layers", 28)
+    types = hf.read("layer_types", None)
     types = types or [LOCAL if window and i >= first else GLOBAL for i in range(num_layers)]
     pattern = pattern_of(types)
     return {"sliding_window": window, "layer_pattern": pattern} if window else {}
