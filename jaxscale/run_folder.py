@@ -26,6 +26,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 HF_CONFIG = "hf_config.json"
 """The config.json of the Hugging Face model that a run's weights come from, under another name."""
 
+GENERATION = "generation_config.json"
+
 BEST: Final = "best"
 """A --step: that of the checkpoint with the lowest held-out loss."""
 
@@ -34,7 +36,7 @@ BESIDE_TOKENIZER = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION,
     "vocab.json",
     "vocab.txt",
     "merges.txt",

@@ -40,7 +40,7 @@ from jaxscale.model_config import ModelConfig
 from jaxscale.model_config.low_rank import is_adapter
 from jaxscale.model_families.hf.config import with_context
 from jaxscale.model_families.shipped import SHIPPED, find_family
-from jaxscale.run_folder import HF_CONFIG, TOKENIZERS, copy_tokenizer
+from jaxscale.run_folder import GENERATION, HF_CONFIG, TOKENIZERS, copy_tokenizer
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.storage.untrusted import load_json
 
@@ -270,7 +270,7 @@ def write_model(
     written["eos_token_id"] = _with_ends(written["eos_token_id"], ends)
     (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     copy_tokenizer(beside, unfinished)
-    generation = unfinished / "generation_config.json"
+    generation = unfinished / GENERATION
     if ends and generation.is_file():  # where it is, transformers does not ask config.json
         said = _read_json(generation)
         said["eos_token_id"] = _with_ends(said.get("eos_token_id"), ends)
@@ -334,10 +334,17 @@ def _unfinished(directory: pathlib.Path) -> pathlib.Path:
 
 
 def copy_special_ids(directory: pathlib.Path, workdir: pathlib.Path) -> None:
-    """Copies the config.json of a model, which has the ids of its special tokens, into a run's
-    folder under another name."""
-    if not (workdir / HF_CONFIG).exists():
-        shutil.copyfile(directory / "config.json", workdir / HF_CONFIG)
+    """Copies the files that have the ids of a model's special tokens into a run's folder:
+    generation_config.json, and config.json under another name. They belong to the weights, whatever
+    the tokenizer of the run is; files that the run has are left.
+
+    Args:
+      directory: a Hugging Face model's folder, or a run's.
+    """
+    config = "config.json" if is_hugging_face(directory) else HF_CONFIG
+    for name, copy in ((config, HF_CONFIG), (GENERATION, GENERATION)):
+        if (directory / name).is_file() and not (workdir / copy).exists():
+            shutil.copyfile(directory / name, workdir / copy)
 
 
 def _special_ids(workdir: pathlib.Path) -> dict[str, Any]:

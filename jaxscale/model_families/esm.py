@@ -77,7 +77,7 @@ ESM = Family(
     },
     fixed={**FIXED, "activation": "gelu"},
     hf_types=("esm",),
-    hf_defaults={"max_position_embeddings": 512},
+    hf_defaults={"max_position_embeddings": 1026},
     hf_architectures="EsmForMaskedLM",
     read_hf=_esm_from_hf,
     write_hf=_esm_to_hf,

@@ -185,6 +185,7 @@ MT5 = dataclasses.replace(
     paper="mT5, arXiv 2010.11934",
     settings={name: value for name, value in T5.settings.items() if name != "scaled_head"},
     hf_types=("mt5",),
+    hf_defaults={"feed_forward_proj": "gated-gelu"},
     hf_architectures="MT5ForConditionalGeneration",
 )
 
@@ -194,6 +195,7 @@ UMT5 = dataclasses.replace(
     paper="UMT5, arXiv 2304.09151",
     fixed={**T5.fixed, "relative_bias": "layer"},
     hf_types=("umt5",),
+    hf_defaults={"feed_forward_proj": "gated-gelu"},
     hf_form=_umt5_form,
     hf_architectures="UMT5ForConditionalGeneration",
 )

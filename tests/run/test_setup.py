@@ -42,18 +42,30 @@ def test_a_run_keeps_all_files_of_its_tokenizers_folder_whatever_its_name_is(tmp
 
 
 def test_a_tokenizer_is_not_mixed_with_that_of_the_models_folder(tmp_path):
-    """What lies there would begin texts otherwise once the run resumes."""
+    """What lies there would begin texts otherwise once the run resumes. But the ids that end what
+    is generated belong to the weights, of a Hugging Face model or of a run."""
     path = pathlib.Path(write_tokenizer(tmp_path / "given", bos=True))
     (path.parent / "tokenizer_config.json").unlink()
     write_tokenizer(tmp_path / "model", bos=True, add_bos_token=False)
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "eos_token_id": 7}')
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     origin = {"vocab_size": 320, "init_from": str(tmp_path / "model")}
     config = configs.from_dict({"model": origin, "data": {"tokenizer": str(path)}})
     given, workdir = load_tokenizer(str(path)), tmp_path / "run"
     keep_tokenizer(config, given, workdir)
     assert given.bos is not None
-    assert open_tokenizer(config, workdir).bos == given.bos
-    assert {path.name for path in workdir.iterdir()} == {"tokenizer.json", "hf_config.json"}
+    opened = open_tokenizer(config, workdir)
+    assert (opened.bos, opened.ends) == (given.bos, (7, 8))
+    files = {"tokenizer.json", "hf_config.json", "generation_config.json"}
+    assert {path.name for path in workdir.iterdir()} == files
+    # A run of the run; and a tokenizer that needs no file.
+    (workdir / "config.json").write_text("{}")
+    config = configs.from_dict({"model": {"vocab_size": 320, "init_from": str(workdir)}})
+    for tokenizer, kept in ((given, files), (load_tokenizer("bytes"), files - {"tokenizer.json"})):
+        again = tmp_path / str(len(kept))
+        again.mkdir()
+        keep_tokenizer(config, tokenizer, again)
+        assert {path.name for path in again.iterdir()} == kept
 
 
 def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):

@@ -34,7 +34,7 @@ from jaxscale.data.tokens.vocabulary import (
     written_bytes,
 )
 from jaxscale.data_source import Source, to_sources
-from jaxscale.run_folder import BESIDE_TOKENIZER, HF_CONFIG, TOKENIZERS
+from jaxscale.run_folder import BESIDE_TOKENIZER, GENERATION, HF_CONFIG, TOKENIZERS
 from jaxscale.storage.durable import replace_file
 from jaxscale.storage.object_store import is_remote
 
@@ -254,7 +254,7 @@ def _with_files_beside(
     if bos != tokenizer.bos:
         fingerprint = _fingerprint(fingerprint.encode(), bos)
     # As transformers takes it from the model's config.json where there is none for generation.
-    says = "generation_config.json" if "generation_config.json" in beside else HF_CONFIG
+    says = GENERATION if GENERATION in beside else HF_CONFIG
     ends = read_json(beside, says, path).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     ends = [*ends, tokenizer.special.get(token_text(config.get("eos_token")) or "")]

@@ -24,7 +24,7 @@ from jaxscale.data.tokens.tokenizer import (
     save_tokenizer,
 )
 from jaxscale.distributed import processes
-from jaxscale.hugging_face.model_folder import copy_special_ids, is_hugging_face
+from jaxscale.hugging_face.model_folder import copy_special_ids
 from jaxscale.storage.tiers import CHECKPOINTS, local_steps
 
 
@@ -148,12 +148,10 @@ def open_validation_sets(
 def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
     """Writes the tokenizer of a new run into its folder, with the special tokens of the model that
     it starts from, so that the folder can be moved, and exported to Hugging Face's format."""
-    if not tokenizer.file:
-        return
-    save_tokenizer(tokenizer, workdir)
-    origin = getattr(config.model, "init_from", "")
-    if origin and is_hugging_face(folder := run_folder.folder_of(origin)):
-        copy_special_ids(folder, workdir)
+    if tokenizer.file:
+        save_tokenizer(tokenizer, workdir)
+    if origin := getattr(config.model, "init_from", ""):
+        copy_special_ids(run_folder.folder_of(origin), workdir)
 
 
 def _kept(config: Config, workdir: pathlib.Path) -> Tokenizer | None:
