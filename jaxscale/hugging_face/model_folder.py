@@ -49,6 +49,9 @@ log = logging.getLogger("jaxscale")
 FAMILIES = {kind: family for family in SHIPPED for kind in family.hf_types}
 """By `model_type` of config.json."""
 
+AS_IT_IS = "PreTrainedTokenizerFast"
+"""The class of transformers 4 and 5 that reads a tokenizer's file as it is."""
+
 MAX_FILE_BYTES = 5_000_000_000  # as in transformers
 
 
@@ -60,6 +63,7 @@ class HuggingFaceModel:
     settings: Mapping[str, Any]  # ours
     tensors: Mapping[str, StoredTensor]
     ignored: tuple[str, ...]  # patterns of tensors without a parameter
+    left_out: tuple[str, ...]  # likewise, of trained ones
     adapters: pathlib.Path | None = None  # the folder of those that PEFT wrote for it
     shared: bool = False  # as `adapter_rules`
 
@@ -110,13 +114,21 @@ class HuggingFaceModel:
         """
         parameters = parameters_of(self.config, axes, shapes, shared=self.shared)
         where = f"{self.directory} with {self.adapters}" if self.adapters else self.directory
-        check_tensors(self.tensors, parameters, self.ignored, where)
+        check_tensors(self.tensors, parameters, (*self.ignored, *self.left_out), where)
         return parameters
 
     def read(self, axes: Any, abstract: Any) -> Any:
         """The parameters, in canonical form, on the devices of `abstract`; as `check` and
-        `read_params`."""
-        return read_params(self.tensors, self.check(axes, abstract), abstract)
+        `read_params`. A line names the trained tensors that are left out."""
+        parameters = self.check(axes, abstract)
+        others = self.tensors.keys() - {name for one in parameters for name in one.tensors}
+        for pattern in self.left_out:
+            if count := len(fnmatch.filter(others, pattern)):
+                log.warning(
+                    f"note: {count} tensors {pattern} of {self.directory} have no part in the "
+                    "logits: they are not read, and not in an export"
+                )
+        return read_params(self.tensors, parameters, abstract)
 
 
 def is_hugging_face(directory: pathlib.Path) -> bool:
@@ -194,8 +206,11 @@ def open_model(
         settings |= found.settings
         tensors, shared = {**tensors, **found.tensors}, found.shared
     further = range(layers, layers + (hf.get("num_nextn_predict_layers") or 1))
-    ignored = tuple(pattern.format(layers=k) for pattern in family.ignored for k in further)
-    return HuggingFaceModel(directory, settings, tensors, ignored, adapters, shared)
+    left_out = (pattern.format(layers=k) for pattern in family.left_out for k in further)
+    left_out = tuple(dict.fromkeys(left_out))
+    return HuggingFaceModel(
+        directory, settings, tensors, family.ignored, left_out, adapters, shared
+    )
 
 
 def _with_end(name: str, old: str, new: str) -> str:
@@ -369,19 +384,28 @@ def name_tokenizer_class(directory: pathlib.Path, hf: Mapping[str, Any]) -> None
     """Says that the tokenizer's file is to be read as it is. Where tokenizer_config.json names no
     class, transformers takes that of the model's type, which may split texts otherwise (Qwen's
     every digit), take ids of its own for the pieces of a SentencePiece model (Gemma's), end texts
-    (T5's), or find no token of its own and fail (Gemma's, BERT's).
+    (T5's), or find no token of its own and fail (Gemma's, BERT's). What only transformers 5 reads
+    is written as 4 and 5 do: its name of that class, and its list of further special tokens.
 
     Args:
       hf: the config.json, with the ids of special tokens.
     """
     path = directory / "tokenizer_config.json"
     given = _read_json(path) if path.is_file() else {}
-    if "tokenizer_class" in given or not any((directory / name).is_file() for name in TOKENIZERS):
+    config = dict(given)
+    if isinstance(given.get("extra_special_tokens"), list):  # in 4 it is a mapping
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if given.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = AS_IT_IS
+    elif "tokenizer_class" not in given and any(
+        (directory / name).is_file() for name in TOKENIZERS
+    ):
+        names = _special_names(directory / "tokenizer.json", hf)
+        config = {"tokenizer_class": AS_IT_IS, **names, **config}
+    if config == given:
         return
-    names = _special_names(directory / "tokenizer.json", hf)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, **given}
     path.write_text(json.dumps(config, indent=2) + "\n")
-    if hf["model_type"] == "qwen2":
+    if hf["model_type"] == "qwen2" and config.get("tokenizer_class") == AS_IT_IS:
         log.warning(
             "note: AutoTokenizer of transformers 5 splits texts of every qwen2 model as Qwen's, "
             "whatever tokenizer_config.json says; load this tokenizer with "

@@ -145,6 +145,7 @@ BERT = Family(
     tensors=_bert_tensors,
     hf_prefix="bert.",
     hf_renamed=RENAMED,
+    ignored=("bert.embeddings.position_ids",),
     # The pooler and the head of the next-sentence objective have no part in masked prediction.
-    ignored=("bert.pooler.dense.*", "cls.seq_relationship.*", "bert.embeddings.position_ids"),
+    left_out=("bert.pooler.dense.*", "cls.seq_relationship.*"),
 )

@@ -187,5 +187,5 @@ DEEPSEEK_V3 = Family(
     write_hf=_to_hf,
     tensors=_tensors,
     # As transformers: of the published model these are of the module that predicts a further token.
-    ignored=("*.rotary_emb.inv_freq", "model.layers.{layers}.*"),
+    left_out=("model.layers.{layers}.*",),
 )

@@ -84,13 +84,12 @@ ESM = Family(
     tensors=_esm_tensors,
     hf_prefix="esm.",
     hf_renamed=RENAMED,
-    # The pooler and the contact head have no part in masked prediction; with rotary positions the
-    # published checkpoints still hold a table of positions that nothing reads.
+    # With rotary positions the published checkpoints still hold a table of positions.
     ignored=(
-        "esm.pooler.dense.*",
-        "esm.contact_head.*",
         "esm.embeddings.position_ids",
         "esm.embeddings.position_embeddings.weight",
         "*rotary_embeddings.inv_freq",
     ),
+    # The pooler and the contact head have no part in masked prediction.
+    left_out=("esm.pooler.dense.*", "esm.contact_head.*"),
 )

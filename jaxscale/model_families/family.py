@@ -204,8 +204,11 @@ class Family:
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     hf_prefix: str = "model."  # of names; checkpoints of a model without its head leave it out
     hf_renamed: Mapping[str, str] = field(default_factory=dict)  # older ends of names -> theirs now
-    # Globs of tensors without parameters; {layers} is the number of layers.
+    # Globs of tensors without parameters: constants that follow from the settings, and tables that
+    # no code reads.
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    # And trained ones of other objectives, which a line names; {layers} is the number of layers.
+    left_out: tuple[str, ...] = ()
     # Another model with the same logits, and its parameters in place of these (in canonical form),
     # where the format has no room for this one.
     hf_form: Callable[[Model, Any], tuple[Model, Any]] = lambda model, params: (model, params)

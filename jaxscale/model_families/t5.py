@@ -8,7 +8,7 @@ tensors decide (`Family.untied`).
 tie_word_embeddings = false in a T5 or UMT5 means a head without `scaled_head`, as in the published
 files, which are of transformers 4; transformers 5 writes it as scale_decoder_outputs. Versions 5.0
 to 5.23 scale the inputs of every UMT5's head, whatever its file says, so a UMT5 without
-`scaled_head` is written as one that has it, with a larger head.
+`scaled_head` is written as one that has it, with a larger final norm.
 """
 
 import dataclasses
@@ -93,19 +93,14 @@ def _to_hf(model: Model) -> dict[str, Any]:
 
 
 def _umt5_form(model: Model, params: Any) -> tuple[Model, Any]:
-    """A model whose head's inputs are scaled."""
+    """A model whose head's inputs are scaled, after a final norm that is larger."""
     if model.scaled_head:
         return model, params
-    if model.tied_embeddings:
-        raise ValueError(
-            "model.scaled_head = False with model.tied_embeddings = True cannot be written in "
-            "Hugging Face's format of umt5 models, where the embedding is the head and its inputs "
-            "are scaled; set model.scaled_head = True, or model.tied_embeddings = False"
-        )
     head = params["head"]
-    larger = head["output"] * math.sqrt(model.d_model)
+    scale = head["norm"]["scale"]
+    larger = (scale * math.sqrt(model.d_model)).astype(scale.dtype)
     scaled = dataclasses.replace(model, scaled_head=True)
-    return scaled, {**params, "head": {**head, "output": larger.astype(head["output"].dtype)}}
+    return scaled, {**params, "head": {**head, "norm": {"scale": larger}}}
 
 
 def _tensors(model: Model) -> tuple[TensorRule, ...]:

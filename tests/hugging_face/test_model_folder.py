@@ -179,6 +179,15 @@ def test_an_exported_model_ends_with_what_the_tokenizer_says_too(before, ends, w
             },
         ),
         ({"tokenizer_class": "GemmaTokenizer"}, {"tokenizer_class": "GemmaTokenizer"}),
+        # As transformers 5 saves it, which 4 refuses.
+        (
+            {"tokenizer_class": "TokenizersBackend", "extra_special_tokens": ["a"]},
+            {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["a"]},
+        ),
+        (
+            {"tokenizer_class": "GemmaTokenizer", "extra_special_tokens": {"image_token": "a"}},
+            {"tokenizer_class": "GemmaTokenizer", "extra_special_tokens": {"image_token": "a"}},
+        ),
     ],
 )
 def test_an_exported_tokenizer_says_that_it_is_read_as_it_is(given, written, tmp_path):

@@ -6,6 +6,7 @@ import re
 import types
 
 import jax
+import numpy as np
 import pytest
 
 from jaxscale import config
@@ -537,11 +538,15 @@ def test_what_their_format_does_not_have_is_refused(settings, fragment):
         FAMILIES[model.family].to_hf(model)
 
 
-def test_a_tied_umt5_whose_head_is_not_scaled_is_refused():
-    """Transformers scales the inputs of every UMT5's head; a larger head would not be tied."""
-    model = ModelConfig(family="umt5", tied_embeddings=True)
-    with pytest.raises(ValueError, match=r"cannot be written in .* set model.scaled_head = True"):
-        FAMILIES["umt5"].hf_form(model, {})
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_umt5_is_written_with_the_inputs_of_its_head_scaled(tied):
+    """As transformers 5.0 to 5.23 scale them in any case; the head may be the embedding."""
+    model = ModelConfig(family="umt5", tied_embeddings=tied, d_model=64)
+    scaled, params = FAMILIES["umt5"].hf_form(
+        model, {"head": {"norm": {"scale": np.ones(64, "f")}}}
+    )
+    assert (scaled.scaled_head, scaled.tied_embeddings) == (True, tied)
+    np.testing.assert_array_equal(params["head"]["norm"]["scale"], np.full(64, 8, "f"))
 
 
 @pytest.mark.parametrize(
