@@ -202,8 +202,8 @@ def _array_of(path: str, data: bytes) -> list[Any]:
       ValueError: it is something else.
     """
     try:
-        records = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        records = parse_json(data)
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(records, list):
         raise ValueError(
