@@ -148,7 +148,8 @@ def _draw_rows(
     params, mesh = without_pipeline_or_context(engine, params)
     width = round_up(longest - 1) if longest > 1 else 0
     slots = max(width, round_up(longest + drawing.num_tokens))
-    check_fits_host(engine.model, params, source, batch, slots)
+    model: Any = engine.model
+    check_fits_host(model, params, source, batch, slots)
     rows = np.full((batch, slots), tokenizer.boundary, np.int32)
     for row, ids in zip(rows, begun):
         row[: len(ids)] = ids
@@ -164,7 +165,7 @@ def _draw_rows(
             top_k=drawing.top_k or vocab_size,
             top_p=float(drawing.top_p),
         ),
-        model=engine.model,
+        model=model,
         mesh=mesh,
         width=width,
         vocab_size=vocab_size,
