@@ -148,7 +148,7 @@ def test_every_column_is_read_in_its_unit(tmp_path, suffix):
         ("memory_gb", "0", "'0' is not a number above 0"),
         ("memory_gb_per_second", "inf", "'inf' is not a number above 0"),
         ("network_gb_per_second", "1e300", "'1e300' is not a number of at least 0"),
-        ("cores", "9" * 400, "9' is not a whole number of at least 0"),
+        ("cores", "9" * 400, "'9{400}' is not a whole number of at least 0"),
         ("network_gb_per_second", "nan", "'nan' is not a number of at least 0"),
         ("fp8_tflops", "fast", "'fast' is not a number of at least 0"),
         ("cores", "1.5", "'1.5' is not a whole number of at least 0"),
