@@ -24,7 +24,7 @@ from jaxscale.model_config import ModelConfig
 from jaxscale.model_config.settings import is_own_family
 from jaxscale.pipeline_schedules.shipped import is_foreign
 from jaxscale.storage.object_store import is_remote
-from jaxscale.storage.tiers import CHECKPOINTS
+from jaxscale.storage.tiers import CHECKPOINTS, local_steps
 
 log = logging.getLogger("jaxscale")
 
@@ -53,6 +53,7 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     # JAX is imported only now, so that a typo is refused at once.
     import jax  # noqa: PLC0415
 
+    from jaxscale.data.tokens.tokenizer import save_tokenizer  # noqa: PLC0415
     from jaxscale.hugging_face.model_folder import copy_special_ids, open_model  # noqa: PLC0415
     from jaxscale.run.initial_weights import check_settings  # noqa: PLC0415
     from jaxscale.run.setup.layout import open_engine  # noqa: PLC0415
@@ -64,13 +65,11 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     data = {} if causal else {"objective": "masked"}
     sections: dict[str, dict] = {"model": dict(model.settings), "data": data}
     tokenizers = [name for name in run_folder.TOKENIZERS if (model.directory / name).is_file()]
-    if tokenizers:
-        sections["data"]["tokenizer"] = str(output / tokenizers[0])
-    elif not any(override.startswith("data.tokenizer=") for override in overrides):
-        raise ValueError(
-            f"{model.directory} has no {' and no '.join(run_folder.TOKENIZERS)}; add one, or set "
-            f"--config.data.tokenizer={'esm2' if model.config.family == 'esm' else 'FILE'}"
-        )
+    # Where there is none, this is where the run looks for one.
+    own = str(output / (*tokenizers, *run_folder.TOKENIZERS)[0])
+    sections["data"]["tokenizer"] = own
+    if model.config.positions == "learned":
+        sections["data"]["seq_len"] = model.config.max_seq_len
     if model.config.num_encoder_layers:  # so that the folder can be trained as it is
         paired = {"objective": "span_corruption", "target_len": configs.DataConfig.seq_len}
         sections["data"] = {**sections.get("data", {}), **paired}
@@ -84,10 +83,14 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
             "--config.model.init_from and --config.model.lora_rank"
         )
     check_settings(config.model, model, "--config.model", config.data.seq_len)
-    _check_tokenizer(config, model.directory)
+    tokenizer = None
+    if tokenizers or config.data.tokenizer != own:
+        tokenizer = _fitting_tokenizer(config, model.directory)
     _, engine = open_engine(config)
     params = model.read(engine.model.axes, engine.placement.canonical.params)
     output.mkdir(parents=True, exist_ok=True)
+    if tokenizer and not tokenizers:
+        save_tokenizer(tokenizer, output)
     run_folder.copy_tokenizer(model.directory, output)
     copy_special_ids(model.directory, output)
     host_gb = max(leaf.nbytes for leaf in jax.tree.leaves(params)) // 10**9 + 1
@@ -106,11 +109,21 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
         f"(padding rows included), read with at most {human_bytes(model.largest_tensor_bytes)} in "
         f"host memory at a time, and written {host_gb} GB at a time\n{_next_steps(output, causal)}"
     )
+    if not tokenizer:
+        log.warning(
+            f"note: {model.directory} has no {' and no '.join(run_folder.TOKENIZERS)}: the weights "
+            f"alone are converted. To train or to generate, put one into {output}, or set "
+            f"--config.data.tokenizer={'esm2' if model.config.family == 'esm' else 'FILE'}"
+        )
     return {"tensors": len(model.tensors), "parameters": config.model.num_params}
 
 
-def _check_tokenizer(config: configs.Config, directory: pathlib.Path) -> None:
-    """Refuses a tokenizer that does not fit the model, whose vocabulary cannot be changed here."""
+def _fitting_tokenizer(config: configs.Config, directory: pathlib.Path) -> Any:
+    """The tokenizer for a model, whose vocabulary cannot be changed here.
+
+    Raises:
+      ValueError: it does not fit the model, or cannot be used.
+    """
     from jaxscale.data.tokens.fit import without_unread  # noqa: PLC0415
     from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
 
@@ -125,6 +138,7 @@ def _check_tokenizer(config: configs.Config, directory: pathlib.Path) -> None:
             "tokenizer.json there, or set --config.data.tokenizer=FILE to a tokenizer of at most "
             f"{config.model.vocab_size} tokens"
         )
+    return tokenizer
 
 
 def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
@@ -145,26 +159,37 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     run_folder.note_other_model(config, workdir)
     config = run_folder.fit_devices(config, num_devices(), overrides)
     _, engine = open_engine(for_sampling(config))
-    tokenizer = open_tokenizer(config, workdir)
+    tokenizer = open_tokenizer(config, workdir) if _has_tokenizer(config, workdir) else None
     step, params, metadata = restore_params(engine, workdir, tokenizer, options.step)
-    tokenizer = with_stop_ids(tokenizer, metadata["data"].get("stop_ids", ()))
+    if tokenizer:
+        tokenizer = with_stop_ids(tokenizer, metadata["data"].get("stop_ids", ()))
     if options.to_peft:
         dtype = options.dtype or "float32"
         tensors = write_adapters(
             output, config.model, engine.model.axes, params, dtype=dtype, base=base
         )
     else:
-        ids = {
-            "end_of_text": tokenizer.boundary,
-            "ends": tokenizer.ends,
-            "decoder_start": tokenizer.decoder_start,
-            "padding": tokenizer.pad,
-            "mask": tokenizer.mask,
-        }
+        ids = {}
+        if tokenizer:
+            ids = {
+                "end_of_text": tokenizer.boundary,
+                "ends": tokenizer.ends,
+                "decoder_start": tokenizer.decoder_start,
+                "padding": tokenizer.pad,
+                "mask": tokenizer.mask,
+            }
         seq_len = config.data.seq_len if step else 0
         tensors = _write_model(options, config.model, engine.model.axes, params, seq_len, ids)
     log.info(f"step {step} of {workdir} written to {output}: {tensors} tensors")
     return {"step": step, "tensors": tensors}
+
+
+def _has_tokenizer(config: configs.Config, workdir: pathlib.Path) -> bool:
+    """Whether a run has a tokenizer; one that was converted, and not trained, may have none."""
+    given = pathlib.Path(config.data.tokenizer)
+    files = given, *(workdir / name for name in run_folder.TOKENIZERS)
+    trained = local_steps(workdir / CHECKPOINTS) != [0]
+    return trained or not given.suffix or any(file.is_file() for file in files)
 
 
 def _write_model(

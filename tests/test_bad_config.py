@@ -318,7 +318,10 @@ NAMES = [
     ("no/such/folder.py", "--config no/such/folder.py: there is no such file"),
     ("configs", "--config configs: there is no such file"),
     ("", "--config : there is no such file"),
-    ("tests/goldens/llama", "is a folder; name the file in it, tests/goldens/llama/config.json"),
+    (
+        "tests/goldens/llama",
+        "jaxscale.convert --from_hf tests/goldens/llama --output RUN; and train",
+    ),
     ("tests/goldens/llama/config.json", "of a Hugging Face model; make a run of it first: python"),
     ("pyproject.toml", "pyproject.toml"),
     ("configs/tiny.py:3", "get_config() of configs/tiny.py takes no argument"),
@@ -369,6 +372,12 @@ def test_overrides_are_a_list(path):
 def test_files(path, text, fragment):
     path.write_text(text)
     assert fragment in refusal(config.load, str(path))
+
+
+def test_a_runs_folder_is_not_its_config(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    said = refusal(config.load, str(tmp_path))
+    assert f"is a folder; name the file in it, {tmp_path / 'config.json'}" in said
 
 
 @pytest.mark.parametrize(("name", "fragment"), NAMES)

@@ -390,11 +390,6 @@ BAD_COMMANDS = {
         ["--from_hf", "{run}", "--output", "{hf}_"],
         "{run} is the folder of a run, not of a Hugging Face model; convert --to_hf --workdir",
     ),
-    "tokenizer": (["--from_hf", "{bare}", "--output", "{hf}_"], "no tokenizer.json and no"),
-    "proteins": (
-        ["--from_hf", "tests/goldens/esm", "--output", "{hf}_"],
-        "no tokenizer.model; add one, or set --config.data.tokenizer=esm2",
-    ),
 }
 
 
@@ -418,6 +413,30 @@ def test_commands_that_cannot_work_are_refused_in_one_line(name, converted, tmp_
     assert stopped.value.code == 2
     assert message.format(**places) in capsys.readouterr().err
     assert not (converted / "hf_").exists()
+
+
+def test_weights_are_converted_without_a_tokenizer_and_a_line_says_so(tmp_path, capsys):
+    """And back. What needs one says where it is looked for."""
+    hf, run = tiny_llama.save(tmp_path / "hf"), tmp_path / "run"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (hf / name).unlink()
+    assert convert.main(["--from_hf", str(hf), "--output", str(run), *DATA]) == 0
+    said = capsys.readouterr().out
+    assert f"{hf} has no tokenizer.json and no tokenizer.model: the weights alone are" in said
+    output = to_hf(run, tmp_path / "back")
+    assert tiny_llama.bits(load_all(output)) == tiny_llama.bits(load_all(hf))
+    written = json.loads((output / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (1, 2)
+    with pytest.raises(SystemExit):
+        generate.main(["--workdir", str(run), "--prompt", "A"])
+    assert f"data.tokenizer = '{run / 'tokenizer.json'}' is neither" in capsys.readouterr().err
+
+
+def test_learned_positions_are_the_length_of_a_converted_models_texts(tmp_path):
+    run = tmp_path / "run"
+    assert convert.main(["--from_hf", "tests/goldens/gpt2", "--output", str(run)]) == 0
+    config = load_config(run)
+    assert config.data.seq_len == config.model.max_seq_len == 32
 
 
 def test_the_runs_tokenizer_is_the_one_it_started_with(converted, tmp_path):

@@ -144,7 +144,8 @@ def read_sections(path: pathlib.Path) -> dict[str, dict]:
     if isinstance(sections, dict) and "model_type" in sections:
         raise ValueError(
             f"{path} is that of a Hugging Face model; make a run of it first: python -m "
-            f"jaxscale.convert --from_hf {path.parent} --output RUN"
+            f"jaxscale.convert --from_hf {path.parent} --output RUN; and train from that: python "
+            "-m jaxscale.train --config RUN/config.json --config.model.init_from=RUN --workdir DIR"
         )
     if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
         raise ValueError(f"{path} is not the config of a run: sections of keys and values")
@@ -226,6 +227,7 @@ def _existing(name: str) -> pathlib.Path:
         return pathlib.Path(name)
     shipped = shipped_configs()
     if name not in shipped and (file := pathlib.Path(name, "config.json")).is_file():
+        read_sections(file)  # refuses that of a Hugging Face model
         raise FileNotFoundError(f"--config {name} is a folder; name the file in it, {file}")
     if name not in shipped:
         found = {str(file) for file in pathlib.Path(name).parent.glob("*.py")}

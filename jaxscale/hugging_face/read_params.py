@@ -38,6 +38,9 @@ def read_params(
 
     Returns:
       A tree like `abstract`, the padding rows of the vocabulary zero.
+
+    Raises:
+      ValueError: a tensor has NaNs or infinities; names it.
     """
     by_name = {one.name: one for one in parameters}
     with concurrent.futures.ThreadPoolExecutor() as readers:
@@ -63,11 +66,10 @@ def _read_array(
 
     def read(row: tuple[int, ...]) -> dict[Index, concurrent.futures.Future]:
         """Begins to read what every device has in a row of its part of the stack."""
+        names = {index: parameter.tensor(*_place(index, row)) for index in set(places.values())}
         return {
-            index: readers.submit(
-                _read_part, found[parameter.tensor(*_place(index, row))], parameter, index, leaf
-            )
-            for index in set(places.values())
+            index: readers.submit(_read_part, name, found[name], parameter, index, leaf)
+            for index, name in names.items()
         }
 
     rows, stack = list(np.ndindex(counts)), None
@@ -95,13 +97,26 @@ def _place(index: Index, row: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _read_part(
-    tensor: StoredTensor, parameter: ParameterTensors, index: Index, leaf: jax.ShapeDtypeStruct
+    name: str,
+    tensor: StoredTensor,
+    parameter: ParameterTensors,
+    index: Index,
+    leaf: jax.ShapeDtypeStruct,
 ) -> np.ndarray:
-    """A part of a tensor, in the narrower of the two types; the device widens it."""
+    """A part of a tensor, in the narrower of the two types; the device widens it.
+
+    Raises:
+      ValueError: it has NaNs or infinities.
+    """
     dims = len(parameter.parts)
     wanted, stored = np.dtype(leaf.dtype), DTYPES[tensor.dtype]
     narrower = wanted if wanted.itemsize < stored.itemsize else stored
     part = read_part(tensor, parameter.rule, index[dims:], narrower)
+    if not np.isfinite(part).all():
+        raise ValueError(
+            f"{tensor.path}: tensor {name} has values that are NaN or infinite, with which every "
+            "loss is NaN; download the file again, or take an earlier checkpoint"
+        )
     return np.expand_dims(part, tuple(range(dims)))
 
 

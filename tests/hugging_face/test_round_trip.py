@@ -219,6 +219,16 @@ def test_tensors_that_do_not_fit_are_refused_by_name(change, message, tmp_path):
         model.check(engine.model.axes, engine.placement.canonical.params)
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_tensor_with_values_that_are_not_finite_is_refused_by_name(value, tmp_path):
+    values = tiny_llama.tensors(tiny_llama.CONFIG)
+    values["model.layers.2.mlp.up_proj.weight"][3, 5] = value
+    model = open_model(tiny_llama.save(tmp_path, values))
+    engine = engine_of(model.config, {"fsdp": 2})
+    with pytest.raises(ValueError, match=r"tensor model.layers.2.mlp.up_proj.weight has values"):
+        model.read(engine.model.axes, engine.placement.canonical.params)
+
+
 def test_a_value_that_the_files_cannot_hold_is_refused(tmp_path):
     values = tiny_llama.tensors(tiny_llama.CONFIG)
     values["model.norm.weight"][3] = 1e5
