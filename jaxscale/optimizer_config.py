@@ -24,6 +24,13 @@ FACTORED_SIZE = 128
 LEAST_EPSILON = 2.0**-126
 """The smallest float32 number that devices do not round to 0."""
 
+STACKS = ("layers", "experts")
+"""Logical axes along which a parameter holds many matrices."""
+
+SIDES = ("embed", "lora_rank")
+"""Logical axes that are one side of a matrix: the first of these that it has. The second is that of
+low-rank adapters, so that both matrices of each are matrices."""
+
 UNUSED = {
     "lion": ("epsilon", "second_moment_dtype"),
     "adafactor": ("b1", "b2", "epsilon", "moment_dtype"),
@@ -194,6 +201,20 @@ class OptimizerConfig:
                 f"optimizer.{decay} = {getattr(self, decay)}; at most {1 - 2**-8:.3f}, or set "
                 "optimizer.moment_dtype = 'float32' or optimizer.moment_rounding = 'stochastic'"
             )
+
+
+def matrix_dims(axes: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The dimensions of a matrix's rows and of its columns, one of which is of `SIDES`; None of a
+    vector.
+
+    Args:
+      axes: the logical axes of a parameter.
+    """
+    side = next((axes.index(name) for name in SIDES if name in axes), None)
+    rest = tuple(i for i, name in enumerate(axes) if name not in STACKS and i != side)
+    if side is None or not rest:
+        return None
+    return ((side,), rest) if side < rest[0] else (rest, (side,))
 
 
 def to_param_groups(value: Sequence[object]) -> tuple[ParamGroup, ...]:

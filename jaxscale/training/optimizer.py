@@ -22,16 +22,15 @@ import optax.contrib
 from jaxscale.ops.rounding import round_stochastically
 from jaxscale.optimizer_config import (
     FACTORED_SIZE,
+    STACKS,
     OptimizerConfig,
     ParamGroup,
     check_groups,
     find_group,
+    matrix_dims,
 )
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.training.learning_rate import schedule_of
-
-STACKS = ("layers", "experts")
-"""Logical axes along which a parameter holds many matrices."""
 
 SECOND_MOMENTS = ("nu", "rows", "columns", "whole")
 """Fields of states, here and in optax, that average squares of gradients."""
@@ -60,10 +59,10 @@ def make(
     """The update rule of a run, on global arrays; the gradients come in clipped.
 
     Weight decay is decoupled and, where no group says otherwise, for matrices only: parameters
-    with "embed" and one more axis besides "layers". Arithmetic is in float32 or wider, whatever the
-    parameters are. Between updates first moments (of AdamW, Lion and Muon) are kept in
-    `config.moment_dtype`, and second moments (of AdamW, also beside Muon, and Adafactor) in
-    `config.second_moment_dtype`.
+    that `matrix_dims` gives rows and columns, such as both of an adapter. Arithmetic is in float32
+    or wider, whatever the parameters are. Between updates first moments (of AdamW, Lion and Muon)
+    are kept in `config.moment_dtype`, and second moments (of AdamW, also beside Muon, and
+    Adafactor) in `config.second_moment_dtype`.
 
     Args:
       config: names the rule; `b1` and `b2` are those of AdamW (also beside Muon) and Lion.
@@ -186,7 +185,7 @@ def _by_group(config: OptimizerConfig, axes: Any) -> optax.GradientTransformatio
 
     def coefficients(path: tuple, names: tuple[str, ...]) -> tuple[float, float]:
         group = find_group(leaf_name(path), config.groups)
-        default = 0.0 if _matrix(names) is None else config.weight_decay
+        default = 0.0 if matrix_dims(names) is None else config.weight_decay
         decay = default if group.weight_decay is None else group.weight_decay
         return decay, group.learning_rate_scale
 
@@ -260,12 +259,12 @@ def _muon(
     """
 
     def of_layers(names: tuple[str, ...]) -> bool:
-        return "layers" in names and _matrix(names) is not None
+        return "layers" in names and matrix_dims(names) is not None
 
     def numbers(names: tuple[str, ...]) -> Any:
         if not of_layers(names):
             return optax.MaskedNode()
-        rows, columns = _matrix(names) or ((), ())
+        rows, columns = matrix_dims(names) or ((), ())
         return optax.contrib.MuonDimensionNumbers(reduction_axis=rows, output_axis=columns)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -295,7 +294,7 @@ def _muon(
 def _orthogonal(stack: jax.Array, names: tuple[str, ...], coefficients: jax.Array) -> jax.Array:
     """Each matrix made nearly orthogonal by five steps of Newton-Schulz, with the root mean square
     `MUON_RMS` (arXiv 2502.16982)."""
-    rows, columns = _matrix(names) or ((), ())
+    rows, columns = matrix_dims(names) or ((), ())
     many = tuple(i for i in range(stack.ndim) if i not in (*rows, *columns))
     order = (*many, *rows, *columns)
     moved = stack.transpose(order)
@@ -369,7 +368,7 @@ def _factored_update(
     decay = decay.astype(gradient.dtype)
     square = jnp.square(gradient) + 1e-30
     if _factored(gradient.shape, names):
-        row_dims, column_dims = _matrix(names) or ((), ())
+        row_dims, column_dims = matrix_dims(names) or ((), ())
         rows = decay * rows + (1 - decay) * square.mean(column_dims)
         columns = decay * columns + (1 - decay) * square.mean(row_dims)
         tall = jnp.expand_dims(rows, column_dims)
@@ -383,25 +382,16 @@ def _factored_update(
     return update / jnp.maximum(size, 1), rows, columns, whole
 
 
-def _matrix(names: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The dimensions of a matrix's rows and of its columns: "embed" is one side, in order."""
-    rest = tuple(i for i, name in enumerate(names) if name not in (*STACKS, "embed"))
-    if "embed" not in names or not rest:
-        return None
-    embed = names.index("embed")
-    return ((embed,), rest) if embed < rest[0] else (rest, (embed,))
-
-
 def _factored(shape: tuple[int, ...], names: tuple[str, ...]) -> bool:
     """Whether Adafactor keeps rows and columns of this parameter."""
-    sides = _matrix(names) or ()
+    sides = matrix_dims(names) or ()
     sizes = [math.prod(shape[i] for i in side) for side in sides]
     return bool(sizes) and min(sizes) >= FACTORED_SIZE
 
 
 def _kept(names: tuple[str, ...], field: str) -> tuple[int, ...]:
     """The dimensions of a parameter that a moment called `field` has."""
-    rows, columns = _matrix(names) or ((), ())
+    rows, columns = matrix_dims(names) or ((), ())
     reduced = {"rows": columns, "columns": rows}.get(field, ())
     return tuple(i for i in range(len(names)) if i not in reduced)
 

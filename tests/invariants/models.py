@@ -49,6 +49,7 @@ class Kind(NamedTuple):
     objective: str = "causal"
     axes: Sequence[dict] = matrix.model_axes()  # meshes that `tools/matrix.py` runs
     every_mesh: bool = False  # each of them, not only every pair of axes
+    optimizer: str = "adamw"
 
 
 T5 = {"family": "t5", "num_layers": 2, "num_encoder_layers": 2, "d_model": 16, "num_heads": 4}
@@ -81,7 +82,9 @@ KINDS = {
         {"family": import_own_model(), "num_layers": 4, **SIZES},
         lambda: {"optimizer": optax.lamb(1e-3)},
     ),
-    "adapters": Kind({"family": "llama", "num_layers": 4, "lora_rank": 4, **SIZES}),
+    "adapters": Kind(
+        {"family": "llama", "num_layers": 4, "lora_rank": 4, **SIZES}, optimizer="muon"
+    ),
     "encoder and decoder": Kind(T5, target_len=8, objective="span_corruption"),
     "experts": Kind(
         {
@@ -142,6 +145,7 @@ def make_config(kind: Kind, **layout) -> Config:
                 "objective": kind.objective,
             },
             "optimizer": {
+                "name": kind.optimizer,
                 "accumulation_dtype": "float64",
                 "moment_dtype": "float64",
                 "second_moment_dtype": "float64",

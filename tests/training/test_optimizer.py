@@ -27,8 +27,10 @@ SIZES = {
     "kv_heads": 2,
     "head_dim": 6,
     "mlp": 32,
+    "lora_rank": 5,
 }
 LARGE = SIZES | {"embed": 128, "heads": 8, "kv_heads": 4, "head_dim": 32, "mlp": 136, "vocab": 144}
+LARGE["lora_rank"] = 128
 AXES = {
     "embed": {"tokens": ("vocab", "embed"), "positions": ("positions", "embed")},
     "layers": {
@@ -37,6 +39,10 @@ AXES = {
             "k": ("layers", "embed", "kv_heads", "head_dim"),
             "o": ("layers", "heads", "head_dim", "embed"),
             "q_bias": ("layers", "heads", "head_dim"),
+            "o_lora": {
+                "a": ("layers", "heads", "head_dim", "lora_rank"),
+                "b": ("layers", "lora_rank", "embed"),
+            },
         },
         "attention_norm": {"scale": ("layers", "embed")},
         "mlp": {
@@ -118,7 +124,7 @@ def test_decay_only_shrinks_matrices(name: str) -> None:
     after, _ = train(make(settings), params, [zeros])
 
     def check(names: tuple[str, ...], old: jax.Array, new: jax.Array) -> None:
-        decays = "embed" in names and len(set(names) - {"layers"}) > 1
+        decays = _is_matrix(names)
         np.testing.assert_allclose(new, old * (1 - 0.05 * 0.5 * decays), rtol=1e-15)
 
     map_axes(check, AXES, params, after)
@@ -385,18 +391,22 @@ def test_updates_are_those_of_the_papers(name: str) -> None:
 
 
 def _is_layers_matrix(names: tuple[str, ...]) -> bool:
-    return names[0] == "layers" and "embed" in names and len(names) > 2
+    return names[0] == "layers" and _is_matrix(names)
+
+
+def _is_matrix(names: tuple[str, ...]) -> bool:
+    return not {"embed", "lora_rank"}.isdisjoint(names) and len(set(names) - {"layers"}) > 1
 
 
 def plain_steps(rule: Any, names: tuple[str, ...], w: Any, gradients: list[Any]) -> Any:
     """The parameter after decoupled decay, of matrices alone, and the updates of a rule.
 
-    A matrix is flattened to two dimensions, of which "embed" is one.
+    A matrix is flattened to two dimensions, of which "embed" is one, or the rank of an adapter.
     """
     shape = w.shape
-    is_matrix = "embed" in names and len(names) > 1
+    is_matrix = _is_matrix(names)
     if is_matrix:
-        sides = (shape[0], -1) if names[0] == "embed" else (-1, shape[-1])
+        sides = (shape[0], -1) if names[0] in ("embed", "lora_rank") else (-1, shape[-1])
         w, gradients = w.reshape(sides), [g.reshape(sides) for g in gradients]
     state: dict[str, Any] = {}
     for t, g in enumerate(gradients, 1):
@@ -517,7 +527,7 @@ def test_state_restored_in_the_middle(name: str) -> None:
 def test_adamw_is_optax_adamw() -> None:
     settings = config("adamw", warmup_steps=0, schedule="constant")
     gradients = [random_params(seed=seed) for seed in range(1, 4)]
-    mask = map_axes(lambda names: "embed" in names and len(set(names) - {"layers"}) > 1, AXES)
+    mask = map_axes(_is_matrix, AXES)
     reference = optax.adamw(0.05, 0.9, 0.95, weight_decay=0.1, mask=mask)
     expected, _ = train(reference, random_params(), gradients)
     got, _ = train(make(settings), random_params(), gradients)

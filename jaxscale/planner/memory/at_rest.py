@@ -3,12 +3,18 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jaxscale.config import Config
 from jaxscale.layout import Layout
 from jaxscale.model_config import ModelConfig
-from jaxscale.optimizer_config import FACTORED_SIZE, ParamGroup, check_groups, find_group
+from jaxscale.optimizer_config import (
+    FACTORED_SIZE,
+    ParamGroup,
+    check_groups,
+    find_group,
+    matrix_dims,
+)
 from jaxscale.planner.memory.zero_traffic import reduces_last
 from jaxscale.planner.model.param_shapes import (
     Ints,
@@ -168,22 +174,17 @@ def _moments(name: str, array: ParamShape) -> tuple[list[ParamShape], list[Param
     if not sides(array) or min(map(math.prod, sides(array))) < FACTORED_SIZE:
         return [], [array, placeholder, placeholder]
     # Factored: means over columns and over rows.
-    rows = {*STACKED, "embed"}
-    return [], [_only(array, rows), _only(array, set(array.axes) - {"embed"}), placeholder]
-
-
-STACKED = ("layers", "experts")
-"""Axes of which each index has a matrix of its own."""
+    means = [_without(array, dims) for dims in matrix_dims(array.axes) or ()]
+    return [], [*means, placeholder]
 
 
 def sides(array: ParamShape) -> list[list[int]]:
-    """The sizes of a matrix's rows and columns, "embed" being one side; [] of a vector. Each expert
-    has a matrix of its own."""
-    sizes = dict(zip(array.axes, array.shape))
-    rest = [size for axis, size in sizes.items() if axis not in (*STACKED, "embed")]
-    return [[sizes["embed"]], rest] if "embed" in sizes and rest else []
+    """The sizes of a matrix's rows and columns; [] of a vector. Each expert has a matrix of its
+    own."""
+    return [[array.shape[dim] for dim in dims] for dims in matrix_dims(array.axes) or ()]
 
 
-def _only(array: ParamShape, axes: set[str]) -> ParamShape:
-    left = {axis: size for axis, size in zip(array.axes, array.shape) if axis in axes}
-    return dataclasses.replace(array, axes=tuple(left), shape=tuple(left.values()))
+def _without(array: ParamShape, dims: Sequence[int]) -> ParamShape:
+    left = [dim for dim in range(len(array.shape)) if dim not in dims]
+    axes, shape = (tuple(values[dim] for dim in left) for values in (array.axes, array.shape))
+    return dataclasses.replace(array, axes=axes, shape=shape)

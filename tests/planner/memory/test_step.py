@@ -80,6 +80,13 @@ def test_the_state_of_experts_is_the_engines_to_the_byte(optimizer):
     check_state(config({**sizes, "zero_stage": 1}, model=EXPERTS, name=optimizer))
 
 
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_the_state_of_adapters_is_the_engines_to_the_byte(optimizer):
+    """Both matrices of each, by one rule: of 128 rows Adafactor keeps means."""
+    adapted = MODEL | {"lora_rank": 128}
+    check_state(config({"fsdp": 2, "tensor": 2}, model=adapted, name=optimizer))
+
+
 def check_state(one):
     devices = jax.devices()[: one.layout.num_devices]
     engine = make_engine(one, make_mesh(one.layout, devices))
