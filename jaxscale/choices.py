@@ -22,6 +22,7 @@ OTHER_NAMES = {
     "model.balance_weight": ("router_aux_loss_coef", "moe_aux_loss_coeff", "aux_loss"),
     "model.init_from": ("model_name_or_path", "pretrained", "load_from", "load_parameters_path"),
     "model.lora_rank": ("lora", "lora_r", "lora_dim"),
+    "model.lora_tokens": ("trainable_token_indices", "new_tokens"),
     "model.lora_targets": ("lora_target_modules", "target_modules"),
     "model.compute_dtype": ("dtype", "precision", "bf16"),
     "optimizer.name": ("optimizer",),

@@ -55,16 +55,18 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
 
     from jaxscale.data.tokens.tokenizer import save_tokenizer  # noqa: PLC0415
     from jaxscale.hugging_face.model_folder import copy_special_ids, open_model  # noqa: PLC0415
-    from jaxscale.run.initial_weights import check_settings  # noqa: PLC0415
+    from jaxscale.run.initial_weights import check_settings, read_weights  # noqa: PLC0415
     from jaxscale.run.setup.layout import open_engine  # noqa: PLC0415
     from jaxscale.training.checkpoint import Checkpoints  # noqa: PLC0415
 
     output, peft = options.output, options.from_peft
     model = open_model(options.from_hf, adapters=peft)
+    # That of the adapters, where they have one: it has the tokens that were added for them.
+    beside = peft if peft and _tokenizers(peft) else model.directory
     causal = model.config.causal
     data = {} if causal else {"objective": "masked"}
     sections: dict[str, dict] = {"model": dict(model.settings), "data": data}
-    tokenizers = [name for name in run_folder.TOKENIZERS if (model.directory / name).is_file()]
+    tokenizers = _tokenizers(beside)
     # Where there is none, this is where the run looks for one.
     own = str(output / (*tokenizers, *run_folder.TOKENIZERS)[0])
     sections["data"]["tokenizer"] = own
@@ -85,13 +87,13 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     check_settings(config.model, model, "--config.model", config.data.seq_len)
     tokenizer = None
     if tokenizers or config.data.tokenizer != own:
-        tokenizer = _fitting_tokenizer(config, model.directory)
+        tokenizer = _fitting_tokenizer(config, beside)
     _, engine = open_engine(config)
-    params = model.read(engine.model.axes, engine.placement.canonical.params)
+    params = read_weights(model, engine.model.axes, engine.placement.canonical.params)
     output.mkdir(parents=True, exist_ok=True)
     if tokenizer and not tokenizers:
         save_tokenizer(tokenizer, output)
-    run_folder.copy_tokenizer(model.directory, output)
+    run_folder.copy_tokenizer(beside, output)
     copy_special_ids(model.directory, output)
     host_gb = max(leaf.nbytes for leaf in jax.tree.leaves(params)) // 10**9 + 1
     checkpoints = Checkpoints(output / CHECKPOINTS, report=log.info, host_gb=host_gb)
@@ -116,6 +118,10 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
             f"--config.data.tokenizer={'esm2' if model.config.family == 'esm' else 'FILE'}"
         )
     return {"tensors": len(model.tensors), "parameters": config.model.num_params}
+
+
+def _tokenizers(directory: pathlib.Path) -> list[str]:
+    return [name for name in run_folder.TOKENIZERS if (directory / name).is_file()]
 
 
 def _fitting_tokenizer(config: configs.Config, directory: pathlib.Path) -> Any:
@@ -145,6 +151,7 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     """Writes a checkpoint of a run, the newest by default, as transformers or PEFT reads it."""
     from jaxscale.data.tokens.stop_ids import with_stop_ids  # noqa: PLC0415
     from jaxscale.hugging_face.model_folder import write_adapters  # noqa: PLC0415
+    from jaxscale.models.low_rank import with_token_rows  # noqa: PLC0415
     from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
     from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
     from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
@@ -164,10 +171,16 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     if tokenizer:
         tokenizer = with_stop_ids(tokenizer, metadata["data"].get("stop_ids", ()))
     if options.to_peft:
-        dtype = options.dtype or "float32"
         tensors = write_adapters(
-            output, config.model, engine.model.axes, params, dtype=dtype, base=base
+            output,
+            config.model,
+            engine.model.axes,
+            with_token_rows(config.model, params),
+            dtype=options.dtype or "float32",
+            base=base,
+            beside=workdir,
         )
+        log.info(_what_adapters_need(config.model, base))
     else:
         ids = {}
         if tokenizer:
@@ -206,7 +219,7 @@ def _write_model(
 
     if model.lora_rank:
         params, axes = merge_adapters(model, params), without_adapters(axes)
-        model = dataclasses.replace(model, lora_rank=0, lora_targets="")
+        model = dataclasses.replace(model, lora_rank=0, lora_targets="", lora_tokens="")
         log.info("the adapters are merged into the weights (--to_peft writes them alone)")
     return write_model(
         options.output,
@@ -237,12 +250,28 @@ def _base_of_adapters(model: ModelConfig, workdir: pathlib.Path) -> pathlib.Path
     base = pathlib.Path(model.init_from)
     if not (base / "config.json").is_file() or not is_hugging_face(base):
         return None
-    if new := num_new_tokens(model, open_model(base)):
+    new = num_new_tokens(model, open_model(base))
+    if {*range(model.vocab_size - new, model.vocab_size)} - {*model.trained_tokens}:
         raise ValueError(
             f"model.vocab_size = {model.vocab_size} is {new} more than {base} has, and the rows of "
-            "new tokens are not among the adapters; --to_hf writes the model with these merged"
+            "new tokens are not among the adapters (model.lora_tokens); --to_hf writes the model "
+            "with these merged"
         )
     return base
+
+
+def _what_adapters_need(model: ModelConfig, base: pathlib.Path | None) -> str:
+    """What PEFT loads the adapters of a run with."""
+    where = base or f"the model that the run started from (model.init_from = {model.init_from!r})"
+    resized = (
+        f" and resize_token_embeddings({model.vocab_size}) if it has fewer tokens"
+        if model.trained_tokens
+        else ""
+    )
+    return (
+        f"the adapters hold no weights of the model: PeftModel loads them with {where}{resized}; "
+        "--to_hf writes the model with these merged"
+    )
 
 
 def _refuse_own_code(workdir: pathlib.Path, overrides: list[str], error: ValueError) -> None:

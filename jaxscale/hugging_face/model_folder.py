@@ -3,6 +3,7 @@
 Nothing in it is run: no code (`auto_map`), no pickles.
 """
 
+import dataclasses
 import fnmatch
 import json
 import logging
@@ -66,6 +67,7 @@ class HuggingFaceModel:
     left_out: tuple[str, ...]  # likewise, of trained ones
     adapters: pathlib.Path | None = None  # the folder of those that PEFT wrote for it
     shared: bool = False  # as `adapter_rules`
+    stored_vocab: int | None = None  # tokens in it, where the adapters have more
 
     has_state = False  # of an optimizer
     stop_ids = ()  # those of its files come with the tokenizer
@@ -112,7 +114,9 @@ class HuggingFaceModel:
         Raises:
           ValueError: names missing and unknown tensors, and those of another shape or type.
         """
-        parameters = parameters_of(self.config, axes, shapes, shared=self.shared)
+        parameters = parameters_of(
+            self.config, axes, shapes, shared=self.shared, stored_vocab=self.stored_vocab
+        )
         where = f"{self.directory} with {self.adapters}" if self.adapters else self.directory
         check_tensors(self.tensors, parameters, (*self.ignored, *self.left_out), where)
         return parameters
@@ -199,17 +203,18 @@ def open_model(
         tensors = {_with_end(name, old, new): tensor for name, tensor in tensors.items()}
     if not any(name.startswith(family.hf_prefix) for name in tensors):
         tensors = {family.hf_prefix + name: tensor for name, tensor in tensors.items()}
-    shared = False
+    shared, stored_vocab = False, None
     if adapters:
         model = ModelConfig(**settings)
         found = open_adapters(adapters, model, family.tensors(model))
         settings |= found.settings
         tensors, shared = {**tensors, **found.tensors}, found.shared
+        stored_vocab = found.stored_vocab
     further = range(layers, layers + (hf.get("num_nextn_predict_layers") or 1))
     left_out = (pattern.format(layers=k) for pattern in family.left_out for k in further)
     left_out = tuple(dict.fromkeys(left_out))
     return HuggingFaceModel(
-        directory, settings, tensors, family.ignored, left_out, adapters, shared
+        directory, settings, tensors, family.ignored, left_out, adapters, shared, stored_vocab
     )
 
 
@@ -218,18 +223,26 @@ def _with_end(name: str, old: str, new: str) -> str:
 
 
 def parameters_of(
-    config: ModelConfig, axes: Any, shapes: Any, *, shared: bool = False
+    config: ModelConfig,
+    axes: Any,
+    shapes: Any,
+    *,
+    shared: bool = False,
+    stored_vocab: int | None = None,
 ) -> tuple[ParameterTensors, ...]:
     """The tensors of each parameter of a model, with its adapters.
 
     Args:
       shared: as `adapter_rules`.
+      stored_vocab: tokens that the tensors of tables have; None is the model's.
     """
-    rules = find_family(config.family).tensors(config)
+    size = stored_vocab or config.vocab_size
+    stored = dataclasses.replace(config, vocab_size=size, lora_tokens="")
+    rules = find_family(config.family).tensors(stored)
     leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)
     names = [leaf_name(path) for path, _ in leaves]
-    rules += tuple(adapter_rules(rules, names, config.lora_rank, shared=shared))
-    return parameter_tensors(rules, axes, shapes, config.vocab_size)
+    rules += tuple(adapter_rules(rules, names, config, shared=shared))
+    return parameter_tensors(rules, axes, shapes, size)
 
 
 def write_model(
@@ -304,14 +317,16 @@ def write_adapters(
     *,
     dtype: str,
     base: pathlib.Path | None = None,
+    beside: pathlib.Path | None = None,
 ) -> int:
     """Writes the adapters of a model as PEFT loads them; the folder has its name only once it is
     complete.
 
     Args:
-      params: in canonical form, with those of the model.
+      params: in canonical form, with those of the model; as `with_token_rows` returns them.
       dtype: as `write_model`.
       base: the Hugging Face folder of the model that they are for, if that is known.
+      beside: a run's folder, whose tokenizer goes along where it may have new tokens.
 
     Returns:
       The number of tensors.
@@ -330,6 +345,8 @@ def write_adapters(
     write_params(unfinished, adapters, params, dtype, sys.maxsize, metadata)
     (unfinished / SINGLE).rename(unfinished / PEFT_TENSORS)
     (unfinished / PEFT_CONFIG).write_text(json.dumps(peft, indent=2) + "\n")
+    if beside and config.trained_tokens:
+        copy_tokenizer(beside, unfinished)
     unfinished.rename(directory)
     return len(of_adapters)
 

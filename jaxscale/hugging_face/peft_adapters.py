@@ -6,6 +6,9 @@ The adapter of a weight [outputs, inputs] is two tensors there, `lora_A` [rank, 
 for all of it. It is read as an adapter of each, with the same `lora_A`. Ours, each of which has a
 first matrix of its own, are written as one whose rank is that of all together: `lora_A` has their
 rows one below the other, and `lora_B` each part's outputs in columns of its own, and zeros.
+
+Tokens that are trained (`trainable_token_indices`) have one tensor [tokens, embed] for a table,
+which takes the place of their rows; a table that was made longer for them may be there as a whole.
 """
 
 import dataclasses
@@ -17,7 +20,7 @@ from typing import Any
 
 from jaxscale.hugging_face.safetensors_format import StoredTensor, read_header, read_metadata
 from jaxscale.model_config import ModelConfig
-from jaxscale.model_config.low_rank import ADAPTER, is_adapter
+from jaxscale.model_config.low_rank import ADAPTER, is_adapter, to_ranges
 from jaxscale.model_families.family import TensorRule
 from jaxscale.storage.untrusted import load_json
 
@@ -29,13 +32,19 @@ PEFT_PREFIX = "base_model.model."
 PARTS = {"a": "lora_A", "b": "lora_B"}
 """Ours -> theirs."""
 
+ROWS, WHOLE_TABLE = ".token_adapter.trainable_tokens_delta", ".token_adapter.base_layer.weight"
+"""Ends of names, in place of that of a table's, of rows of tokens, and of all of it."""
+
+TABLES = ("embed/tokens", "head/output")
+"""Parameters whose rows of tokens may be trained."""
+
 TARGETS = "jaxscale.lora_targets"
 """In the metadata of a file of ours with adapters of fused weights: which of them have one."""
 
 NOT_READ = frozenset(
     (
         # Which weights have adapters: the tensors say so.
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        *("target_modules", "exclude_modules", "layers_pattern"),
         # Of training alone, and where all of it comes from.
         *("lora_dropout", "init_lora_weights", "inference_mode", "runtime_config"),
         *("task_type", "base_model_name_or_path", "revision", "peft_version", "auto_mapping"),
@@ -53,14 +62,15 @@ class PeftAdapters:
     """A folder of adapters: the settings of ours, and where its tensors are."""
 
     settings: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor]  # tables that are longer by the names of the model's
     shared: bool  # as `adapter_rules`
+    stored_vocab: int  # rows of the tables
 
 
 def adapter_rules(
-    rules: Sequence[TensorRule], names: Collection[str], rank: int, *, shared: bool
+    rules: Sequence[TensorRule], names: Collection[str], config: ModelConfig, *, shared: bool
 ) -> list[TensorRule]:
-    """The tensor of each adapter's matrix.
+    """The tensor of each adapter's matrix, and of the rows of tokens beside a table.
 
     Args:
       rules: of the model without adapters.
@@ -69,11 +79,16 @@ def adapter_rules(
     """
     adapters = {name for name in names if is_adapter(name)}
     weights = [rule for rule in rules if f"{rule.param}{ADAPTER}/a" in adapters]
-    found = []
+    shape = len(config.trained_tokens), config.d_model
+    found = [
+        TensorRule(f"{table.param}{ADAPTER}/rows", _rows_tensor(table), shape, (0, 1), shape=shape)
+        for table in rules
+        if f"{table.param}{ADAPTER}/rows" in adapters
+    ]
     for group in _by_tensor(weights):
         count = 1 if shared else len(group)
         for number, weight in enumerate(group):
-            found += _rules_of(weight, rank, 0 if shared else number, count)
+            found += _rules_of(weight, config.lora_rank, 0 if shared else number, count)
     return found
 
 
@@ -120,7 +135,15 @@ def _rules_of(weight: TensorRule, rank: int, number: int, count: int) -> list[Te
 
 
 def _adapter_tensor(weight: TensorRule, part: str) -> str:
-    return f"{PEFT_PREFIX}{weight.name.removesuffix('.weight')}.{PARTS[part]}.weight"
+    return f"{PEFT_PREFIX}{_module(weight)}.{PARTS[part]}.weight"
+
+
+def _rows_tensor(table: TensorRule) -> str:
+    return f"{PEFT_PREFIX}{_module(table)}{ROWS}"
+
+
+def _module(rule: TensorRule) -> str:
+    return rule.name.removesuffix(".weight")
 
 
 def _target(rule: TensorRule) -> str:
@@ -143,7 +166,7 @@ def _further_ranks(config: ModelConfig, rules: Sequence[TensorRule]) -> dict[str
     """The options of PEFT for modules whose adapters have the rank of several of ours."""
     weights = [rule for rule in rules if _target(rule) in config.adapted_weights]
     counts = {
-        group[0].name.removesuffix(".weight").split("{layer}.", 1)[1]: len(group)
+        _module(group[0]).split("{layer}.", 1)[1]: len(group)
         for group in _by_tensor(weights)
         if len(group) > 1
     }
@@ -188,6 +211,7 @@ def open_adapters(
             f"{path}: peft_type = {peft.get('peft_type')!r}, r = {rank!r}, lora_alpha = {alpha!r}; "
             "it must be 'LORA', with a rank and an alpha above 0"
         )
+    _refuse_layers(peft, path, model.num_layers)
     tensors = read_header(directory / PEFT_TENSORS)
     ours = read_metadata(directory / PEFT_TENSORS).get(TARGETS)
     every = dataclasses.replace(model, lora_rank=rank).adapted_weights
@@ -208,7 +232,66 @@ def open_adapters(
     }
     written = _further_ranks(dataclasses.replace(model, **settings), rules)
     _refuse_others(peft, path, {} if ours is None else written)
-    return PeftAdapters(settings, tensors, shared=ours is None)
+    tables = {
+        _module(rule) + ".weight": tensors[name]
+        for rule in rules
+        if rule.param in TABLES
+        and (name := f"{PEFT_PREFIX}{_module(rule)}{WHOLE_TABLE}") in tensors
+    }
+    stored = min([one.shape[0] for one in tables.values()], default=model.vocab_size)
+    settings |= _token_settings(peft, path, model, rules, tensors, stored)
+    rest = {name: one for name, one in tensors.items() if not name.endswith(WHOLE_TABLE)}
+    return PeftAdapters(settings, {**rest, **tables}, ours is None, stored)
+
+
+def _refuse_layers(peft: Mapping[str, Any], path: pathlib.Path, num_layers: int) -> None:
+    """Refuses adapters of some layers alone: here every layer has them."""
+    layers = peft.get("layers_to_transform")
+    if layers is not None and set(layers if isinstance(layers, list) else [layers]) != {
+        *range(num_layers)
+    }:
+        raise ValueError(
+            f"{path}: layers_to_transform = {layers!r}, and adapters are in each of the "
+            f"{num_layers} layers here, or in none; merge them into the model (merge_and_unload of "
+            "PEFT), and convert that"
+        )
+
+
+def _token_settings(
+    peft: Mapping[str, Any],
+    path: pathlib.Path,
+    model: ModelConfig,
+    rules: Sequence[TensorRule],
+    tensors: Collection[str],
+    stored: int,
+) -> dict[str, Any]:
+    """The settings of tokens that are trained: `lora_tokens`, and `vocab_size` where they are new.
+
+    Args:
+      stored: tokens of the tables.
+
+    Raises:
+      ValueError: other tokens in the head than in the embedding, or new ones without rows.
+    """
+    given = peft.get("trainable_token_indices") or {}
+    by_table = list(given.values()) if isinstance(given, dict) else [given]
+    ids = by_table[0] if by_table else []
+    if not ids:
+        return {"vocab_size": stored}
+    tables = {rule.param: rule for rule in reversed(rules) if rule.param in TABLES}
+    missing = [_module(one) for one in tables.values() if _rows_tensor(one) not in tensors]
+    if missing or any(one != ids for one in by_table):
+        raise ValueError(
+            f"{path}: trainable_token_indices = {given!r}; the same tokens are trained in the "
+            f"embedding and in a head of its own here: {', '.join(map(_module, tables.values()))}"
+        )
+    size = max(stored, max(ids) + 1)
+    if left := sorted({*range(stored, size)} - {*ids}):
+        raise ValueError(
+            f"{path}: trainable_token_indices = {given!r}, and the model has {stored} tokens: "
+            f"there is no row of token {left[0]}; save the model with its longer embedding, too"
+        )
+    return {"vocab_size": size, "lora_tokens": to_ranges(ids)}
 
 
 def _refuse_others(peft: Mapping[str, Any], path: pathlib.Path, written: Mapping[str, Any]) -> None:
@@ -227,6 +310,7 @@ def _refuse_others(peft: Mapping[str, Any], path: pathlib.Path, written: Mapping
     if peft.get("bias", "none") != "none":
         raise ValueError(f"{path}: bias = {peft['bias']!r}; adapters of weights alone are read")
     known = {"peft_type", "r", "lora_alpha", "use_rslora", "bias", *NOT_READ}
+    known |= {"layers_to_transform", "trainable_token_indices"}  # read elsewhere
     for name, value in peft.items():
         if name not in known and value and value != written.get(name):
             raise ValueError(f"{path}: {name} = {value!r} is not supported")
@@ -254,13 +338,16 @@ def adapter_config(
       adapters: names of the adapters'.
       base: where the model is, if that is known.
     """
-    adapted = {name.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0] for name in adapters}
+    matrices = [name for name in adapters if not name.endswith(ROWS)]
+    adapted = {name.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0] for name in matrices}
     others = {name.removesuffix(".weight") for name in tensors} - adapted
     ends = {name.rsplit(".", 1)[1] for name in adapted}
     # PEFT gives an adapter to every module whose name ends so.
     distinct = ends.isdisjoint(name.rsplit(".", 1)[-1] for name in others)
     weights = [rule for rule in rules if _target(rule) in config.adapted_weights]
     kind = "SEQ_2_SEQ_LM" if config.num_encoder_layers else "CAUSAL_LM" if config.causal else None
+    tables = [_module(rule).rsplit(".", 1)[-1] for rule in rules if _rows_tensor(rule) in adapters]
+    tokens = {name: list(config.trained_tokens) for name in tables}
     return {
         "peft_type": "LORA",
         "task_type": kind,
@@ -278,4 +365,5 @@ def adapter_config(
         "use_dora": False,
         "modules_to_save": None,
         "init_lora_weights": True,
+        "trainable_token_indices": tokens or None,
     }

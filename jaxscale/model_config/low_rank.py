@@ -1,15 +1,20 @@
 """The options of low-rank adapters (LoRA, arXiv 2106.09685), with which a model is fine-tuned."""
 
+import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxscale.choices import check_at_least, check_choice
 
-LORA = ("lora_rank", "lora_alpha", "lora_targets")
+LORA = ("lora_rank", "lora_alpha", "lora_targets", "lora_tokens")
 """The settings, which a model without adapters need not show."""
 
 OF_ATTENTION = ("q", "k", "v", "out")
 OF_MLP = ("up", "gate", "down")
+
+RANGE = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
+"""Of `lora_tokens`: an id, or the first and the last one of several."""
 
 ADAPTER = "_lora"
 """How the name of an adapter ends, after that of its weight."""
@@ -25,8 +30,11 @@ class LoraOptions:
     lora_rank: int = 0  # of an adapter's two matrices; 0 trains the weights themselves
     lora_alpha: float = 16.0  # what adapters add is times alpha over rank
     lora_targets: str = ""  # weights of a layer with an adapter, of q,k,v,out,up,gate,down; "": all
+    lora_tokens: str = ""  # ids whose rows of embedding and head are trained, too, as 384-385,7
 
-    def check_lora(self, *, gated: bool, has_experts: bool, is_latent: bool) -> None:
+    def check_lora(
+        self, vocab_size: int, *, gated: bool, has_experts: bool, is_latent: bool
+    ) -> None:
         """Refuses options that contradict each other, and weights without adapters.
 
         Raises:
@@ -34,12 +42,18 @@ class LoraOptions:
         """
         check_at_least("model", self, lora_rank=0)
         if not self.lora_rank:
-            if self.lora_targets:
-                raise ValueError(
-                    f"model.lora_targets = {self.lora_targets!r} with model.lora_rank = 0, which "
-                    "is no adapters; set model.lora_rank, such as 16"
-                )
+            for name in ("lora_targets", "lora_tokens"):
+                if value := getattr(self, name):
+                    raise ValueError(
+                        f"model.{name} = {value!r} with model.lora_rank = 0, which is no adapters; "
+                        "set model.lora_rank, such as 16"
+                    )
             return
+        if (last := max(self.trained_tokens, default=0)) >= vocab_size:
+            raise ValueError(
+                f"model.lora_tokens = {self.lora_tokens!r} names token {last}, "
+                f"and the last one is {vocab_size - 1} (model.vocab_size = {vocab_size})"
+            )
         if self.lora_alpha <= 0:
             raise ValueError(f"model.lora_alpha = {self.lora_alpha} must be above 0")
         if is_latent:
@@ -57,6 +71,16 @@ class LoraOptions:
             check_choice("model.lora_targets", name, known)
         if len(set(self._named_targets)) < len(self._named_targets):
             raise ValueError(f"model.lora_targets = {self.lora_targets!r} names a weight twice")
+
+    @property
+    def trained_tokens(self) -> tuple[int, ...]:
+        """The tokens whose rows of the embedding, and of a head of its own, are trained beside the
+        frozen ones, in the order of their rows.
+
+        Raises:
+          ValueError: `lora_tokens` is not ids and ranges of ids, or names one twice.
+        """
+        return _parse_ids(self.lora_tokens)
 
     @property
     def _named_targets(self) -> list[str]:
@@ -95,6 +119,34 @@ class LoraOptions:
 def is_adapter(name: str) -> bool:
     """Whether a parameter is an adapter's: "layers/attention/q_lora/a"."""
     return any(part.endswith(ADAPTER) for part in name.split("/"))
+
+
+def to_ranges(ids: Sequence[int]) -> str:
+    """Ids as `lora_tokens` names them: "7,384-385"."""
+    runs: list[list[int]] = []
+    for one in ids:
+        if runs and one == runs[-1][1] + 1:
+            runs[-1][1] = one
+        else:
+            runs.append([one, one])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+@functools.lru_cache(maxsize=64)
+def _parse_ids(text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for part in text.split(",") if text else ():
+        match = RANGE.fullmatch(part.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise ValueError(
+                f"model.lora_tokens = {text!r}: {part.strip()!r} is not a token's id or a range of "
+                "ids, such as 7 or 384-385"
+            )
+        found += range(first, last + 1)
+    if len(set(found)) < len(found):
+        raise ValueError(f"model.lora_tokens = {text!r} names a token twice")
+    return tuple(found)
 
 
 def _targets(*, gated: bool, has_experts: bool) -> tuple[str, ...]:

@@ -168,7 +168,7 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
         self._check_positions()
         self.check_experts(self.num_layers, self.period)
         self.check_latent(self.num_heads, self.num_kv_heads, self.head_dim)
-        self.check_lora(**self._adapter_kinds, is_latent=bool(self.kv_rank))
+        self.check_lora(self.vocab_size, **self._adapter_kinds, is_latent=bool(self.kv_rank))
         ahead = bool(self.num_encoder_layers) or not self.causal
         self.check_prediction(self.positions, self.layer_pattern, ahead)
         more = self.qk_norm or self.attention_sinks or self.attention_bias != "none"
@@ -256,7 +256,7 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
         """Settings that this model does not read."""
         idle = set(SCALING) - set(READ_BY[self.rope_scaling])
         idle |= set() if self.prediction_depth else set(PREDICTION)
-        idle |= set() if self.lora_rank else set(LORA)
+        idle |= {"lora_tokens"} if self.lora_rank else set(LORA)
         idle |= set() if self.expert_pattern else {"expert_pattern"}
         idle |= set() if self.matmul_dtype else {"matmul_dtype"}
         idle |= set() if self.dropout else {"dropout"}
@@ -454,7 +454,8 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
         norms = self.final_norm + self.embedding_norm + self.head_transform
         if self.head_transform:
             head += self.d_model**2 + self.d_model + self.padded_vocab_size
-        outer = embedding + head + positions + types + norms * self._norm_params
+        rows = len(self.trained_tokens) * self.d_model * (1 if self.tied_embeddings else 2)
+        outer = embedding + head + rows + positions + types + norms * self._norm_params
         return layers + outer + self._encoder_params + self._prediction_params
 
     @property

@@ -25,7 +25,7 @@ from jaxscale.models.forward import scan_periods
 from jaxscale.models.head import Head, make_norm
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.latent_attention import empty_latent_cache
-from jaxscale.models.low_rank import frozen_names
+from jaxscale.models.low_rank import borrowed_rows, frozen_names, rows_in_head
 from jaxscale.models.parts import (
     Part,
     adjust_biases,
@@ -145,7 +145,8 @@ class Decoder:
     @property
     def borrows(self) -> Mapping[str, tuple[str, ...]]:
         """A tied head uses the embedding; and the final norm, where modules read after it."""
-        config, found = self.settings, {}
+        config = self.settings
+        found = borrowed_rows(config)
         if config.tied_embeddings:
             found["tied"] = ("embed", "tokens")
         if config.prediction_depth and config.final_norm:
@@ -347,31 +348,15 @@ class Decoder:
     def _cross_entropy(
         self, head: Params, x_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        x_BTD, matrix, bias_V = self._final(head, x_BTD)
-        return self.kernels.cross_entropy(
-            x_BTD,
-            matrix,
-            targets_BT,
-            weights_BT,
-            vocab_size=self.num_classes,
-            bias_V=bias_V,
-            soft_cap=self.settings.logit_soft_cap,
-            z_loss=self.settings.z_loss,
-            transposed=self.settings.tied_embeddings,
-        )
+        x_BTD, matrix, how = self._final(head, x_BTD)
+        how["z_loss"] = self.settings.z_loss
+        return self.kernels.cross_entropy(x_BTD, matrix, targets_BT, weights_BT, **how)
 
     def logits(self, head: Params, x_BTD: jax.Array) -> jax.Array:
         """Float32 [batch, seq, vocab_size]."""
         x_BTD = self._final_norm(self._borrowed_norm(head), x_BTD)
-        x_BTD, matrix, bias_V = self._final(head, x_BTD)
-        return logits(
-            x_BTD,
-            matrix,
-            vocab_size=self.num_classes,
-            bias_V=bias_V,
-            soft_cap=self.settings.logit_soft_cap,
-            transposed=self.settings.tied_embeddings,
-        )
+        x_BTD, matrix, how = self._final(head, x_BTD)
+        return logits(x_BTD, matrix, **how)
 
     @property
     def can_decode(self) -> bool:
@@ -439,15 +424,21 @@ class Decoder:
     def _final_norm(self, params: Params | None, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if params is None else module_of(make_norm, self.settings, params)(x_BTD)
 
-    def _final(
-        self, head: Params, x_BTD: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+        """What the output matrix takes, the matrix, and the other arguments of `logits`."""
         own = {name: value for name, value in head.items() if name not in self.borrows}
         module = self._module(type(self).head_type, own)
-        matrix = head["tied"] if self.settings.tied_embeddings else module.output[...]
+        tied = self.settings.tied_embeddings
+        matrix = head["tied"] if tied else module.output[...]
         bias = getattr(module, "output_bias", None)
-        bias = None if bias is None else bias[...]
-        return module(x_BTD), matrix, bias
+        how = {
+            "vocab_size": self.num_classes,
+            "bias_V": None if bias is None else bias[...],
+            "soft_cap": self.settings.logit_soft_cap,
+            "transposed": tied,
+            **rows_in_head(self.settings, head),
+        }
+        return module(x_BTD), matrix, how
 
     def _module(self, kind: type[nnx.Module], params: Params) -> Any:
         return module_of(kind, self.settings, params)

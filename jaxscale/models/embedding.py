@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxscale.model_config import ModelConfig
 from jaxscale.models.block import Norm
+from jaxscale.models.low_rank import rows_of
 from jaxscale.models.weights import Weights
 
 TRAINING_MASKS = 0.15 * 0.8
@@ -24,6 +25,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, key: jax.Array):
         weights = Weights(config, key)
         self.tokens = weights.normal("vocab", "embed")
+        self.tokens_lora = rows_of(config, weights)
         learned = config.positions == "learned"
         self.positions = weights.normal("positions", "embed") if learned else None
         types = config.token_types
@@ -51,6 +53,8 @@ class Embedding(nnx.Module):
           types_BT: token types; None is type 0 everywhere.
         """
         x_BTD = lookup(self.tokens[...], tokens_BT, "vocab", self.compute_dtype)
+        if self.tokens_lora is not None:
+            x_BTD += self.tokens_lora(tokens_BT, lookup, self.compute_dtype)
         if self.dropped >= 0:
             # A causal model must not know how many tokens after it are masked.
             texts_BT = None if self.causal else segments_BT

@@ -30,7 +30,7 @@ from jaxscale.models.encoder_decoder_block import (
 from jaxscale.models.forward import apply_stack, scan_periods
 from jaxscale.models.head import Head
 from jaxscale.models.kernels import Kernels, plain_lookup
-from jaxscale.models.low_rank import frozen_names
+from jaxscale.models.low_rank import borrowed_rows, frozen_names, rows_in_head
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import (
     axes_of,
@@ -83,7 +83,8 @@ class EncoderDecoder:
     @property
     def borrows(self) -> Mapping[str, tuple[str, ...]]:
         """A tied head uses the embedding."""
-        return {"tied": ("embed", "tokens")} if self.settings.tied_embeddings else {}
+        tied = {"tied": ("embed", "tokens")} if self.settings.tied_embeddings else {}
+        return {**tied, **borrowed_rows(self.settings)}
 
     @property
     def rules(self) -> Mapping[str, tuple[str, ...]]:
@@ -158,23 +159,17 @@ class EncoderDecoder:
     def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
         """The sum over weighted tokens of loss, and of the negative log-likelihood in nats."""
         with jax.named_scope("head"):
-            x_BTD, matrix = self._final(head, stream["x"])
+            x_BTD, matrix, how = self._final(head, stream["x"])
+            how["z_loss"] = self.settings.z_loss
             loss, nll = self.kernels.cross_entropy(
-                x_BTD,
-                matrix,
-                batch.targets,
-                batch.weights,
-                vocab_size=self.settings.vocab_size,
-                z_loss=self.settings.z_loss,
-                transposed=self.settings.tied_embeddings,
+                x_BTD, matrix, batch.targets, batch.weights, **how
             )
             return {"loss": loss, "nll": nll}
 
     def logits(self, head: Params, x_BTD: jax.Array) -> jax.Array:
         """Float32 [batch, seq, vocab_size]."""
-        x_BTD, matrix = self._final(head, x_BTD)
-        size, tied = self.settings.vocab_size, self.settings.tied_embeddings
-        return logits(x_BTD, matrix, vocab_size=size, transposed=tied)
+        x_BTD, matrix, how = self._final(head, x_BTD)
+        return logits(x_BTD, matrix, **how)
 
     @property
     def can_decode(self) -> bool:
@@ -229,8 +224,8 @@ class EncoderDecoder:
     ) -> tuple[jax.Array, CrossCache]:
         """`Decoder.decode`, with a cache that `encode` made; there are no rotary positions."""
         del lengths_B
-        embed, dtype = params["embed"], jnp.dtype(self.settings.compute_dtype)
-        x_BTD = plain_lookup(embed["tokens"], tokens_BT, "vocab", dtype)
+        embed = params["embed"]
+        x_BTD = self._embedded(embed, tokens_BT, plain_lookup)
         bias_bN = self._table(embed, "decoder_bias").get("bias")
 
         def one(carry, layer, kind):
@@ -252,19 +247,30 @@ class EncoderDecoder:
         norm = module_of(SharedEmbedding, self.settings, embed).encoder_norm
         return self.kernels.shard(norm(stream["encoded"]), STREAM)
 
-    def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        own = {name: value for name, value in head.items() if name != "tied"}
+    def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
+        """As that of `Decoder`."""
+        own = {name: value for name, value in head.items() if name not in self.borrows}
         module = module_of(Head, self.settings, own)
-        matrix = head["tied"] if self.settings.tied_embeddings else module.output[...]
+        size, tied = self.settings.vocab_size, self.settings.tied_embeddings
+        matrix = head["tied"] if tied else module.output[...]
+        how = {"vocab_size": size, "transposed": tied, **rows_in_head(self.settings, head)}
         x_BTD = module.norm(x_BTD)
         if self.settings.scaled_head:
             x_BTD *= jnp.asarray(self.settings.d_model**-0.5, x_BTD.dtype)
-        return x_BTD, matrix
+        return x_BTD, matrix, how
 
     def _lookup(self, embed: Params, tokens: jax.Array) -> jax.Array:
-        dtype = self.settings.compute_dtype
-        x = self.kernels.lookup(embed["tokens"], tokens, "vocab", jnp.dtype(dtype))
-        return self.kernels.shard(x, STREAM)
+        return self.kernels.shard(self._embedded(embed, tokens, self.kernels.lookup), STREAM)
+
+    def _embedded(self, embed: Params, tokens_BT: jax.Array, lookup: Callable) -> jax.Array:
+        module, dtype = (
+            module_of(SharedEmbedding, self.settings, embed),
+            self.settings.compute_dtype,
+        )
+        x_BTD = lookup(module.tokens[...], tokens_BT, "vocab", jnp.dtype(dtype))
+        if module.tokens_lora is not None:
+            x_BTD += module.tokens_lora(tokens_BT, lookup, dtype)
+        return x_BTD
 
     def _table(self, embed: Params, name: str) -> Stream:
         """The shared table, in float32 or wider whatever type the embedding has."""

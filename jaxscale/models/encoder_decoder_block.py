@@ -18,6 +18,7 @@ from jaxscale.batch import Batch
 from jaxscale.model_config import ModelConfig
 from jaxscale.models.block import MLP, Attention, Cache, Norm
 from jaxscale.models.kernels import Kernels
+from jaxscale.models.low_rank import rows_of
 from jaxscale.models.protocol import STREAM
 from jaxscale.models.weights import (
     Weights,
@@ -203,6 +204,7 @@ class SharedEmbedding(nnx.Module):
     def __init__(self, config: ModelConfig, key: jax.Array):
         weights = Weights(config, key)
         self.tokens = weights.normal("vocab", "embed")
+        self.tokens_lora = rows_of(config, weights)
         self.encoder_norm = Norm(config, weights)
         shared = config.relative_bias == "shared"
         self.encoder_bias = weights.normal(*TABLE) if shared else None

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxscale.model_config import ModelConfig
 from jaxscale.models.block import ACTIVATIONS, Norm
+from jaxscale.models.low_rank import rows_of
 from jaxscale.models.weights import Weights
 from jaxscale.ops.tensor_parallel import add_bias
 
@@ -21,6 +22,7 @@ class Head(nnx.Module):
         own_norm = config.final_norm and not config.prediction_depth
         self.norm = Norm(config, weights) if own_norm else None
         self.output = None if config.tied_embeddings else weights.normal("embed", "vocab")
+        self.output_lora = None if config.tied_embeddings else rows_of(config, weights)
         self.activation = config.activation
         if config.head_transform:
             self.transform = weights.normal("embed", "transform")

@@ -47,6 +47,7 @@ class Weights:
             "query_rank": config.query_rank,
             "kv_rank": config.kv_rank,
             "lora_rank": config.lora_rank,
+            "lora_tokens": len(config.trained_tokens),
             "plain_dim": config.head_dim - config.rope_head_dim,
             "value_dim": config.value_dim,
             "halves": 2,

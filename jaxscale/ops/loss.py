@@ -1,7 +1,8 @@
 """Cross entropy that never materialises the logits of all tokens at once.
 
 Shapes: B batch, T time, N tokens (B * T), J chunks, C tokens of one chunk,
-D features, V vocabulary (inside the functions of one rank: its columns of the head).
+D features, V vocabulary (inside the functions of one rank: its columns of the head), K tokens with
+rows of their own.
 """
 
 import functools
@@ -31,6 +32,7 @@ class _Static(NamedTuple):
     spread: Spread | None
     scatters: bool
     unroll: bool
+    ids: tuple[int, ...]
 
     @property
     def ranks(self) -> str | None:
@@ -55,6 +57,8 @@ def cross_entropy(
     spread: Spread | None = None,
     scatters: bool = False,
     unroll: bool = False,
+    rows_KD: Array | None = None,
+    ids: tuple[int, ...] = (),
 ) -> tuple[Array, Array]:
     """Sums weight * (nll + z_loss * log(Z)^2) over tokens, in nats.
 
@@ -87,6 +91,8 @@ def cross_entropy(
         once, at the end.
       scatters: whether each rank of `spread.time` keeps its part of D of that sum, as of the state.
       unroll: unrolls the loop over chunks.
+      rows_KD: added to the head's columns of the tokens `ids`; its gradient is computed without
+        that of the head.
 
     Returns:
       The loss, and the sum of weight * nll alone, through which no gradient flows. Both are
@@ -105,8 +111,9 @@ def cross_entropy(
         spread,
         scatters and bool(spread and spread.time),
         unroll,
+        ids,
     )
-    return _loss(static, x_BTD, head, bias_V, targets_BT, weights_BT)
+    return _loss(static, x_BTD, head, bias_V, rows_KD, targets_BT, weights_BT)
 
 
 def logits(
@@ -117,9 +124,12 @@ def logits(
     bias_V: Array | None = None,
     soft_cap: float = 0.0,
     transposed: bool = False,
+    rows_KD: Array | None = None,
+    ids: tuple[int, ...] = (),
 ) -> Array:
     """Logits of every token, float32 or wider, [..., vocab_size]; arguments of `cross_entropy`."""
-    raw_BTV = _project(x_BTD, head, bias_V, transposed)[..., :vocab_size]
+    added = None if rows_KD is None else (rows_KD, ids)
+    raw_BTV = _project(x_BTD, head, bias_V, transposed, added)[..., :vocab_size]
     return soft_cap * jnp.tanh(raw_BTV / soft_cap) if soft_cap else raw_BTV
 
 
@@ -138,16 +148,40 @@ def _project(
     head: Array,
     bias_V: Array | None,
     transposed: bool,
+    added: tuple[Array, tuple[int, ...]] | None = None,
+    first: Any = 0,
     spread: Spread | None = None,
 ) -> Array:
-    """Logits, accumulated in float32 or wider, over ranks that have other features too."""
+    """Logits, accumulated in float32 or wider, over ranks that have other features too.
+
+    Args:
+      added: rows [K, D], and the tokens whose columns of the head they are added to.
+      first: the token of the head's first column.
+    """
     contract = "...D,VD->...V" if transposed else "...D,DV->...V"
     raw_CV = jnp.einsum(
         contract, x_CD, head.astype(x_CD.dtype), preferred_element_type=_softmax_dtype(x_CD)
     )
+    if added:
+        rows_KD, ids = added
+        raw_CK = _project(x_CD, rows_KD, None, transposed=True)
+        # Not scattered: on CPUs a stage of a pipeline that scatters does not return (jax 0.12).
+        raw_CV += _matmul("...K,KV->...V", raw_CK, _is_token(ids, first, raw_CV))
     if spread:
         (raw_CV,) = spread.summed([raw_CV])
     return raw_CV if bias_V is None else raw_CV + bias_V.astype(raw_CV.dtype)
+
+
+def _is_token(ids: tuple[int, ...], first: Any, like_CV: Array) -> Array:
+    """[K, V] with a 1 in the column of each of these tokens, in a type."""
+    columns_V = first + jnp.arange(like_CV.shape[-1])
+    return (jnp.asarray(ids)[:, None] == columns_V).astype(like_CV.dtype)
+
+
+def _matmul(contract: str, *operands: Array) -> Array:
+    """Accumulated in float32 or wider, its operands not rounded."""
+    dtype = _softmax_dtype(operands[0])
+    return jnp.einsum(contract, *operands, precision="highest", preferred_element_type=dtype)
 
 
 def _chunk_loss(
@@ -155,15 +189,21 @@ def _chunk_loss(
     x_CD: Array,
     head: Array,
     bias_V: Array | None,
+    rows_KD: Array | None,
     targets_C: Array,
     weights_C: Array,
 ):
     """One chunk's loss and nll, and a function that returns the gradient for its logits."""
-    raw_CV = capped_CV = _project(x_CD, head, bias_V, static.transposed, static.spread)
+    columns = head.shape[0 if static.transposed else 1]
+    first = _first_id(static, columns)
+    added = None if rows_KD is None else (rows_KD, static.ids)
+    raw_CV = capped_CV = _project(
+        x_CD, head, bias_V, static.transposed, added, first, static.spread
+    )
     if static.soft_cap:
         capped_CV = static.soft_cap * jnp.tanh(raw_CV / static.soft_cap)
-    columns, ranks = capped_CV.shape[-1], static.ranks
-    ids_V = _first_id(static, columns) + jnp.arange(columns, dtype=targets_C.dtype)
+    ranks = static.ranks
+    ids_V = first + jnp.arange(columns, dtype=targets_C.dtype)
     is_target_CV = ids_V == targets_C[:, None]
     padded = columns * (jax.lax.axis_size(ranks) if ranks else 1) > static.vocab_size
     is_real_V = ids_V < static.vocab_size if padded else None
@@ -289,14 +329,14 @@ def _on_ranks(static: _Static, local: Callable, gradients: bool) -> Callable:
     if spread is None:
         return local
     everywhere, bias = PartitionSpec(), PartitionSpec(spread.axis)
-    tokens = PartitionSpec(None, spread.time)
+    tokens, rows = PartitionSpec(None, spread.time), PartitionSpec(None, spread.features)
     head = spread.weight(2, o=1 if static.transposed else 0)
     results: Any = (everywhere, everywhere)
     if gradients:
         kept = PartitionSpec(spread.time, spread.axis)
         summed = kept if static.scatters else spread.weight(2, o=0)
-        results = results, (spread.stream, summed, bias)
-    return spread.manual(local, (spread.stream, head, bias, tokens, tokens), results)
+        results = results, (spread.stream, summed, bias, rows)
+    return spread.manual(local, (spread.stream, head, bias, rows, tokens, tokens), results)
 
 
 def _over_time(static: _Static, sums: Any) -> Any:
@@ -325,11 +365,12 @@ def _loss(
     x_BTD: Array,
     head: Array,
     bias_V: Array | None,
+    rows_KD: Array | None,
     targets_BT: Array,
     weights_BT: Array,
 ):
     local = _on_ranks(static, functools.partial(_local_loss, static), gradients=False)
-    return local(x_BTD, head.astype(x_BTD.dtype), bias_V, targets_BT, weights_BT)
+    return local(x_BTD, head.astype(x_BTD.dtype), bias_V, rows_KD, targets_BT, weights_BT)
 
 
 def _local_loss(
@@ -337,6 +378,7 @@ def _local_loss(
     x_BTD: Array,
     head: Array,
     bias_V: Array | None,
+    rows_KD: Array | None,
     targets_BT: Array,
     weights_BT: Array,
 ):
@@ -346,7 +388,7 @@ def _local_loss(
 
     def step(sums, chunk):
         x_CD, targets_C, weights_C = chunk
-        loss, nll, _ = _chunk_loss(static, x_CD, head, bias_V, targets_C, weights_C)
+        loss, nll, _ = _chunk_loss(static, x_CD, head, bias_V, rows_KD, targets_C, weights_C)
         return (sums[0] + loss, sums[1] + nll), None
 
     zero = jnp.zeros((), _softmax_dtype(x_BTD))
@@ -360,14 +402,15 @@ def _loss_forward(
     x_BTD: Array,
     head: Array,
     bias_V: Array | None,
+    rows_KD: Array | None,
     targets_BT: Array,
     weights_BT: Array,
 ):
     local = _on_ranks(static, functools.partial(_local_gradients, static), gradients=True)
     narrow = head.astype(x_BTD.dtype)
-    sums, gradients = local(x_BTD, narrow, bias_V, targets_BT, weights_BT)
-    like_bias = None if bias_V is None else jnp.zeros((), bias_V.dtype)
-    return sums, (*gradients, jnp.zeros((), head.dtype), like_bias)
+    sums, gradients = local(x_BTD, narrow, bias_V, rows_KD, targets_BT, weights_BT)
+    like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), (head, bias_V, rows_KD))
+    return sums, (*gradients, like)
 
 
 def _local_gradients(
@@ -375,10 +418,12 @@ def _local_gradients(
     x_BTD: Array,
     head: Array,
     bias_V: Array | None,
+    rows_KD: Array | None,
     targets_BT: Array,
     weights_BT: Array,
 ):
-    """(loss, nll) and their gradients for x, the head as [D, V], and the bias, on one rank."""
+    """(loss, nll) and their gradients for x, the head as [D, V], the bias and the rows, on one
+    rank."""
     matmul = functools.partial(jnp.einsum, preferred_element_type=_softmax_dtype(x_BTD))
     weights_BT = weights_BT.astype(_softmax_dtype(x_BTD))
     shape_DV = head.shape[::-1] if static.transposed else head.shape
@@ -394,47 +439,65 @@ def _local_gradients(
             # A matmul that reads a slice of a larger array, as XLA can have it, is one whose kernel
             # it does not choose by timing: on an H200 the three took 15 % longer.
             x_CD, x_DC = map(jax.lax.optimization_barrier, (x_CD, x_DC))
-        loss_sum, nll_sum, grad_head_DV, grad_bias_V = carry
-        loss, nll, logits_gradient = _chunk_loss(static, x_CD, head, bias_V, targets_C, weights_C)
+        loss_sum, nll_sum, grad_head_DV, grad_bias_V, grad_rows_KD = carry
+        loss, nll, logits_gradient = _chunk_loss(
+            static, x_CD, head, bias_V, rows_KD, targets_C, weights_C
+        )
         grad_CV = logits_gradient()
         grad_x_CD = matmul("CV,VD->CD" if static.transposed else "CV,DV->CD", grad_CV, head)
         grad_head_DV += matmul("DC,CV->DV", x_DC, grad_CV)
         if bias_V is not None:
             grad_bias_V += jnp.sum(grad_CV.astype(grad_bias_V.dtype), axis=0)
-        sums = (loss_sum + loss, nll_sum + nll, grad_head_DV, grad_bias_V)
+        if rows_KD is not None:
+            first = _first_id(static, grad_CV.shape[-1])
+            grad_CK = _matmul("CV,KV->CK", grad_CV, _is_token(static.ids, first, grad_CV))
+            grad_CK = grad_CK.astype(x_CD.dtype)
+            grad_x_CD += matmul("CK,KD->CD", grad_CK, rows_KD.astype(x_CD.dtype))
+            grad_rows_KD += matmul("CK,CD->KD", grad_CK, x_CD)
+        sums = (loss_sum + loss, nll_sum + nll, grad_head_DV, grad_bias_V, grad_rows_KD)
         return sums, grad_x_CD.astype(x_CD.dtype)
 
     zero = jnp.zeros((), _softmax_dtype(x_BTD))
     head_start = jnp.zeros(shape_DV, static.accumulation_dtype)
-    bias_start = None if bias_V is None else jnp.zeros(bias_V.shape, static.accumulation_dtype)
+    bias_start, rows_start = (
+        None if x is None else jnp.zeros(x.shape, static.accumulation_dtype)
+        for x in (bias_V, rows_KD)
+    )
     carry, grad_x_JCD = jax.lax.scan(
         step,
-        (zero, zero, head_start, bias_start),
+        (zero, zero, head_start, bias_start, rows_start),
         (x_JCD, x_JDC, targets_JC, weights_JC),
         unroll=static.unroll,
     )
-    loss, nll, grad_head_DV, grad_bias_V = carry
+    loss, nll, grad_head_DV, grad_bias_V, grad_rows_KD = carry
     if static.scatters:
         time = static.spread.time if static.spread else ()
         grad_head_DV = jax.lax.psum_scatter(grad_head_DV, time, scatter_dimension=0, tiled=True)
     else:
         grad_head_DV = _over_time(static, grad_head_DV)
-    loss, nll, grad_bias_V = _over_time(static, (loss, nll, grad_bias_V))
+    if static.ranks:  # each has added to its own columns
+        grad_rows_KD = jax.lax.psum(grad_rows_KD, static.ranks)
+    loss, nll, grad_bias_V, grad_rows_KD = _over_time(
+        static, (loss, nll, grad_bias_V, grad_rows_KD)
+    )
     grad_x_ND = grad_x_JCD.reshape(-1, x_BTD.shape[-1])[: targets_BT.size]
     grad_x_BTD = _scattered(static, grad_x_ND.reshape(x_BTD.shape))
-    return (loss, nll), (grad_x_BTD, grad_head_DV, grad_bias_V)
+    return (loss, nll), (grad_x_BTD, grad_head_DV, grad_bias_V, grad_rows_KD)
 
 
 def _loss_backward(static: _Static, residuals, cotangents):
-    grad_x_BTD, grad_head_DV, grad_bias_V, like_head, like_bias = residuals
+    grad_x_BTD, grad_head_DV, *others, (like_head, *likes) = residuals
     scale = cotangents[0]
     grad_head = (grad_head_DV * scale).astype(like_head.dtype)
     if static.transposed:
         # XLA would fold this transpose into the matmul of a single chunk, and its CPU back end has
         # no matmul from bfloat16 to float32 that reads its left operand by columns.
         grad_head = jax.lax.optimization_barrier(grad_head).T
-    grad_bias = None if like_bias is None else (grad_bias_V * scale).astype(like_bias.dtype)
-    return (grad_x_BTD * scale).astype(grad_x_BTD.dtype), grad_head, grad_bias, None, None
+    others = [
+        None if like is None else (grad * scale).astype(like.dtype)
+        for grad, like in zip(others, likes, strict=True)
+    ]
+    return (grad_x_BTD * scale).astype(grad_x_BTD.dtype), grad_head, *others, None, None
 
 
 _loss.defvjp(_loss_forward, _loss_backward)

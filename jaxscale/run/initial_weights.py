@@ -20,9 +20,14 @@ from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.distributed import processes
 from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face, open_model
 from jaxscale.model_config import ModelConfig, is_own_family
-from jaxscale.model_config.low_rank import LORA
+from jaxscale.model_config.low_rank import LORA, to_ranges
 from jaxscale.model_config.rope_scaling import SCALING, USUAL_TURNS
-from jaxscale.models.low_rank import only_adapters, with_adapters, without_adapters
+from jaxscale.models.low_rank import (
+    only_adapters,
+    with_adapters,
+    with_token_rows,
+    without_adapters,
+)
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.run.both_tiers import bring_newest
 from jaxscale.run_folder import TOKENIZERS, folder_of
@@ -208,6 +213,7 @@ def check_settings(
     }
     context, new = weights.context, num_new_tokens(model, weights)
     if may_grow and new:
+        _check_trained(model, range(model.vocab_size - new, model.vocab_size), weights.directory)
         line = differ.pop("vocab_size")
         log.info(f"note: {line}: the rows of {new} new tokens start as the mean of the others")
     longer = seq_len > context
@@ -225,6 +231,22 @@ def check_settings(
         log.info(
             f"note: {'; '.join(differ.values())}: other rotary positions, since data.seq_len = "
             f"{seq_len} is above the {context} tokens that the weights are for"
+        )
+
+
+def _check_trained(model: ModelConfig, new: range, directory: pathlib.Path) -> None:
+    """Refuses new tokens whose rows adapters would leave as they begin, at one mean.
+
+    Raises:
+      ValueError: names the setting that trains them.
+    """
+    left = sorted({*new} - {*model.trained_tokens}) if model.lora_rank else []
+    if left:
+        raise ValueError(
+            f"model.vocab_size = {model.vocab_size} is {len(new)} more than the weights in "
+            f"{directory} have, and model.lora_rank = {model.lora_rank} freezes the rows of new "
+            "tokens, which would all stay the mean of the others; to train them, set "
+            f"model.lora_tokens = '{to_ranges(sorted({*left, *model.trained_tokens}))}'"
         )
 
 
@@ -353,6 +375,7 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
     params = placement.from_canonical(params, donate=True)
     if adds_adapters(engine.config.model, weights):
         params = with_adapters(params, _draw_adapters(engine, key))
+        params = with_token_rows(engine.config.model, params)
     log.info(f"parameters read from {weights.directory}")
     state = engine.begin(params)
     if engine.config.optimizer.keep_state:
@@ -362,6 +385,15 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
         state = state._replace(opt_state=_with_schedule_of(state.opt_state, kept))
         log.info(f"the optimizer's moments are those of step {weights.step} there")
     return state
+
+
+def read_weights(weights: Weights, axes: Any, abstract: Any) -> Any:
+    """As `weights.read`: the rows of tokens that a folder of PEFT has take the place of those in
+    the tables of the model."""
+    params = weights.read(axes, abstract)
+    if isinstance(weights, RunWeights) or not weights.config.trained_tokens:
+        return params
+    return with_adapters(with_token_rows(weights.config, params), only_adapters(params))
 
 
 def _draw_adapters(engine: Engine, key: jax.Array) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.forward import forward
 from jaxscale.models.positions import for_width
 from jaxscale.models.protocol import head_params
-from jaxscale.run.initial_weights import open_weights
+from jaxscale.run.initial_weights import open_weights, read_weights
 from jaxscale.training.engine import find_model
 from jaxscale.training.kernels import evaluation_kernels
 
@@ -147,7 +147,7 @@ def from_pretrained(
         attention="reference",
     )
     model: Any = find_model(config)(config, evaluation_kernels(plain_kernels()))
-    params = weights.read(model.axes, jax.eval_shape(model.init, jax.random.key(0)))
+    params = read_weights(weights, model.axes, jax.eval_shape(model.init, jax.random.key(0)))
     return Pretrained(config, params, getattr(model, "evaluated", model))
 
 

@@ -34,6 +34,7 @@ WEIGHTS: Rules = {
     "halves": (),
     "pairs": (),
     "lora_rank": (),  # of adapters, between their two matrices
+    "lora_tokens": (),  # with rows of their own beside a frozen table
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "positions": (),

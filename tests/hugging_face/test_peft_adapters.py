@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxscale.hugging_face.model_folder import open_model, write_adapters
 from jaxscale.models.decoder import plain_kernels
-from jaxscale.models.low_rank import with_adapters
+from jaxscale.models.low_rank import with_adapters, with_token_rows
 from jaxscale.run.pretrained import from_pretrained
 from jaxscale.training.engine import find_model
 
@@ -45,6 +45,14 @@ REFUSED = {
     "no config": (
         lambda folder: (folder / "adapter_config.json").write_text("{}"),
         "adapter_config.json: peft_type = None, r = None, lora_alpha = None; it must be 'LORA'",
+    ),
+    "some layers": (
+        settings(layers_to_transform=[1]),
+        r"layers_to_transform = \[1\], and adapters are in each of the 2 layers here, or in none",
+    ),
+    "tokens of one table": (
+        settings(trainable_token_indices=[3]),
+        r"trainable_token_indices = \[3\]; the same tokens are trained in the embedding and in a ",
     ),
     "magnitudes": (settings(use_dora=True), "use_dora = True is not supported"),
     "ranks": (settings(rank_pattern={"q_proj": 4}), "rank_pattern = {'q_proj': 4} is not sup"),
@@ -123,6 +131,30 @@ def test_adapters_come_back_as_they_were(name, targets, modules, tmp_path):
     back = from_pretrained(GOLDENS / name, adapters=tmp_path / "peft")
     assert back.config == config
     jax.tree.map(np.testing.assert_array_equal, back.params, params)
+
+
+@pytest.mark.parametrize(("name", "tables"), [("llama", 2), ("gpt2", 1)])
+def test_rows_of_tokens_come_back_in_the_place_of_those_in_the_model(name, tables, tmp_path):
+    """One of the model's own and one that is new, of the embedding and of a head of its own."""
+    base = from_pretrained(GOLDENS / name)
+    size = base.config.vocab_size + 1
+    grown = {"lora_rank": 2, "vocab_size": size, "lora_tokens": f"3,{size - 1}"}
+    config = dataclasses.replace(base.config, **grown)
+    model = find_model(config)(config, plain_kernels())
+    rng, shapes = np.random.default_rng(0), jax.eval_shape(model.init, jax.random.key(0))
+    random = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
+    folder = tmp_path / "peft"
+    params = with_token_rows(config, with_adapters(base.params, random))
+    write_adapters(folder, config, model.axes, params, dtype="float32")
+    written = json.loads((folder / "adapter_config.json").read_text())
+    assert [*written["trainable_token_indices"].values()] == [[3, size - 1]] * tables
+    back = from_pretrained(GOLDENS / name, adapters=folder)
+    assert back.config == config
+    jax.tree.map(np.testing.assert_array_equal, back.params, params)
+    beyond = {table: [3, size] for table in written["trainable_token_indices"]}
+    settings(trainable_token_indices=beyond)(folder)
+    with pytest.raises(ValueError, match=rf"there is no row of token {size - 1}; save the model"):
+        open_model(GOLDENS / name, adapters=folder)
 
 
 FUSED = [

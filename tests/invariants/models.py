@@ -83,7 +83,11 @@ KINDS = {
         lambda: {"optimizer": optax.lamb(1e-3)},
     ),
     "adapters": Kind(
-        {"family": "llama", "num_layers": 4, "lora_rank": 4, **SIZES}, optimizer="muon"
+        {
+            **{"family": "llama", "num_layers": 4, "tied_embeddings": True, **SIZES},
+            **{"lora_rank": 4, "lora_tokens": "7,40-42"},
+        },
+        optimizer="muon",
     ),
     "encoder and decoder": Kind(T5, target_len=8, objective="span_corruption"),
     "experts": Kind(

@@ -1,18 +1,26 @@
 """The settings of low-rank adapters, and which parameters they freeze."""
 
+import dataclasses
 import re
 from contextlib import nullcontext
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxscale.config import Config
 from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
-from jaxscale.models.low_rank import is_adapter, without_adapters
+from jaxscale.models.low_rank import (
+    is_adapter,
+    merge_adapters,
+    with_token_rows,
+    without_adapters,
+)
 from jaxscale.optimizer_config import OptimizerConfig, ParamGroup
 from jaxscale.planner.memory.at_rest import check_param_groups
+from jaxscale.run.pretrained import Pretrained
 from jaxscale.sharding.resolve import leaf_name
 from jaxscale.training.optimizer import frozen_params
 
@@ -26,6 +34,10 @@ LATENT = {"family": "deepseek_v3", "kv_rank": 8, "rope_head_dim": 4, "num_expert
         ({"lora_rank": -1}, "model.lora_rank = -1 is too small; at least 0"),
         ({"lora_rank": 4, "lora_alpha": 0.0}, "model.lora_alpha = 0.0 must be above 0"),
         ({"lora_targets": "q"}, "with model.lora_rank = 0, which is no adapters; set model.lora_r"),
+        ({"lora_tokens": "3"}, "model.lora_tokens = '3' with model.lora_rank = 0, which is no ada"),
+        ({"lora_rank": 4, "lora_tokens": "250-257"}, "names token 257, and the last one is 256"),
+        ({"lora_rank": 4, "lora_tokens": "9-7"}, "'9-7' is not a token's id or a range of ids"),
+        ({"lora_rank": 4, "lora_tokens": "7,5-8"}, "model.lora_tokens = '7,5-8' names a token tw"),
         ({"lora_rank": 4, "lora_targets": "q,q_proj"}, "model.lora_targets = 'q_proj'"),
         ({"lora_rank": 4, "lora_targets": "q,v,q"}, "'q,v,q' names a weight twice"),
         ({"lora_rank": 4, "lora_targets": "gate", "family": "gpt"}, "model.lora_targets = 'gate'"),
@@ -90,3 +102,28 @@ def test_adapters_are_not_narrower_than_float32():
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         assert leaf.dtype == ("float32" if is_adapter(leaf_name(path)) else "bfloat16")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_tokens_are_added_wherever_a_table_is_read(tied):
+    """Moved from the frozen tables or merged into them they compute the same."""
+    settings = {"lora_rank": 4, "lora_tokens": "9,3-4", "tied_embeddings": tied}
+    config = ModelConfig(**settings, vocab_size=128, compute_dtype="float32", num_layers=1)
+    model, rng = Decoder(config, plain_kernels()), np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: 0.1 * jnp.asarray(rng.normal(size=x.shape), x.dtype),
+        jax.eval_shape(model.init, jax.random.key(0)),
+    )
+    tokens = [[3, 5, 9, 4]]
+    before = Pretrained(config, params, model)(tokens)
+    moved = with_token_rows(config, jax.tree.map(jnp.copy, params))
+    assert not moved["embed"]["tokens"][jnp.asarray([9, 3, 4])].any()
+    plain = dataclasses.replace(config, lora_rank=0, lora_tokens="")
+    merged = merge_adapters(config, jax.tree.map(jnp.copy, params))
+    whole = Pretrained(plain, merged, Decoder(plain, plain_kernels()))(tokens)
+    np.testing.assert_allclose(Pretrained(config, moved, model)(tokens), before, atol=1e-5)
+    np.testing.assert_allclose(whole, before, atol=1e-5)
+    none = jax.tree.map(jnp.zeros_like, params["embed"]["tokens_lora"])
+    bare = {**params, "embed": {**params["embed"], "tokens_lora": none}}
+    changed = Pretrained(config, bare, model)(tokens) - before
+    assert np.abs(changed[0, 0, [3, 4, 9]]).min() > 1e-3

@@ -126,32 +126,36 @@ def on_ranks(function, ranks=RANKS):
 )
 def test_ranks_change_nothing_and_a_bias_is_another_row_of_the_head(spread, transposed, platform):
     """Of a column of ones; in chunks, capped. The last of four ranks of tensor has six columns of
-    padding, and of context each has 12 tokens."""
+    padding, and of context each has 12 tokens. Three tokens of two ranks have rows that are added
+    to the head's."""
     x, head, targets, weights = arguments(time=8)
-    bias = jnp.asarray(np.random.default_rng(2).normal(size=PADDED))
+    rng, ids = np.random.default_rng(2), (16, 0, 3)
+    bias, rows = jnp.asarray(rng.normal(size=PADDED)), jnp.asarray(rng.normal(size=(3, D)))
     more = {"z_loss": 0.3, "soft_cap": 3.0}
 
-    def longer(x, head, bias):
+    def longer(x, head, bias, rows):
         ones = jnp.ones((*x.shape[:2], 1))
-        rows = jnp.concatenate([x, ones], -1), jnp.concatenate([head, bias[None]])
-        return plain(*rows, targets, weights, **more)
+        head = head.at[:, jnp.asarray(ids)].add(rows.T)
+        longer = jnp.concatenate([x, ones], -1), jnp.concatenate([head, bias[None]])
+        return plain(*longer, targets, weights, **more)
 
-    def biased(x, head, bias):
+    def biased(x, head, bias, rows):
         options = {"chunk_tokens": 5, "spread": SPREADS[spread], "transposed": transposed, **more}
-        options["platform"] = platform
-        return chunked(x, head, targets, weights, bias_V=bias, **options)
+        options |= {"platform": platform, "bias_V": bias, "rows_KD": rows, "ids": ids}
+        return chunked(x, head, targets, weights, **options)
 
-    args = x, head, bias
+    args = x, head, bias, rows
     (expected, wanted), (got, grads) = (
-        wrap(jax.value_and_grad(function, (0, 1, 2), has_aux=True))(*args)
+        wrap(jax.value_and_grad(function, (0, 1, 2, 3), has_aux=True))(*args)
         for wrap, function in ((jax.jit, longer), (on_ranks, biased))
     )
     np.testing.assert_allclose(got, expected, rtol=1e-13)
     np.testing.assert_allclose(on_ranks(biased)(*args), expected, rtol=1e-13)
     for grad, expected_grad in zip(grads, wanted):
         np.testing.assert_allclose(grad, expected_grad, rtol=1e-12, atol=1e-12)
-    raw = logits(x, head, vocab_size=V, bias_V=bias)
-    np.testing.assert_allclose(raw, (x @ head + bias)[..., :V], rtol=1e-13)
+    raw = logits(x, head, vocab_size=V, bias_V=bias, rows_KD=rows, ids=ids)
+    whole = head.at[:, jnp.asarray(ids)].add(rows.T)
+    np.testing.assert_allclose(raw, (x @ whole + bias)[..., :V], rtol=1e-13)
 
 
 def test_gradients_scale_with_the_cotangent_of_the_loss_alone():

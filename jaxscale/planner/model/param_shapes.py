@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxscale.layout import Layout
 from jaxscale.model_config import ModelConfig
+from jaxscale.model_config.low_rank import is_adapter
 from jaxscale.sharding.rules import spreads_outer
 
 Ints = Any
@@ -56,8 +57,8 @@ class ParamShape:
 
     @property
     def in_adapter(self) -> bool:
-        """Whether it is of a low-rank adapter."""
-        return "lora_rank" in self.axes
+        """Whether it is trained beside frozen weights: of a low-rank adapter, or rows of tokens."""
+        return is_adapter(self.name)
 
     @property
     def size(self) -> int:
@@ -142,6 +143,7 @@ def parameters(model: ModelConfig) -> tuple[ParamShape, ...]:
         "query_rank": model.query_rank,
         "kv_rank": model.kv_rank,
         "lora_rank": model.lora_rank,
+        "lora_tokens": len(model.trained_tokens),
         "plain_dim": model.head_dim - model.rope_head_dim,
         "value_dim": model.value_dim,
         "halves": 2,
@@ -168,10 +170,14 @@ Axes = Mapping[str, tuple[str, ...]]
 
 TABLE = ("buckets", "heads")
 """Of biases of attention by distance."""
+ROWS = ("lora_tokens", "embed")
+"""Of tokens that are trained beside a frozen table."""
 
 
 def _embedding(model: ModelConfig) -> Axes:
     arrays: dict[str, tuple[str, ...]] = {"tokens": ("vocab", "embed")}
+    if model.trained_tokens:
+        arrays["tokens_lora/rows"] = ROWS
     if model.positions == "learned":
         arrays["positions"] = ("positions", "embed")
     if model.num_encoder_layers:
@@ -191,7 +197,10 @@ def _head(model: ModelConfig) -> Axes:
     if model.head_transform:
         arrays |= {"transform": ("embed", "transform"), "transform_bias": ("embed",)}
         arrays |= {**_norm(model, "transform_norm"), "output_bias": ("vocab",)}
-    return arrays if model.tied_embeddings else {**arrays, "output": ("embed", "vocab")}
+    if model.tied_embeddings:
+        return arrays
+    rows = {"output_lora/rows": ROWS} if model.trained_tokens else {}
+    return {**arrays, "output": ("embed", "vocab"), **rows}
 
 
 def _stack_layer(model: ModelConfig, part: str) -> Axes:

@@ -22,10 +22,12 @@ MODELS = {
     if family.name not in ("llama", "gpt")
 }
 MODELS |= {
-    "adapters": ModelConfig(num_kv_heads=2, lora_rank=6),
+    "adapters": ModelConfig(num_kv_heads=2, lora_rank=6, lora_tokens="7,40-42"),
     "adapters of a few weights": ModelConfig(family="gpt", lora_rank=6, lora_targets="v,up,down"),
     "adapters beside experts": ModelConfig(family="mixtral", num_experts=4, lora_rank=6),
-    "adapters of both stacks": ModelConfig(family="mt5", num_encoder_layers=2, lora_rank=6),
+    "adapters of both stacks": ModelConfig(
+        family="mt5", num_encoder_layers=2, lora_rank=6, lora_tokens="3"
+    ),
 }
 MODELS |= {
     family: ModelConfig(family=family, num_layers=3, num_encoder_layers=2)
