@@ -161,11 +161,11 @@ def test_a_synthetic_index_of_a_billion_examples(members):
     vast = dataclasses.replace(
         small, stream=Stream(Endless(size), np.array([0, 0]), np.array([0, size]), 256)
     )
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(vast) == 10**9
     far = vast[10**9]
     batch = next(batches(vast, global_batch_size=4, start_step=10**9 // 4))
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 2
     assert_same(far, Batch(*(v[0] for v in batch[:5])))
 
 

@@ -46,7 +46,7 @@ ONE_FAILS = """
 import sys, time
 if sys.argv[-1].endswith('1'):
     sys.exit(7)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -59,14 +59,12 @@ sys.exit(local.main(sys.argv[1:]))
 
 
 def test_when_one_fails_the_others_end():
-    begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", IN_A_HURRY, "2", "--", sys.executable, "-c", ONE_FAILS],
         env={**os.environ, "PYTHONPATH": str(SCRIPT.parent)},
         timeout=60,
     )
     assert done.returncode == 7
-    assert time.monotonic() - begin < 30
 
 
 NOTES_SIGTERM = """
