@@ -75,6 +75,8 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     if model.config.num_encoder_layers:  # so that the folder can be trained as it is
         paired = {"objective": "span_corruption", "target_len": configs.DataConfig.seq_len}
         sections["data"] = {**sections.get("data", {}), **paired}
+    if peft and model.dtype == "float32":
+        sections["model"]["param_dtype"] = model.dtype  # exactly, whatever a run may begin with
     config = configs.from_dict(sections, overrides)
     if depth := config.model.prediction_depth:
         model = open_model(options.from_hf, prediction_depth=depth, adapters=peft)

@@ -167,6 +167,7 @@ def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp
     they are trained is in the weights that are exported."""
     run, hf = converted / "run", converted / "hf"
     changes = ["model.lora_rank=3", f"model.init_from={hf}", "layout.pipeline=2", "layout.fsdp=4"]
+    changes += ["model.param_dtype=float32"]
     config, engine = open_engine(load_config(run, changes))
     weights = open_initial(config, engine, tmp_path / "new")
     assert weights is not None
@@ -187,7 +188,7 @@ def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp
     adapted = Pretrained(model, trained, Decoder(model, plain_kernels()))(TOKENS)
     assert np.abs(adapted - base(TOKENS)).max() > 0.01
     sections = json.loads((run / "config.json").read_text())
-    sections["model"]["lora_rank"] = 3
+    sections["model"] |= {"lora_rank": 3, "param_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(sections))
     metadata = {"config": sections, "data": {"fingerprint": "", "next_example": 0}}
     with contextlib.closing(Checkpoints(tmp_path / CHECKPOINTS)) as checkpoints:

@@ -108,15 +108,18 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
     dropout: float = 0.0  # share of embeddings and of what attention and MLP add that a step drops
     attention: str = "auto"
     compute_dtype: str = "bfloat16"
-    param_dtype: str = "float32"
+    param_dtype: str = ""  # "": float32; of weights that adapters freeze, compute_dtype
     matmul_dtype: str = ""  # of the operands of layers' matmuls; "" is compute_dtype
     init_from: str = ""  # a Hugging Face model, or a run, whose weights a new run starts from
 
     def __repr__(self) -> str:
-        return changed_fields(self, self._family_defaults())
+        defaults = {**self._family_defaults(), "param_dtype": self._usual_param_dtype}
+        return changed_fields(self, defaults)
 
     def __post_init__(self) -> None:
         self._take_family()
+        if not self.param_dtype:
+            object.__setattr__(self, "param_dtype", self._usual_param_dtype)
         for name, choices in CHOICES.items():
             check_choice(f"model.{name}", getattr(self, name), choices)
         check_at_least(
@@ -222,6 +225,11 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
         own = {**family.fixed, **family.settings}
         return {name: own.get(name, value) for name, value in plain.items()}
 
+    @property
+    def _usual_param_dtype(self) -> str:
+        """Weights that adapters freeze gain nothing from a type that no matmul reads."""
+        return self.compute_dtype if self.lora_rank else "float32"
+
     def _check_positions(self) -> None:
         if self.rope_theta <= 0:
             raise ValueError(f"model.rope_theta = {self.rope_theta} must be positive")
@@ -239,7 +247,8 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
         """The fields that a user of this family may set, and their values, without defaults that
         nothing reads: of rotary positions' scaling, of modules that predict further tokens, of
         experts in turns or in groups, and of a table of positions; and without dropout and rounded
-        matmuls where they are off."""
+        matmuls where they are off, and the usual type of parameters, which a run with adapters that
+        reads them changes."""
         if is_own_family(self.family):
             return dataclasses.asdict(self)
         family = find_family(self.family)
@@ -249,6 +258,7 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
             if "plain" not in one.metadata or one.name in family.settings
         }
         plain = {**{one.name: one.default for one in dataclasses.fields(self)}, **family.settings}
+        plain["param_dtype"] = "float32"
         return {n: x for n, x in found.items() if n not in self._idle or x != plain[n]}
 
     @property
@@ -259,6 +269,7 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
         idle |= {"lora_tokens"} if self.lora_rank else set(LORA)
         idle |= set() if self.expert_pattern else {"expert_pattern"}
         idle |= set() if self.matmul_dtype else {"matmul_dtype"}
+        idle |= set() if self.lora_rank else {"param_dtype"}
         idle |= set() if self.dropout else {"dropout"}
         idle |= set() if self.router_groups > 1 else {"router_groups_kept"}
         return idle | (set() if self.positions == "learned" else {"max_seq_len"})

@@ -63,6 +63,9 @@ MAY_DIFFER = (
 """Settings of a model that do not change what its weights mean: those of kernels, of types, and of
 training alone."""
 
+TUNING_RATE = 1e-4
+"""Learning rates above it are those of training from scratch, or of adapters."""
+
 ROPE = ("rope_theta", "local_rope_theta", "rope_scaling", *SCALING)
 """Settings of rotary positions, which may differ where the new run's sequences are longer than
 those that the weights are for: so a context is extended."""
@@ -302,9 +305,36 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
     check_settings(config.model, weights, why, config.data.seq_len, may_grow=True)
     axes, placement = _placement(engine, weights)
     weights.check(axes, placement.canonical)
+    if not engine.own_optimizer:
+        _warn_of_rate(config, why)
+    if adds_adapters(config.model, weights):
+        _say_type(config.model, weights)
     if config.optimizer.keep_state:
         _check_state(config, engine, weights, why)
     return weights
+
+
+def _warn_of_rate(config: Config, why: str) -> None:
+    optimizer, adapted = config.optimizer, getattr(config.model, "lora_rank", 0)
+    frozen = any(group.frozen for group in optimizer.groups)
+    if optimizer.learning_rate > TUNING_RATE and not (adapted or frozen):
+        log.warning(
+            f"warning: optimizer.learning_rate = {optimizer.learning_rate} is high for all weights "
+            f"of a trained model ({why}), which may unlearn what it knows; fine-tuning takes 1e-5 "
+            "to 5e-5: set optimizer.learning_rate, such as 2e-5"
+        )
+
+
+def _say_type(model: ModelConfig, weights: Weights) -> None:
+    """Says how the weights that adapters freeze are stored."""
+    wide, stored = jnp.dtype(weights.dtype), jnp.dtype(model.param_dtype)
+    exact = jnp.promote_types(wide, stored) == stored
+    log.info(
+        f"note: the frozen weights are stored in {model.param_dtype}, "
+        + ("exactly as in" if exact else f"rounded from the {weights.dtype} of")
+        + f" {weights.directory}"
+        + ("" if exact else f"; model.param_dtype={weights.dtype} keeps them")
+    )
 
 
 def _check_state(config: Config, engine: Engine, weights: Weights, why: str) -> None:

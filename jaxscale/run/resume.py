@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,6 +144,21 @@ def check_same_examples(found: Found, config: Config) -> None:
                 f"run has data.{key} = {now!r}; restore it, or start a new --workdir, whose "
                 "model.init_from can name this run's"
             )
+
+
+def with_stored_type(config: Config, saved: Mapping[str, Any]) -> Config:
+    """The config with the type in which a run that has begun stores the weights that adapters
+    freeze; `ModelConfig` chooses that of a new one.
+
+    Args:
+      saved: the config of a checkpoint, {} of a new run.
+    """
+    stored = saved.get("model", {}).get("param_dtype")
+    frozen = getattr(config.model, "lora_rank", 0)
+    if not (stored and frozen) or stored == config.model.param_dtype:
+        return config
+    log.info(f"model.param_dtype = {stored!r}, as when the run started")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, param_dtype=stored))
 
 
 def check_same_model(found: Found, config: Config) -> None:

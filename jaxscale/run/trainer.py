@@ -36,6 +36,7 @@ from jaxscale.run.resume import (
     find_newest,
     resume,
     set_aside,
+    with_stored_type,
 )
 from jaxscale.run.saves import unchanged_params
 from jaxscale.run.setup.layout import resolve_layout
@@ -120,8 +121,9 @@ def open_trainer(
         checkpoints.losses = heldout_losses(read(workdir / METRICS, last_step=found.step))
     if found.step == 0:
         _check_text_is_chosen(config)
-    config = with_schedule(config, found.metadata.get("config", {}))
-    if configs.is_before_text_begin(found.metadata.get("config", {})):
+    saved = found.metadata.get("config", {})
+    config = with_stored_type(with_schedule(config, saved), saved if found.step else {})
+    if configs.is_before_text_begin(saved):
         data = dataclasses.replace(config.data, text_begin="boundary")
         config = dataclasses.replace(config, data=data)
     if not skip_memory_check:

@@ -74,7 +74,8 @@ def test_a_model_has_the_weights_that_it_has_without_adapters_and_freezes_them()
     for router in ({}, {"router_bias": True, "balance_rate": 0.1}):
         given = {"family": "tests.models.experts:make", **settings, **router}
         plain, adapted = (
-            Decoder(ModelConfig(**given, lora_rank=rank), plain_kernels()) for rank in (0, 4)
+            Decoder(ModelConfig(**given, lora_rank=rank, param_dtype="float32"), plain_kernels())
+            for rank in (0, 4)
         )
         params, more = (jax.jit(one.init)(jax.random.key(0)) for one in (plain, adapted))
         jax.tree.map(np.testing.assert_array_equal, without_adapters(more), params)
@@ -97,8 +98,13 @@ def test_groups_of_the_optimizer_are_for_adapters():
             frozen_params(groups, decoder.axes, decoder.frozen)
 
 
-def test_adapters_are_not_narrower_than_float32():
-    model = Decoder(ModelConfig(lora_rank=4, param_dtype="bfloat16"), plain_kernels())
+def test_adapters_are_not_narrower_than_float32_and_frozen_weights_as_narrow_as_matmuls():
+    config = ModelConfig(lora_rank=4, lora_tokens="3")
+    assert config.settings["param_dtype"] == config.param_dtype == "bfloat16"
+    assert ModelConfig(lora_rank=4, param_dtype="float32").settings["param_dtype"] == "float32"
+    assert ModelConfig(param_dtype="bfloat16").settings["param_dtype"] == "bfloat16"
+    assert "param_dtype" not in ModelConfig().settings  # which adapters may change
+    model = Decoder(config, plain_kernels())
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         assert leaf.dtype == ("float32" if is_adapter(leaf_name(path)) else "bfloat16")

@@ -13,8 +13,8 @@ from jaxscale.config import from_dict, to_dict
 from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.run import pretrained
-from jaxscale.run.initial_weights import RunWeights, check_settings
-from jaxscale.run.resume import Found, check_same_model
+from jaxscale.run.initial_weights import RunWeights, _say_type, _warn_of_rate, check_settings
+from jaxscale.run.resume import Found, check_same_model, with_stored_type
 from tests.models import experts
 
 TRAINING = {
@@ -128,3 +128,56 @@ def test_how_many_tokens_experts_choose_is_kept_when_a_run_resumes():
         resume(settings, {"capacity_factor": 2.0})
     top_k = {**settings, "router": "top_k"}
     resume(top_k, {"capacity_factor": 2.0})
+
+
+def test_new_tokens_that_adapters_would_freeze_are_refused(caplog):
+    weights = RunWeights(pathlib.Path("there"), ModelConfig(vocab_size=257), 64, 0, False, {})
+    grown = {"vocab_size": 260, "lora_rank": 4}
+    with caplog.at_level("INFO", "jaxscale"):
+        check_settings(
+            ModelConfig(**grown, lora_tokens="7,257-259"), weights, "why", 64, may_grow=True
+        )
+    assert "the rows of 3 new tokens start as the mean" in caplog.text
+    with pytest.raises(ValueError, match=r"260 is 3 more .* set model.lora_tokens = '7,257-259'$"):
+        check_settings(ModelConfig(**grown, lora_tokens="257,7"), weights, "why", 64, may_grow=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "model", "warns"),
+    [
+        ({"learning_rate": 3e-4}, {}, True),
+        ({"learning_rate": 1e-4}, {}, False),
+        ({"learning_rate": 3e-4}, {"lora_rank": 4}, False),
+        ({"learning_rate": 3e-4, "groups": ({"params": "embed/*", "frozen": True},)}, {}, False),
+    ],
+)
+def test_a_rate_of_training_from_scratch_is_said_of_trained_weights(
+    optimizer, model, warns, caplog
+):
+    config = from_dict({"optimizer": optimizer, "model": {"init_from": "there", **model}})
+    _warn_of_rate(config, "model.init_from = 'there'")
+    assert ("warning: optimizer.learning_rate = 0.0003 is high" in caplog.text) is warns
+
+
+@pytest.mark.parametrize(
+    ("source", "stored", "said"),
+    [
+        ("bfloat16", "", "stored in bfloat16, exactly as in there"),
+        ("float32", "", "bfloat16, rounded from the float32 of there; model.param_dtype=float32 k"),
+        ("float32", "float32", "stored in float32, exactly as in there"),
+    ],
+)
+def test_how_frozen_weights_are_stored_is_said(source, stored, said, caplog):
+    theirs = ModelConfig(param_dtype=source)
+    weights = RunWeights(pathlib.Path("there"), theirs, 64, 0, False, {})
+    with caplog.at_level("INFO", "jaxscale"):
+        _say_type(ModelConfig(lora_rank=4, param_dtype=stored), weights)
+    assert said in caplog.text
+
+
+def test_a_run_that_has_begun_keeps_the_type_of_its_frozen_weights():
+    new = from_dict({"model": {"lora_rank": 4}})
+    begun = {"model": {"lora_rank": 4, "param_dtype": "float32"}}
+    assert with_stored_type(new, begun).model.param_dtype == "float32"
+    assert with_stored_type(new, {}) is new
+    assert with_stored_type(new, to_dict(new)) is new
