@@ -37,10 +37,8 @@ OTHER_NAMES = {
     "layout.context": ("cp", "context_parallel", "sequence_parallel"),
     "layout.expert": ("ep", "expert_parallel"),
     "layout.microbatches": ("grad_accum", "gradient_accumulation_steps", "num_microbatches"),
-    "run.steps": (
-        *("max_steps", "train_steps", "num_steps", "max_iters"),
-        *("epochs", "num_epochs", "num_train_epochs"),
-    ),
+    "run.steps": ("max_steps", "train_steps", "num_steps", "max_iters"),
+    "run.epochs": ("num_epochs", "num_train_epochs"),
     "run.keep_last": ("save_total_limit", "max_to_keep"),
     "run.keep_best": ("load_best_model_at_end", "save_best"),
     "run.checkpoint_every": ("save_every", "save_steps", "save_interval"),

@@ -43,7 +43,8 @@ def _main(argv: Sequence[str]) -> int:
     options, overrides = command_line.parse(_parser(), argv, configs.leaves())
     with command_line.refusals():
         config = configs.load(options.config, overrides)
-        if options.profile and options.profile[-1] > config.run.steps:
+        known = not config.run.epochs  # which become steps when the text is counted
+        if known and options.profile and options.profile[-1] > config.run.steps:
             raise ValueError(
                 f"--profile: step {options.profile[-1]} is beyond run.steps = {config.run.steps}; "
                 "give steps of the run, or raise run.steps"

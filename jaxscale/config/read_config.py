@@ -6,7 +6,7 @@ import inspect
 import pathlib
 import runpy
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -26,6 +26,9 @@ from jaxscale.layout import AUTO
 from jaxscale.model_config import ModelConfig, is_own_family, settings_record
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 from jaxscale.storage.untrusted import load_json
+
+LENGTHS = ("steps", "epochs")
+"""Settings of a run's length, one of which is given."""
 
 SHIPPED = pathlib.Path(__file__).parents[1] / "configs"
 """The configurations that the package comes with: those of the repository's configs/."""
@@ -96,6 +99,7 @@ def from_dict(
         record = model if name == "model" else section_record(name)
         annotation = setting_type(record, name, key, "--config.")
         values.setdefault(name, {})[key] = parse_value(text, annotation)
+    _choose_length(values.get("run", {}), texts.keys() & {f"run.{name}" for name in LENGTHS})
     built = {}
     for name, given in values.items():
         record: Any = model if name == "model" else section_record(name)
@@ -109,6 +113,23 @@ def from_dict(
     _check_trust("layout.schedule", config.layout.schedule_spec.name, trust_foreign)
     _import_schedule(config)
     return config
+
+
+def _choose_length(run: dict[str, Any], overrides: Collection[str]) -> None:
+    """Leaves out the length that a file gives where an override gives the other.
+
+    Raises:
+      ValueError: both are given in one place.
+    """
+    given = [name for name in LENGTHS if run.get(name)]
+    if len(given) < len(LENGTHS):
+        return
+    if len(overrides) != 1:
+        both = " and ".join(f"run.{name} = {run[name]}" for name in LENGTHS)
+        raise ValueError(f"{both} exclude each other; leave one of them out")
+    for name in LENGTHS:
+        if f"run.{name}" not in overrides:
+            del run[name]
 
 
 def _split_override(override: str) -> tuple[str, str, str]:
@@ -195,6 +216,8 @@ def to_dict(config: Config) -> dict[str, dict]:
         del sections["optimizer"]["keep_state"]  # always False
     if not config.run.skip_bad_steps:
         del sections["run"]["spike_score"]  # always 0
+    if not config.run.epochs:
+        del sections["run"]["epochs"]  # of a run, which has steps once its text is counted
     if not config.run.keep_best:
         del sections["run"]["keep_best"]  # where nothing compares checkpoints
     return sections

@@ -141,6 +141,7 @@ class RunConfig:
     evaluated and saved in any case."""
 
     steps: int = 100
+    epochs: float = 0.0  # in place of steps: how often the text is read; 0: steps says it
     seed: int = 0
     eval_every: int = 0
     eval_batches: int = 8  # of the held-out text; validation sets are read as a whole
@@ -167,6 +168,7 @@ class RunConfig:
             "run",
             self,
             steps=1,
+            epochs=0,
             eval_every=0,
             eval_batches=1,
             checkpoint_every=0,
@@ -227,8 +229,9 @@ class Config:
         return changed_fields(self)
 
     def __post_init__(self) -> None:
-        if self.optimizer.warmup_steps > self.schedule_steps:
-            given = self.optimizer.schedule_steps is not None
+        given = self.optimizer.schedule_steps is not None
+        known = given or not self.run.epochs  # epochs become steps when the text is counted
+        if known and self.optimizer.warmup_steps > self.schedule_steps:
             name = "optimizer.schedule_steps" if given else "run.steps"
             raise ValueError(
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} is more than "

@@ -121,6 +121,9 @@ def open_trainer(
         checkpoints.losses = heldout_losses(read(workdir / METRICS, last_step=found.step))
     if found.step == 0:
         _check_text_is_chosen(config)
+    if run.epochs:
+        config = _with_steps(config, workdir)
+        run = config.run
     saved = found.metadata.get("config", {})
     config = with_stored_type(with_schedule(config, saved), saved if found.step else {})
     if configs.is_before_text_begin(saved):
@@ -195,6 +198,29 @@ def _check_text_is_chosen(config: Config) -> None:
             f"{data.tokenizer!r}, and data.source is the default, Python's standard library; set "
             "--config.data.source=TEXT_FILES"
         )
+
+
+def _with_steps(config: Config, workdir: pathlib.Path) -> Config:
+    """The config with `run.steps` in place of `run.epochs`, of the text that is counted for it.
+
+    Raises:
+      ValueError: sources with weights, which are read at different rates.
+    """
+    epochs, batch = config.run.epochs, config.data.global_batch_size
+    phases.enter_phase("counting the text")
+    text = processes.first("text", lambda: open_text(config, workdir))
+    sources = text.train.progress(0)
+    if len(sources) > 1:
+        raise ValueError(
+            f"run.epochs = {epochs}: data.source has weights, by which an epoch of one source is "
+            "not that of another; set run.steps"
+        )
+    steps = max(1, math.ceil(epochs * sources[0].epoch / batch))
+    log.info(
+        f"run.epochs = {epochs:g}: run.steps = {steps}, of {batch} of the {sources[0].epoch:,} "
+        "examples each"
+    )
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, steps=steps, epochs=0.0))
 
 
 def _is_complete(run: RunConfig, step: int, workdir: pathlib.Path) -> bool:

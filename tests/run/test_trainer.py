@@ -176,6 +176,20 @@ def opened(tmp_path_factory):
     return open_uncompiled(tmp_path_factory.mktemp("run"))
 
 
+def test_epochs_are_steps_of_the_text_that_is_counted(opened, tmp_path):
+    """In place of the steps of the file; those of the command line exclude them."""
+    config = configs.load("configs/tiny.py", [*SETTINGS[:-1], "run.epochs=1.5"])
+    run = trainer._with_steps(config, tmp_path).run
+    assert run.steps == -(-1.5 * len(opened.text.train) // config.data.global_batch_size)
+    assert run == dataclasses.replace(config.run, steps=run.steps, epochs=0.0)
+    with pytest.raises(ValueError, match=r"run.steps = 1 and run.epochs = 2 exclude each other"):
+        configs.load("configs/tiny.py", [*SETTINGS, "run.epochs=2"])
+    entries = [{"path": f"{{stdlib}}/{name}/*.py", "weight": 1.0} for name in ("email", "json")]
+    mixed = [*SETTINGS[:-1], "run.epochs=2", f"data.source={entries}"]
+    with pytest.raises(ValueError, match=r"run.epochs = 2.0: data.source has weights.*run.steps"):
+        trainer._with_steps(configs.load("configs/tiny.py", mixed), tmp_path / "mixed")
+
+
 @pytest.mark.parametrize(("dtype", "lost"), [("bfloat16", True), ("float32", False)])
 def test_parameters_too_narrow_for_small_updates_are_said(dtype, lost, tmp_path, caplog):
     caplog.set_level("WARNING", "jaxscale")
