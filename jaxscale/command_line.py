@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 import signal
 import sys
 import sysconfig
@@ -178,23 +179,28 @@ def silence(stream: TextIO) -> None:
 
 
 def refuse(message: str, status: int = 2) -> NoReturn:
-    """Prints one line and ends the process."""
+    """Prints one line, with indented lines of details below it, and ends the process."""
     text, status = _report(message, status)
-    print(f"error: {one_line(text)}", file=sys.stderr)
+    print(f"error: {escaped(text)}", file=sys.stderr)
     raise SystemExit(status)
 
 
-def one_line(text: str) -> str:
-    """A message as one line that can be read, whatever it quotes of a file: control characters,
-    which may be orders to a terminal, are escaped, and the middle of a long one is left out.
+def escaped(text: str) -> str:
+    """A message that can be read, whatever it quotes of a file: control characters, which may be
+    orders to a terminal, are escaped, and the middle of a long one is left out. Line breaks stay
+    before a line of details, which begins with two spaces.
 
-    >>> print(one_line("a\\nb\\x1b[2J"))
-    a\\nb\\x1b[2J
+    >>> print(escaped("a\\nb\\x1b[2J:\\n  c"))
+    a\\nb\\x1b[2J:
+      c
     """
     if len(text) > MOST_CHARACTERS:
         half = MOST_CHARACTERS // 2
         text = f"{text[:half]} ... {text[-half:]}"
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+    lines = re.split(r"\n(?=  )", text)
+    return "\n".join(
+        "".join(one if one.isprintable() else repr(one)[1:-1] for one in line) for line in lines
+    )
 
 
 class _Lines(logging.StreamHandler):

@@ -65,7 +65,7 @@ def test_sources_survive_a_file_and_the_command_line(tmp_path):
         ({"path": 3}, r"\['path'\] = 3 is of type int; expected a path or a list of paths"),
         ({"path": ["a", ""]}, "empty path or none"),
         ({"path": []}, "empty path or none"),
-        ({"path": "a", "format": "json"}, r"format = 'json' is not known.*did you mean 'jsonl'"),
+        ({"path": "a", "format": "jsnl"}, r"format = 'jsnl' is not known.*did you mean 'jsonl'"),
         ({"path": "a", "boundary": "lines"}, r"did you mean 'line'"),
         ({"path": "a", "boundary": 3}, r"\['boundary'\] = 3 is of type int; expected text"),
         ({"path": "a", "long_documents": "cut"}, "it can be split, refuse"),

@@ -102,8 +102,8 @@ def raise_deadlock(order: Order, ticks: dict[Op, int], waits: dict[Op, Op]) -> N
         rows[rank][stop] = str(op)
     drawn = draw_cells(rows, {(order.rank_of(op.stage, op.direction), stop) for op in ring})
     raise ValueError(
-        f"{order.name}: the order deadlocks: {'; '.join(reasons)}\n"
-        f"(drawn in ticks, as far as it runs)\n{drawn}"
+        f"{order.name}: the order deadlocks: {'; '.join(reasons)} (drawn in ticks, as far as it "
+        f"runs)\n{drawn}"
     )
 
 
@@ -119,5 +119,5 @@ def draw_cells(rows: Sequence[Sequence[str]], marked: Collection[Cell]) -> str:
             for column, cell in enumerate(row[low:high], low)
         ]
         before, after = " ..." * (low > 0), " ..." * (high < len(row))
-        lines.append(f"rank {rank:<3}|{before}{''.join(cells)}{after}".rstrip())
+        lines.append(f"  rank {rank:<3}|{before}{''.join(cells)}{after}".rstrip())
     return "\n".join(lines)

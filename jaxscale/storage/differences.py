@@ -60,6 +60,6 @@ def listing(title: str, found: list[str], changed: list[str]) -> str:
     if len(found) > LINES:
         lines.append(f"  and {len(found) - LINES} more")
     if changed:
-        lines += ["settings that changed since it was saved:"]
-        lines += [f"  config.{line}" for line in changed[:LINES]]
+        lines += ["  settings that changed since it was saved:"]
+        lines += [f"    config.{line}" for line in changed[:LINES]]
     return "\n".join(lines)

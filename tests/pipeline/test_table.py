@@ -71,32 +71,32 @@ BROKEN = {
     "repeated": (
         "0F0,0F0,0B0,0W0\n1F0,1B0,1W0\n",
         "0F0 is repeated",
-        "rank 0  | 0F0 >0F0< 0B0  0W0\nrank 1  | 1F0  1B0  1W0",
+        "rank 0  | 0F0 >0F0< 0B0  0W0\n  rank 1  | 1F0  1B0  1W0",
     ),
     "missing": (
         "0F0,0B0,0W0\n1F0,1B0\n",
         "1W0 is missing on rank 1; there are 1 micro-batches, 2 stages",
-        "rank 0  | 0F0  0B0  0W0\nrank 1  | 1F0  1B0 >1W0<",
+        "rank 0  | 0F0  0B0  0W0\n  rank 1  | 1F0  1B0 >1W0<",
     ),
     "misplaced": (
         "0F0,1F0,0X0\n1X0\n",
         "1F0 is on rank 0, but stage 1 lives on rank 1",
-        "rank 0  | 0F0 >1F0< 0X0\nrank 1  | 1X0",
+        "rank 0  | 0F0 >1F0< 0X0\n  rank 1  | 1X0",
     ),
     "both": (
         "0F0,0X0,0W0\n1F0,1X0\n",
         "0W0 is already part of X, which is B and W in one",
-        "rank 0  | 0F0  0X0 >0W0<\nrank 1  | 1F0  1X0",
+        "rank 0  | 0F0  0X0 >0W0<\n  rank 1  | 1F0  1X0",
     ),
     "backward before forward": (
         "0F0,0X0,0F1,0X1\n1X0,1F0,1F1,1X1\n",
         "rank 1 is at 1X0, which needs 1F0",
-        "rank 0  | 0F0  0X0\nrank 1  |  .  >1X0<",
+        "rank 0  | 0F0  0X0\n  rank 1  |  .  >1X0<",
     ),
     "deadlock": (
         "0F0,0X0,0F1,0X1\n1F1,1X1,1F0,1X0\n",
         "rank 0 is at 0X0, which needs 1X0; rank 1 is at 1F1, which needs 0F1",
-        "rank 0  | 0F0 >0X0<\nrank 1  |  .  >1F1<",
+        "rank 0  | 0F0 >0X0<\n  rank 1  |  .  >1F1<",
     ),
     "two directions": (
         "0F0,1F0^,1X0^,0X0\n1F0,0F0^\n",

@@ -424,9 +424,9 @@ def test_differences_are_listed(saved: Checkpoints) -> None:
         "  params/bias_2: not in the checkpoint",
         "  params/layers: shape [3, 8, 16] saved, [3, 8, 32] wanted; "
         "dtype bfloat16 saved, float32 wanted",
-        "settings that changed since it was saved:",
-        "  config.model.d_ff = 64 now, not read when saved",
-        "  config.model.d_model = 16 when saved, 32 now",
+        "  settings that changed since it was saved:",
+        "    config.model.d_ff = 64 now, not read when saved",
+        "    config.model.d_model = 16 when saved, 32 now",
     ]
 
 
