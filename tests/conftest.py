@@ -5,6 +5,7 @@ XLA's own passes, and with them memory and collectives, are as always. Eight dev
 cores, so that a collective may wait long for its last rank.
 """
 
+import collections
 import ctypes
 import gc
 import os
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import fsspec
 import pytest
@@ -31,6 +33,12 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_terminate_timeout_seconds=300",
     )
 )
+
+TIERS = {"slow": "-m slow -n 2"}
+"""Markers of tests that run only when pytest is asked for them, and its arguments then."""
+
+LEFT_OUT = collections.Counter[str]()
+"""Tests that this session has left to each tier."""
 
 MADE = list[str]()
 """Folders that this process has made, and removes."""
@@ -84,9 +92,37 @@ def few_compiled_programs() -> Iterator[None]:
         gc.collect()
 
 
-def pytest_unconfigure() -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tiers of `TIERS`, unless there is a -m or a test is named by its node id."""
+    if config.option.markexpr or any("::" in argument for argument in config.args):
+        return
+    chosen = list[pytest.Item]()
+    for item in items:
+        if tier := next((one for one in TIERS if item.get_closest_marker(one)), ""):
+            LEFT_OUT[tier] += 1
+        else:
+            chosen.append(item)
+    items[:] = chosen
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (to_controller := getattr(session.config, "workeroutput", None)) is not None:
+        to_controller["left_out"] = dict(LEFT_OUT)
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist: each worker collects all tests
+def pytest_testnodedown(node: Any) -> None:
+    for tier, count in getattr(node, "workeroutput", {}).get("left_out", {}).items():
+        LEFT_OUT[tier] = count
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
     for folder in MADE:
         shutil.rmtree(folder, ignore_errors=True)
+    if not hasattr(config, "workeroutput"):
+        for tier, arguments in TIERS.items():
+            if count := LEFT_OUT[tier]:
+                print(f"left to the tier {tier} (pytest {arguments}): {count}")
 
 
 SERVER = """
