@@ -175,7 +175,7 @@ def origins(folder, one) -> dict[str, pathlib.Path]:
 def two(folder, one, origins):
     """Two processes with four devices each: every command in turn, then a stop and a death.
 
-    Yields the folder, what they printed, the status, and the seconds from the death to the end.
+    Yields the folder, what they printed, and the status.
     """
     workdir = folder / "two"
     settings = [f"--config.{setting}" for setting in (*TINY, f"run.eval_every={STEPS}")]
@@ -208,7 +208,8 @@ def two(folder, one, origins):
         running.kill(1, signal.SIGTERM)
         running.await_line("[0] fit: 143", "[0] first step done")
         running.kill(1, signal.SIGKILL)
-        yield workdir, running.printed, running.wait(60)
+        code = running.wait(60)
+        yield workdir, running.printed, code
 
 
 def check_every_command_succeeds_in_all_processes(two):
