@@ -6,8 +6,10 @@ cores, so that a collective may wait long for its last rank.
 """
 
 import collections
+import contextlib
 import ctypes
 import gc
+import hashlib
 import os
 import pathlib
 import shutil
@@ -34,11 +36,14 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 
-TIERS = {"slow": "-m slow -n 2"}
+TIERS = {"proof": "-m proof -n 2 --dist worksteal", "slow": "-m slow -n 2"}
 """Markers of tests that run only when pytest is asked for them, and its arguments then."""
 
 LEFT_OUT = collections.Counter[str]()
 """Tests that this session has left to each tier."""
+
+PROCESSOR_SECONDS = [0.0]
+"""Of xdist's workers, and of what their tests have started."""
 
 MADE = list[str]()
 """Folders that this process has made, and removes."""
@@ -53,6 +58,32 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 if "JAXSCALE_CACHE" not in os.environ:
     os.environ["JAXSCALE_CACHE"] = tempfile.mkdtemp(prefix="jaxscale_compiled_")
     MADE.append(os.environ["JAXSCALE_CACHE"])
+
+# XLA takes three quarters of the time of the costly tests: JAX keeps what it has compiled between
+# sessions, and finds there what has not changed.
+PROGRAMS = "JAXSCALE_TEST_CACHE"
+"""Names the folder in place of the user's; empty, the environment variable keeps nothing."""
+MOST_BYTES = 2**30
+"""Of kept programs; those that were not read for longest are removed first."""
+
+
+def folder_of_programs() -> pathlib.Path | None:
+    """A folder for this kind of processor, whose features programs use; None keeps nothing."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    name = os.environ.get(PROGRAMS, f"{cache}/jaxscale/tests")
+    if not name or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return None
+    cpu = pathlib.Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    folder = pathlib.Path(name).expanduser() / hashlib.sha256(features.encode()).hexdigest()[:12]
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+if folder := folder_of_programs():
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 # Their compilers hold many megabytes each, on pages of 2 MB where Linux has them.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
@@ -92,37 +123,104 @@ def few_compiled_programs() -> Iterator[None]:
         gc.collect()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tiers of `TIERS`, unless there is a -m or a test is named by its node id."""
-    if config.option.markexpr or any("::" in argument for argument in config.args):
-        return
-    chosen = list[pytest.Item]()
+@pytest.hookimpl(tryfirst=True)  # before fixtures that compile
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test that is marked `compiles` finds no compiled program on disk, and leaves none."""
+    kept = "false" if item.get_closest_marker("compiles") else "true"
+    if os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "true") != kept:
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = kept
+        import jax  # noqa: PLC0415 - after the environment is set, and not in tests without it
+        from jax.experimental.compilation_cache import compilation_cache  # noqa: PLC0415
+
+        jax.config.update("jax_enable_compilation_cache", kept == "true")
+        compilation_cache.reset_cache()
+
+
+def case_of(item: pytest.Function) -> str:
+    return item.callspec.id if hasattr(item, "callspec") else ""
+
+
+def check_cases(items: list[pytest.Function]) -> None:
+    """The cases that proofs name are there.
+
+    Raises:
+      UsageError: one is not.
+    """
+    cases = collections.defaultdict[Any, set[str]](set)
     for item in items:
-        if tier := next((one for one in TIERS if item.get_closest_marker(one)), ""):
-            LEFT_OUT[tier] += 1
-        else:
-            chosen.append(item)
-    items[:] = chosen
+        cases[item.function].add(case_of(item))
+    for function, found in cases.items():
+        for mark in getattr(function, "pytestmark", ()):
+            for case in mark.kwargs.get("but", ()) if mark.name == "proof" else ():
+                if case not in found:
+                    name = function.__name__
+                    raise pytest.UsageError(f"{name} is a proof but for {case!r}, no case of it")
+
+
+def settle_tier(item: pytest.Function) -> str:
+    """The test's tier, which is then its only one: a slow one is no proof, and cases that a proof
+    names (`but`) are in the first tier. Returns "" for that."""
+    proof = item.get_closest_marker("proof")
+    first = proof.kwargs.get("but", ()) if proof else ()
+    if case_of(item) in first or item.get_closest_marker("slow"):
+        item.own_markers = [mark for mark in item.own_markers if mark.name != "proof"]
+    found = [tier for tier in TIERS if item.get_closest_marker(tier)]
+    if len(found) > 1:
+        raise pytest.UsageError(f"{item.nodeid} is marked {' and '.join(found)}; one is allowed")
+    return "".join(found)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
+    """Leaves out the tiers of `TIERS`, unless there is a -m or a test is named by its node id."""
+    tiers = [settle_tier(item) for item in items]
+    one_by_one = any("::" in argument for argument in config.args)
+    if not one_by_one:
+        check_cases(items)
+    if config.option.markexpr or one_by_one:
+        return
+    LEFT_OUT.update(filter(None, tiers))
+    items[:] = [item for item, tier in zip(items, tiers) if not tier]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if (to_controller := getattr(session.config, "workeroutput", None)) is not None:
         to_controller["left_out"] = dict(LEFT_OUT)
+        to_controller["processor_seconds"] = sum(os.times()[:4])
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist: each worker collects all tests
 def pytest_testnodedown(node: Any) -> None:
-    for tier, count in getattr(node, "workeroutput", {}).get("left_out", {}).items():
+    output = getattr(node, "workeroutput", {})
+    PROCESSOR_SECONDS[0] += output.get("processor_seconds", 0.0)
+    for tier, count in output.get("left_out", {}).items():
         LEFT_OUT[tier] = count
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     for folder in MADE:
         shutil.rmtree(folder, ignore_errors=True)
-    if not hasattr(config, "workeroutput"):
-        for tier, arguments in TIERS.items():
-            if count := LEFT_OUT[tier]:
-                print(f"left to the tier {tier} (pytest {arguments}): {count}")
+    if hasattr(config, "workeroutput"):
+        return
+    remove_old_programs()
+    seconds = PROCESSOR_SECONDS[0] or sum(os.times()[:4])
+    print(f"processor time: {seconds / 60:.1f} min")
+    for tier, arguments in TIERS.items():
+        if count := LEFT_OUT[tier]:
+            print(f"left to the tier {tier} (pytest {arguments}): {count}")
+
+
+def remove_old_programs() -> None:
+    """Keeps `MOST_BYTES` of what was read last. Another session may remove the same files."""
+    found = list[tuple[float, int, pathlib.Path]]()
+    for file in folder.iterdir() if folder else ():
+        with contextlib.suppress(OSError):
+            status = file.stat()
+            found.append((max(status.st_atime, status.st_mtime), status.st_size, file))
+    kept = 0
+    for _, size, file in sorted(found, reverse=True):
+        kept += size
+        if kept > MOST_BYTES:
+            file.unlink(missing_ok=True)
 
 
 SERVER = """

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from jaxscale import command_line, config, schedule, train
 from jaxscale.choices import OTHER_NAMES
+from tests.without_jax import without_jax
 
 
 @pytest.mark.parametrize("setting", OTHER_NAMES)
@@ -168,20 +169,10 @@ def test_a_bug_keeps_its_traceback():
         raise TypeError("a bug")
 
 
-def test_a_real_command_answers_a_typo_within_a_second():
-    before = os.times()
-    run = subprocess.run(
-        [sys.executable, "-m", "jaxscale.doctor", "--jsno", "x"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    after = os.times()
+def test_a_real_command_answers_a_typo_without_jax():
+    run = without_jax("doctor", "--jsno", "x")
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == "error: unknown flag --jsno; did you mean --json?\n"
-    # Processor time: a busy machine does not fail the test.
-    used = after.children_user + after.children_system
-    assert used - before.children_user - before.children_system < 1
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_without_a_traceback():

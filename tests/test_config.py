@@ -124,15 +124,15 @@ def test_no_configuration_imports_jax():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_a_mistyped_key_is_answered_within_a_second():
+def test_a_mistyped_key_is_answered_without_jax():
     program = (
-        "import time\n"
+        "import sys\n"
         "from jaxscale import config\n"
         "try:\n"
         "    config.load('configs/llama2_7b.py', ['model.num_layer=3'])\n"
         "except ValueError as error:\n"
         "    assert 'config.model.num_layers?' in str(error)\n"
-        "    assert time.process_time() < 1\n"
+        "    assert 'jax' not in sys.modules\n"
         "else:\n"
         "    raise SystemExit('it was accepted')\n"
     )

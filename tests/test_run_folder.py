@@ -17,6 +17,7 @@ from jaxscale.run.setup.layout import for_sampling, open_engine
 from jaxscale.run.setup.restore import restore_params
 from jaxscale.run.setup.text import open_tokenizer
 from jaxscale.storage import durable
+from tests.without_jax import without_jax
 
 
 def save(path: pathlib.Path, **layout) -> pathlib.Path:
@@ -290,16 +291,11 @@ def test_generate_from_a_run(trained, tmp_path):
         ("generate", ["--prompt", "a", "--workdir", "nowhere"], "--workdir nowhere holds no run"),
     ],
 )
-def test_mistakes_are_answered_within_a_second(name, words, message, tmp_path):
-    before = os.times()
-    done = command(name, "--workdir", str(save(tmp_path)), *words)
-    after = os.times()
+def test_mistakes_are_answered_without_jax(name, words, message, tmp_path):
+    done = without_jax(name, "--workdir", str(save(tmp_path)), *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
-    # Processor time: a busy machine does not fail the test.
-    used = after.children_user + after.children_system
-    assert used - before.children_user - before.children_system < 1
 
 
 def test_a_file_of_prompts_that_is_not_text_is_named(tmp_path, capsys):

@@ -4,12 +4,13 @@ Does the suite notice a mistake? Applies each fault of tools/mutants.toml, a lin
 could have got wrong, to a temporary copy of this checkout, runs there the tests that should fail,
 and prints a table of those that did and those that did not (mutation testing: DeMillo, Lipton and
 Sayward, Computer 11, 1978). The same tests run once without the fault first: one that fails
-anyway proves nothing.
+anyway proves nothing. The tier of a mutant is the first of the suite's that has one of its tests.
 
 Returns 1 if a mutant survives or a test could not be run.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import functools
@@ -25,12 +26,18 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from _pytest.mark.expression import Expression
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FAULTS = "tools/mutants.toml"
+
+TIERS = ("first", "proof", "slow")
+"""Of the suite: what runs without -m, and what runs with it."""
+PYTEST = ("-p", "no:cacheprovider")
 
 LEAST_SECONDS, SLOWER = 60, 10
 """A mutant is ended, and counts as caught, when its tests take this many times as long as without
@@ -81,13 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     if not chosen:
         parser.error("no mutant is called that; --list prints them all")
+    tiers = find_tiers(chosen, ROOT)
     if options.list:
-        print(table(["mutant", "folder", "file", "tests"], map(described, chosen)))
+        print(table(HEADS, (described(mutant, tiers) for mutant in chosen)))
         return 0
     results = run_all(chosen, ROOT, options.jobs, functools.partial(print, file=sys.stderr))
-    print(summary(results))
+    print(summary(results, tiers))
     if options.json:
-        pathlib.Path(options.json).write_text(json.dumps(list(map(asdict, results)), indent=1))
+        rows = [{**asdict(one), "tier": tiers[one.mutant.name]} for one in results]
+        pathlib.Path(options.json).write_text(json.dumps(rows, indent=1))
     return 0 if all(result.verdict == "caught" for result in results) else 1
 
 
@@ -99,6 +108,41 @@ def read(path: pathlib.Path) -> list[Mutant]:
     """
     folders = tomllib.loads(path.read_text())
     return [Mutant(folder, **fields) for folder, found in folders.items() for fields in found]
+
+
+def find_tiers(mutants: Sequence[Mutant], root: pathlib.Path) -> dict[str, str]:
+    """By the name of each mutant the first of `TIERS` that has one of its tests; "" for none."""
+    files = sorted({path.partition("::")[0] for one in mutants for path in split(one.tests)[0]})
+    found = {tier: collect(files, tier, root) for tier in TIERS}
+
+    def tier_of(mutant: Mutant) -> str:
+        paths, wanted = split(mutant.tests)
+        chosen = Expression.compile(wanted or "test")
+
+        def is_one(test: str) -> bool:
+            named = any(
+                test == path or test.startswith((f"{path}::", f"{path}[")) for path in paths
+            )
+            return named and chosen.evaluate(lambda word, **_: word.lower() in test.lower())
+
+        return next((tier for tier, tests in found.items() if any(map(is_one, tests))), "")
+
+    return {mutant.name: tier_of(mutant) for mutant in mutants}
+
+
+def split(tests: str) -> tuple[list[str], str]:
+    """The files and node ids, and the expression after -k."""
+    words = shlex.split(tests)
+    at = words.index("-k") if "-k" in words else len(words)
+    return words[:at], " ".join(words[at + 1 :])
+
+
+def collect(files: Sequence[str], tier: str, root: pathlib.Path) -> list[str]:
+    """The node ids of the tests of a tier."""
+    marked = [] if tier == TIERS[0] else ["-m", tier]
+    command = [sys.executable, "-m", "pytest", "--collect-only", *PYTEST, *marked, *files]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    return [line for line in done.stdout.splitlines() if "::" in line]
 
 
 def run_all(
@@ -192,9 +236,11 @@ def copy_of(root: pathlib.Path):
 def run_tests(tests: str, checkout: pathlib.Path, limit_seconds: float | None) -> _Tests:
     """pytest in a checkout, whose package is the one that is imported."""
     paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # A file's proofs run, too, and a test that is named by its node id whatever its tier.
+    marked = [] if "::" in tests else ["-m", "not slow"]
     begin = time.monotonic()
     with subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *shlex.split(tests)],
+        [sys.executable, "-m", "pytest", "-x", *PYTEST, *marked, *shlex.split(tests)],
         cwd=checkout,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         stdout=subprocess.PIPE,
@@ -214,9 +260,12 @@ def run_tests(tests: str, checkout: pathlib.Path, limit_seconds: float | None) -
     return _Tests(status, time.monotonic() - begin, lines[-1].strip("= "))
 
 
-def described(mutant: Mutant) -> list[str]:
+HEADS = ["mutant", "folder", "file", "tests", "tier"]
+
+
+def described(mutant: Mutant, tiers: Mapping[str, str]) -> list[str]:
     """Its cells of a table."""
-    return [mutant.name, mutant.folder, mutant.file, mutant.tests]
+    return [mutant.name, mutant.folder, mutant.file, mutant.tests, tiers[mutant.name]]
 
 
 def table(heads: list[str], rows) -> str:
@@ -225,13 +274,15 @@ def table(heads: list[str], rows) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
-def summary(results: Sequence[Result]) -> str:
+def summary(results: Sequence[Result], tiers: Mapping[str, str]) -> str:
     """The table of results, how many there are of each, and what is to be looked at."""
-    rows = [[*described(r.mutant), r.verdict, f"{r.seconds:.0f}"] for r in results]
-    text = [table(["mutant", "folder", "file", "tests", "result", "seconds"], rows), ""]
+    rows = [[*described(r.mutant, tiers), r.verdict, f"{r.seconds:.0f}"] for r in results]
+    text = [table([*HEADS, "result", "seconds"], rows), ""]
     verdicts = [result.verdict for result in results]
     counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts)]
     text.append(f"{len(results)} mutants: {', '.join(counts)}")
+    found = collections.Counter(tiers[result.mutant.name] or "none" for result in results)
+    text.append("by tier: " + ", ".join(f"{count} {tier}" for tier, count in found.items()))
     text += [
         f"{result.verdict}: {result.mutant.name} ({result.mutant.file}): {result.said}"
         for result in results

@@ -57,6 +57,14 @@ def test_a_mutant_changes_a_line_that_is_there_once_and_names_tests_that_exist(m
         assert not name or name in functions, f"{path} has no {name}"
 
 
+@pytest.mark.proof
+def test_four_fifths_have_a_test_in_the_first_tier():
+    """Which is what people run, and what is run for every change."""
+    tiers = tool.find_tiers(MUTANTS, ROOT)
+    assert all(tiers.values())
+    assert 5 * list(tiers.values()).count("first") >= 4 * len(tiers)
+
+
 PACKAGE = "def double(x):\n    return 2 * x\n"
 TESTS = """
 import time
@@ -158,7 +166,8 @@ def test_what_survives_and_what_could_not_run_is_told_from_what_is_caught(checko
     found = json.loads((checkout / "out.json").read_text())
     assert {one["mutant"]["name"]: one["verdict"] for one in found} == EXPECTED, done.stderr
     assert done.returncode == 1
-    assert "6 mutants: 2 caught, 1 survived, 3 not run" in done.stdout
+    assert "6 mutants: 2 caught, 1 survived, 3 not run\nby tier: 5 first, 1 none\n" in done.stdout
+    assert found[0]["tier"] == "first"
     assert "survived: adds, and nobody looks (jaxscale/sums.py): 1 passed" in done.stdout
     assert "| adds | ops | jaxscale/sums.py |" in done.stdout
     assert (checkout / "jaxscale/sums.py").read_text() == PACKAGE
