@@ -59,31 +59,13 @@ if "JAXSCALE_CACHE" not in os.environ:
     os.environ["JAXSCALE_CACHE"] = tempfile.mkdtemp(prefix="jaxscale_compiled_")
     MADE.append(os.environ["JAXSCALE_CACHE"])
 
-# XLA takes three quarters of the time of the costly tests: JAX keeps what it has compiled between
-# sessions, and finds there what has not changed.
 PROGRAMS = "JAXSCALE_TEST_CACHE"
-"""Names the folder in place of the user's; empty, the environment variable keeps nothing."""
+"""The environment variable that names the folder of compiled programs instead of the user's; empty
+keeps none."""
 MOST_BYTES = 2**30
 """Of kept programs; those that were not read for longest are removed first."""
-
-
-def folder_of_programs() -> pathlib.Path | None:
-    """A folder for this kind of processor, whose features programs use; None keeps nothing."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    name = os.environ.get(PROGRAMS, f"{cache}/jaxscale/tests")
-    if not name or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return None
-    cpu = pathlib.Path("/proc/cpuinfo")
-    lines = cpu.read_text().splitlines() if cpu.exists() else []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    folder = pathlib.Path(name).expanduser() / hashlib.sha256(features.encode()).hexdigest()[:12]
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-if folder := folder_of_programs():
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+SHORTEST_SECONDS = 0.1
+"""What compiles in less is not kept."""
 
 # Their compilers hold many megabytes each, on pages of 2 MB where Linux has them.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
@@ -123,16 +105,52 @@ def few_compiled_programs() -> Iterator[None]:
         gc.collect()
 
 
+def folder_of_programs() -> pathlib.Path | None:
+    """Of this kind of processor, whose features programs use; None where none are kept."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    name = os.environ.get(PROGRAMS, f"{cache}/jaxscale/tests")
+    if not name:
+        return None
+    cpu = pathlib.Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return pathlib.Path(name).expanduser() / hashlib.sha256(features.encode()).hexdigest()[:12]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keeps the programs of one device that this process compiles, and reads what was kept.
+
+    Those of several devices hang now and then when they are read (jaxlib 0.12), and
+    `run/compilation_cache.py` keeps none either.
+    """
+    folder = folder_of_programs()
+    if not folder or not session.items or "jax" not in sys.modules:
+        return
+    import jax  # noqa: PLC0415 - after the environment is set, and not in tests without it
+    from jax._src import compiler  # noqa: PLC0415
+
+    if not hasattr(compiler, "_get_cache_key"):  # JAX has no setting for this
+        return
+
+    def key(options: Any, backend: Any, computation: Any, devices: Any, *more: Any, **named: Any):
+        if devices.size == 1:
+            return key_of_one(options, backend, computation, devices, *more, **named)
+        return None
+
+    key_of_one, compiler._get_cache_key = compiler._get_cache_key, key
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_SECONDS)
+
+
 @pytest.hookimpl(tryfirst=True)  # before fixtures that compile
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that is marked `compiles` finds no compiled program on disk, and leaves none."""
-    kept = "false" if item.get_closest_marker("compiles") else "true"
-    if os.environ.get("JAX_ENABLE_COMPILATION_CACHE", "true") != kept:
-        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = kept
-        import jax  # noqa: PLC0415 - after the environment is set, and not in tests without it
+    kept = not item.get_closest_marker("compiles")
+    if (jax := sys.modules.get("jax")) and jax.config.jax_enable_compilation_cache != kept:
         from jax.experimental.compilation_cache import compilation_cache  # noqa: PLC0415
 
-        jax.config.update("jax_enable_compilation_cache", kept == "true")
+        jax.config.update("jax_enable_compilation_cache", kept)
         compilation_cache.reset_cache()
 
 
@@ -211,8 +229,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def remove_old_programs() -> None:
     """Keeps `MOST_BYTES` of what was read last. Another session may remove the same files."""
-    found = list[tuple[float, int, pathlib.Path]]()
-    for file in folder.iterdir() if folder else ():
+    folder, found = folder_of_programs(), list[tuple[float, int, pathlib.Path]]()
+    for file in folder.iterdir() if folder and folder.exists() else ():
         with contextlib.suppress(OSError):
             status = file.stat()
             found.append((max(status.st_atime, status.st_mtime), status.st_size, file))

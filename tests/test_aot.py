@@ -23,7 +23,10 @@ from jaxscale.config import from_dict
 from jaxscale.training import accumulation
 
 # Which attention on GPUs is written for.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
 
 LAYERS, ARRAYS = 4, 9  # of a layer: seven matrices and two norms
 OUTER = 3  # embedding, last norm, head
@@ -83,6 +86,7 @@ def arrays(report: CompileReport, *asked: str) -> float:
     return sum(one.arrays for one in report.collectives if one.asked in asked)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["v5p:2x2x1", "h200:1x4"])
 def test_arguments_are_the_shards_of_the_state_and_the_batch(name):
     report = compiled(name, "layered", MICROBATCHES)
@@ -97,6 +101,7 @@ def test_arguments_are_the_shards_of_the_state_and_the_batch(name):
     assert report.devices == 4
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["v5p:2x2x1", "h200:1x4"])
 def test_layered_accumulation_gathers_a_layer_once_a_pass(name):
     """Whatever the number of micro-batches; the last layer turns with the weights it has."""
@@ -105,6 +110,7 @@ def test_layered_accumulation_gathers_a_layer_once_a_pass(name):
     assert {one.axes for one in report.collectives if one.asked == "all-gather"} == {("fsdp",)}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["v5p:2x2x1", "h200:1x4"])
 def test_rows_of_the_embedding_are_summed_in_float32(name):
     """Whatever computes: here bfloat16."""
@@ -113,6 +119,7 @@ def test_rows_of_the_embedding_are_summed_in_float32(name):
     assert set(scatters) == {"f32"}, scatters
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["v5p:2x2x1", "h200:1x4"])
 def test_the_collectives_of_a_layer_run_beside_one(name):
     """The gather of the next layer's weights and the reduction of the last one's gradients."""
@@ -121,6 +128,7 @@ def test_the_collectives_of_a_layer_run_beside_one(name):
     assert {"all-gather", "reduce-scatter"} <= {one.asked for one in hidden}
 
 
+@pytest.mark.proof
 def test_the_weights_of_a_large_layer_travel_together_and_so_do_its_gradients():
     """XLA for GPUs by itself does not combine results of more than 30 MB, and had four collectives
     in flight: three of the four reduce-scatters of a layer of Llama 3 8B overlapped nothing."""
@@ -137,6 +145,7 @@ def test_the_weights_of_a_large_layer_travel_together_and_so_do_its_gradients():
     ]
 
 
+@pytest.mark.proof
 def test_gradients_of_a_layer_are_added_in_place():
     """At an index that it knows, XLA for GPUs would read and write the gradients of all layers: 8B
     with unrolled layers took 4.7 s in place of 3.0. And below ZeRO stage 3 no micro-batch casts a
@@ -171,6 +180,7 @@ def test_gradients_of_a_layer_are_added_in_place():
     assert sum(len(made) for _, made in casts) == 2 * 7
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["h200:1x4", pytest.param("v5p:2x2x1", marks=pytest.mark.slow)])
 def test_half_of_the_tokens_travel_beside_the_experts_of_the_other_half(name):
     """Of each half's way to its experts and back, one has matmuls beside it, in both passes: the
@@ -206,6 +216,7 @@ def test_attention_on_gpus_waits_for_no_host(context):
     assert all("known_trip_count" in line for line in loops)
 
 
+@pytest.mark.proof
 def test_residuals_of_all_microbatches_lie_in_arrays_that_nothing_fills_or_copies():
     """On GPUs XLA would fill new ones with zeros and copy them, in every pass."""
     layout = {"data": 4, "fsdp": 1, "zero_stage": 0, "microbatches": MICROBATCHES}
@@ -222,6 +233,7 @@ def test_residuals_of_all_microbatches_lie_in_arrays_that_nothing_fills_or_copie
     assert sum("AllocateBuffer" in one.rest for one in made) == 1
 
 
+@pytest.mark.proof
 def test_heads_are_turned_by_a_kernel():
     """In each pass, queries and keys; the top layer stands beside the loop, forward and backward,
     the bottom one backward."""
@@ -253,6 +265,7 @@ def places(found: Sequence[hlo.Instruction], opcode: str, word: str) -> list[int
     return [i for i, x in enumerate(found) if x.opcode.endswith(opcode) and word in x.name]
 
 
+@pytest.mark.proof
 def test_the_gradients_of_the_head_are_reduced_before_those_of_layers_are_computed_on_tpus():
     """Whole, in float32, they would be there until all layers are done."""
     entry = instructions(compiled("v5p:2x2x1", "layered", MICROBATCHES), "entry")
@@ -276,6 +289,7 @@ def test_a_layers_gradients_are_reduced_while_the_one_below_is_recomputed_on_tpu
     assert min(again) < max(reduced) < min(own)
 
 
+@pytest.mark.proof
 def test_products_are_those_of_the_model():
     """With loops multiplied out; the attention of this size has loops of its own, so only its
     lower bound is known."""
@@ -307,6 +321,7 @@ def test_what_does_not_fit_is_a_verdict_with_what_was_needed(monkeypatch, tmp_pa
     assert not kept.exists()
 
 
+@pytest.mark.proof
 def test_the_command_prints_and_writes(tmp_path, capsys):
     if not topology.compiler_installed("gpu"):
         pytest.skip("no compiler for GPUs: uv sync --inexact --extra aot")

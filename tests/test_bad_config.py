@@ -355,6 +355,7 @@ def path(tmp_path):
     return file
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("overrides", "fragment"), [*OVERRIDES, *NOT_YET])
 def test_overrides(path, overrides, fragment):
     assert fragment in refusal(config.load, str(path), overrides.split(" "))

@@ -214,6 +214,9 @@ command_line.run(main)
 """
 
 
+@pytest.mark.proof(
+    but=("complete-<&- >&- 2>&--0-", "refused->/dev/full 2>/dev/full-2-", "refused-2>&--2-")
+)
 @pytest.mark.parametrize(
     ("how", "streams", "status", "said"),
     [

@@ -104,6 +104,7 @@ def first_batch(workdir):
         return next(stream)
 
 
+@pytest.mark.proof
 def test_training_starts_from_the_weights_in_a_pipeline(converted, tmp_path):
     """With a learning rate of zero a step leaves every bit as it was, through a pipeline, a
     checkpoint and an export; and the loss is that of the weights."""
@@ -146,6 +147,7 @@ def test_nobody_means_the_default_text_of_a_converted_model(converted, tmp_path,
     assert json.loads((tmp_path / "out.json").read_text())["eval_loss/page"] > 0
 
 
+@pytest.mark.proof
 def test_a_run_starts_from_another_runs_weights(converted):
     """From checkpoint 0 of its own folder, or from another run, in other types and on a layout."""
     run, hf = converted / "run", converted / "hf"
@@ -162,6 +164,7 @@ def test_a_run_starts_from_another_runs_weights(converted):
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
+@pytest.mark.proof
 def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp_path):
     """In a pipeline: as the engine draws them, beside the bits of the weights. What they add once
     they are trained is in the weights that are exported."""
@@ -226,6 +229,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.proof(but=("settings", "nowhere", "fewer tokens"))
 @pytest.mark.parametrize("name", REFUSED)
 def test_weights_that_do_not_fit_are_refused(name, converted, tmp_path):
     changes, message = REFUSED[name]
@@ -273,6 +277,7 @@ def test_a_model_of_ones_own_without_such_a_setting_starts_anew(tmp_path):
     assert open_initial(config, cast(Engine, None), tmp_path) is None
 
 
+@pytest.mark.proof
 def test_what_ends_turns_stops_the_tuned_model_here_and_at_hugging_face(tmp_path, capsys):
     """A base model's eos_token_id ends documents, and its chat template ends turns with another
     token: it is a stop id of the run, of one that starts from it or resumes, and of the export."""
@@ -304,6 +309,7 @@ def test_what_ends_turns_stops_the_tuned_model_here_and_at_hugging_face(tmp_path
     assert open_weights(run).stop_ids == (2, 129), "of a run that starts from this one"
 
 
+@pytest.mark.proof
 def test_a_special_token_beyond_the_model_is_refused_only_in_a_text(tmp_path, capsys):
     """As Gemma 3's <image_soft_token>: the model is converted, and continues plain text."""
     hf, run = tiny_llama.save(tmp_path / "hf"), tmp_path / "run"
@@ -416,6 +422,7 @@ def test_commands_that_cannot_work_are_refused_in_one_line(name, converted, tmp_
     assert not (converted / "hf_").exists()
 
 
+@pytest.mark.proof
 def test_weights_are_converted_without_a_tokenizer_and_a_line_says_so(tmp_path, capsys):
     """And back. What needs one says where it is looked for."""
     hf, run = tiny_llama.save(tmp_path / "hf"), tmp_path / "run"

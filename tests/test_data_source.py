@@ -34,6 +34,7 @@ SOURCES = st.builds(
 )
 
 
+@pytest.mark.proof
 @given(st.lists(SOURCES, min_size=1, max_size=3))
 def test_sources_survive_json(entries):
     sources = to_sources(entries)

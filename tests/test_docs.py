@@ -46,6 +46,22 @@ WORKED = ("worked_example.md", "hugging_face.md")
 INDEX = {name for name in TEXTS if name != "README.md"}
 
 
+@pytest.mark.proof(
+    but=(
+        "architecture",
+        "correctness",
+        "data",
+        "decisions",
+        "experts",
+        "kernels",
+        "layouts",
+        "model_families",
+        "own_model",
+        "pipelines",
+        "planning",
+        "settings",
+    )
+)
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name not in WORKED], ids=lambda path: path.stem
 )
@@ -95,6 +111,7 @@ def run(line: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, *more:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.proof
 def test_the_worked_example_works(tmp_path, monkeypatch):
     """All its commands and Python, in this process, which has the eight devices that they ask for
     and JAX imported."""
@@ -117,6 +134,7 @@ def test_the_worked_example_works(tmp_path, monkeypatch):
             assert command.main([*words[3:], *more]) == 0
 
 
+@pytest.mark.proof
 def test_a_model_is_called_in_a_notebook_as_the_page_says():
     (block,) = re.findall(r"```python\n(.*?)```", TEXTS["hugging_face.md"], re.DOTALL)
     exec(block, found := {})

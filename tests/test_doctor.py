@@ -163,6 +163,7 @@ def test_a_config_is_of_a_preflight(capsys):
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.proof
 def test_preflight_measures_and_says_what_to_do(tmp_path, capsys, monkeypatch):
     flags = ["--preflight", "--config=tiny", "--config.layout.fsdp=4", "--config.layout.data=2"]
     monkeypatch.setattr(doctor, "examine", lambda: HEALTHY)

@@ -80,6 +80,7 @@ def plain_evaluation(params, heldout: Dataset, windows: range) -> Evaluation:
     return Evaluation(float(loss), int(real.sum()), float(num_bytes))
 
 
+@pytest.mark.proof(but=("{'fsdp': 2, 'context': 2, 'zero_stage': 1, 'microbatches': 2}",))
 @pytest.mark.parametrize(
     "layout",
     [

@@ -6,6 +6,8 @@ import importlib
 import pathlib
 import pkgutil
 
+import pytest
+
 import jaxscale
 
 PACKAGE = pathlib.Path(jaxscale.__file__).parent
@@ -19,6 +21,7 @@ def test_folders_are_small():
         assert len(files) <= 16 or folder == PACKAGE, folder
 
 
+@pytest.mark.proof
 def test_a_public_name_means_one_thing():
     homes = collections.defaultdict(list)
     for path in MODULES:

@@ -155,6 +155,7 @@ MODEL = [
 ]
 
 
+@pytest.mark.proof
 def test_a_model_by_its_name_is_ranked_and_explained(tmp_path, capsys):
     numbers, page = tmp_path / "plan.json", tmp_path / "plan.html"
     main(
@@ -235,6 +236,7 @@ def run(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.proof
 def test_a_function_and_a_command_neither_of_which_imports_jax():
     program = (
         "import sys, jaxscale\n"
@@ -259,6 +261,7 @@ def test_a_function_and_a_command_neither_of_which_imports_jax():
     )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("devices", "pins", "said"),
     [
@@ -278,6 +281,7 @@ def test_a_batch_that_does_not_split_is_why_there_is_no_layout(devices, pins, sa
     assert re.search(said, capsys.readouterr().err)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("sequences", "nearest"), [(8, 0), (12, 16), (9, 8), (3, 8)])
 def test_a_batch_that_does_not_split_is_said_with_the_nearest(sequences, nearest, capsys):
     words = ["--config", "tiny", "--hardware", "h100", "--devices", "8", "--top", "1"]

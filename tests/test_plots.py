@@ -47,6 +47,7 @@ def test_the_coloured_part_is_the_shard(spec):
         assert list(area(sharding, shape, dims)) == pytest.approx([share] * 8)
 
 
+@pytest.mark.proof
 def test_a_row_of_tiles_for_each_layout():
     engines = {
         "a": engine_of("layout.data=1", "layout.fsdp=8"),
@@ -61,6 +62,7 @@ def test_a_row_of_tiles_for_each_layout():
     assert empty == 8 * (2 + 2)  # a square and its edge, a box for each of two layers
 
 
+@pytest.mark.proof
 def test_an_optimizer_without_moments_has_no_squares():
     config = configs.load("tiny", ["layout.data=8"])
     engine = make_engine(config, make_mesh(config.layout), optimizer=optax.sgd(1e-3))
@@ -71,6 +73,7 @@ def test_an_optimizer_without_moments_has_no_squares():
 SMALL = ["model.vocab_size=512", "model.num_layers=2", "data.global_batch_size=16"]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("config", "overrides", "parameter"),
     [
@@ -191,6 +194,7 @@ def test_losses_and_plans_say_what_they_show(tmp_path):
     assert widths == pytest.approx(best.step_seconds, rel=0.01)
 
 
+@pytest.mark.proof
 def test_every_term_of_a_plan_has_a_colour():
     best = plan_layouts("configs/tiny.py", "H100-SXM", 8, top=1).plans[0]
     labels = [draw({"tiny": best}).axes[0].texts[0].get_text().split() for draw in BARS]

@@ -258,6 +258,7 @@ WITHOUT_PRIVILEGES = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"
 """Before a command: it is refused what root, who may run the tests, would not be."""
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv takes away root's privileges")
 @pytest.mark.parametrize(
     ("mode", "path", "named"), [(0, "*.txt", "no"), (0, "a.txt", "no"), (0o444, "", "no/a.txt")]
@@ -276,6 +277,7 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path, mode, path, named):
     assert done.returncode == 2
 
 
+@pytest.mark.proof
 def test_a_bad_record_is_named_and_a_worker_says_it_too(texts, tmp_path, capsys):
     lines = (texts / "a.jsonl").read_text().splitlines()
     lines[150] = lines[150][:20]
@@ -326,6 +328,7 @@ def test_the_folder_is_where_the_command_of_a_run_reads_it(texts, tmp_path, monk
     assert prepare.main(["--inspect", "~/out"]) == 0
 
 
+@pytest.mark.proof
 def test_help_and_mistakes_need_no_jax():
     program = (
         "import sys\n"

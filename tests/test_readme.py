@@ -27,6 +27,7 @@ def run(command: list[str], **environment) -> str:
     return done.stdout
 
 
+@pytest.mark.proof
 def test_the_first_command_trains_shortened(tmp_path):
     """The same command but for its length, its folder, and the environment that is here already."""
     (command,) = [block for block in blocks("bash") if "jaxscale.train" in block]
@@ -58,6 +59,7 @@ def test_the_second_command_is_this_suite():
     assert command.strip() == expected
 
 
+@pytest.mark.proof
 def test_the_notebook_block_of_ten_lines_runs_and_runs_again(tmp_path, monkeypatch, capsys):
     """In this process, which has the eight devices and JAX imported."""
     (block,) = blocks("python")
@@ -105,6 +107,7 @@ def test_the_package_has_help_and_a_reader_that_has_seen_enough():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`(\w+\.py)`", README))))
 def test_every_file_that_it_names_is_there(path):
     found = [p for p in pathlib.Path(".").rglob(path) if ".venv" not in p.parts]

@@ -205,6 +205,7 @@ def trained(tmp_path_factory) -> pathlib.Path:
     return path
 
 
+@pytest.mark.proof
 def test_evaluate_a_run_on_other_devices(trained, tmp_path):
     file = tmp_path / "result.json"
     done = command("evaluate", "--workdir", str(trained), "--json", str(file), num_devices=2)
@@ -237,6 +238,7 @@ def test_evaluate_a_run_on_other_devices(trained, tmp_path):
     assert f"{result['eval_tokens']:,}" in done.stdout
 
 
+@pytest.mark.proof
 def test_validation_sets_are_evaluated_without_the_text_of_training(trained, tmp_path):
     file = tmp_path / "result.json"
     alone = ["--config.data.heldout=0", "--config.data.source=/nowhere/*.txt"]
@@ -249,6 +251,7 @@ def test_validation_sets_are_evaluated_without_the_text_of_training(trained, tmp
     assert "eval_loss" not in result
 
 
+@pytest.mark.proof
 def test_generate_from_a_run(trained, tmp_path):
     """No text is read: its source may be gone."""
     file, prompts = tmp_path / "result.json", tmp_path / "prompts.txt"
@@ -277,6 +280,7 @@ def test_generate_from_a_run(trained, tmp_path):
     assert "def f(" in done.stdout
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [

@@ -112,6 +112,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_supervisor_ends_its_command_which_saves(number, tmp_path):
     process = subprocess.Popen(
@@ -188,6 +189,7 @@ def test_layouts_are_tried_in_turn_at_each_attempt(tmp_path):
     assert len(list(tmp_path.glob("try*"))) == 6, "nothing was started"
 
 
+@pytest.mark.proof
 def test_a_command_that_is_not_there_is_one_line(tmp_path):
     for words, said in ((["no-such-program"], "No such file"), ([], "expected -- and a command")):
         done = subprocess.run(
@@ -200,6 +202,7 @@ def test_a_command_that_is_not_there_is_one_line(tmp_path):
         assert said in done.stderr
 
 
+@pytest.mark.proof
 def test_a_mistyped_config_leaves_no_folder(tmp_path):
     """Nor a log in it; a run that failed has both, also where it made no folder itself."""
     command = [sys.executable, "-m", "jaxscale.supervise", "--failures=1", "--"]

@@ -47,13 +47,14 @@ def run(folder, *arguments, **environ):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", *arguments],
         cwd=folder,
-        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": "", **environ},
+        env={**os.environ, **environ},
         capture_output=True,
         text=True,
     )
     return re.findall(r"::test_(\S+) PASSED", done.stdout), done.stdout + done.stderr
 
 
+@pytest.mark.proof(but=("default", "proof"))
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -64,6 +65,7 @@ def run(folder, *arguments, **environ):
         (["test_toys.py::test_cases[a]"], ["cases[a]"]),
         (["test_toys.py::test_slow"], ["slow"]),
     ],
+    ids=["default", "proof", "slow", "not slow", "a case", "a slow one"],
 )
 def test_each_test_is_in_one_tier(arguments, expected, folder):
     ran, printed = run(folder, *arguments)
@@ -79,6 +81,7 @@ def test_the_last_lines_count_what_is_left_to_other_tiers(folder):
     assert "processor time: 0." in printed
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -94,10 +97,15 @@ def test_marks_that_say_nothing_are_refused(text, said, folder):
 
 
 KEPT = """
-import jax, pytest
+import conftest, jax, numpy, pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-def compiled(n):
-    return jax.jit(lambda x: x @ x + n)(jax.numpy.ones((4, 4)))
+conftest.SHORTEST_SECONDS = 0
+
+def compiled(n, devices=1):
+    mesh = Mesh(numpy.array(jax.devices()[:devices]), ("x",))
+    place = NamedSharding(mesh, PartitionSpec("x"))
+    jax.jit(lambda x: x @ x + n, in_shardings=place)(numpy.ones((4, 4)))
 
 def test_kept():
     compiled(1)
@@ -106,16 +114,19 @@ def test_kept():
 def test_compiles():
     compiled(2)
 
+def test_several_devices():
+    compiled(3, 2)
+
 def test_kept_again():
-    compiled(3)
+    compiled(4)
 """
 
 
-def test_programs_are_kept_but_for_those_of_tests_that_look_at_compiling(folder):
+@pytest.mark.proof
+def test_programs_are_kept_of_one_device_and_not_where_a_test_looks_at_compiling(folder):
     (folder / "test_toys.py").write_text(KEPT)
-    every = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     place = folder / "kept"
     for name, count in (("", 0), (str(place), 2)):
-        ran, printed = run(folder, JAXSCALE_TEST_CACHE=name, **every)
-        assert ran == ["kept", "compiles", "kept_again"], printed
+        ran, printed = run(folder, JAXSCALE_TEST_CACHE=name)
+        assert ran == ["kept", "compiles", "several_devices", "kept_again"], printed
         assert len([*place.glob("*/jit__lambda*-cache")]) == count

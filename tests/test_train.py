@@ -146,6 +146,7 @@ def test_a_finished_run_has_nothing_to_do(whole, capsys, tmp_path):
     assert "changed since: run.eval_batches = " in said
 
 
+@pytest.mark.proof
 def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
     workdir, _ = whole
     command = [
@@ -208,6 +209,7 @@ def test_a_typo_is_answered_before_jax_is_imported(arguments, said):
     assert said in done.stderr
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -325,6 +327,7 @@ def test_describe_prints_the_layout_and_trains_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.proof
 def test_a_changed_batch_size_text_or_model_is_not_continued(whole, capsys):
     from jaxscale import train as command  # noqa: PLC0415
 

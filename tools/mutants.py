@@ -17,6 +17,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import signal
@@ -257,7 +258,8 @@ def run_tests(tests: str, checkout: pathlib.Path, limit_seconds: float | None) -
             with contextlib.suppress(ProcessLookupError):  # also what the tests have started
                 os.killpg(process.pid, signal.SIGKILL)
     lines = printed.strip().splitlines() or [""]
-    return _Tests(status, time.monotonic() - begin, lines[-1].strip("= "))
+    counts = [line for line in lines if re.search(r"\d (passed|failed|error)", line)]
+    return _Tests(status, time.monotonic() - begin, (counts or lines)[-1].strip("= "))
 
 
 HEADS = ["mutant", "folder", "file", "tests", "tier"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.choices import did_you_mean
 from jaxscale.hardware import GPU_MEMORY_FRACTION, gpu_memory_fraction
@@ -78,6 +79,8 @@ def leave_hardware_alone() -> None:
 def open_topology(name: str) -> Topology:
     """The topology of a name such as "v5p:4x4x4", "v5e:16x16:2" (two slices) or "h200:8x8".
 
+    From now on this process compiles without JAX's compilation cache.
+
     Raises:
       ValueError: an unknown name; lists the known ones. Or a share of a GPU's memory, in the
         environment, that is none.
@@ -86,6 +89,10 @@ def open_topology(name: str) -> Topology:
     platform = platform_of(name)
     check_installed(platform)
     leave_hardware_alone()
+    # JAX writes programs for absent devices to a compilation cache and cannot read them: every
+    # later compile would warn of it (jaxlib 0.12).
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
     kind, _, shape = name.partition(":")
     row = _table(platform)[kind]
     return _tpu(name, row, shape) if platform == "tpu" else _gpu(name, row, shape)

@@ -48,6 +48,7 @@ def test_the_summary_ranks_and_counts():
     assert "all timed out: raise --trial_seconds" in late
 
 
+@pytest.mark.proof
 def test_the_picture(tmp_path):
     for name, trials, shares in (("a", TRIALS, {"tensor": 1.0}), ("b", TRIALS[1:2], {})):
         path = tmp_path / f"{name}.png"

@@ -58,6 +58,7 @@ def measured(tmp_path, *words):
     return json.loads(numbers.read_text()), storage
 
 
+@pytest.mark.proof
 def test_the_config_first_then_the_planners_best_then_what_the_search_proposes(
     formula, tmp_path, capsys
 ):
@@ -87,6 +88,7 @@ def test_measuring_nothing_is_a_failure(tmp_path, monkeypatch, capsys):
     assert "all timed out: raise --trial_seconds" in capsys.readouterr().out
 
 
+@pytest.mark.proof
 def test_pins_hold(formula, tmp_path, capsys):
     numbers, _ = measured(tmp_path, "--trials", "9", "--pin", "remat=full", "pipeline=1")
     layouts = [trial["layout"] for trial in numbers["trials"]]

@@ -46,6 +46,7 @@ def test_the_devices_are_those_that_a_trial_sees():
         search.find_devices((sys.executable, "-c", "raise SystemExit('no chip')"))
 
 
+@pytest.mark.proof
 def test_failures_are_recorded_as_what_they_are(found):
     _, trials = found
     assert [trial.outcome for trial in trials[:3]] == ["out of memory", "crashed", "crashed"]
@@ -56,11 +57,13 @@ def test_failures_are_recorded_as_what_they_are(found):
     assert all(bool(trial.message) != trial.measured for trial in trials)
 
 
+@pytest.mark.proof
 def test_no_layout_is_tried_twice(found):
     _, trials = found
     assert len({str(trial.layout) for trial in trials}) == TRIALS
 
 
+@pytest.mark.proof
 def test_failures_and_slow_layouts_are_steered_away_from(found):
     """Of all layouts, those with 8 ranks on an axis that fails are a fifth; tensor is what counts,
     and the best found is far better than the median of what there is."""
@@ -84,6 +87,7 @@ def formula(layout: Layout) -> float:
     return layout.pipeline * layout.tensor**2 + layout.context + walk
 
 
+@pytest.mark.proof
 def test_what_decides_is_found(found):
     storage, _ = found
     shares = search.importances(search.open_study(CONFIG, EIGHT, storage))
@@ -91,6 +95,7 @@ def test_what_decides_is_found(found):
     assert sum(shares.values()) == pytest.approx(1)
 
 
+@pytest.mark.proof
 def test_a_search_that_is_done_does_nothing_more(found):
     storage, trials = found
     broken = (sys.executable, "-c", "raise SystemExit(1)")
@@ -100,6 +105,7 @@ def test_a_search_that_is_done_does_nothing_more(found):
     )
 
 
+@pytest.mark.proof
 def test_a_file_of_something_else_is_refused(found):
     storage, _ = found
     other = configs.load("configs/tiny.py", [*SETTINGS, "model.d_ff=256"])
@@ -118,6 +124,7 @@ def test_a_file_that_is_no_database_is_refused(tmp_path):
     assert storage.read_text().startswith("name,generation")
 
 
+@pytest.mark.proof
 def test_a_trial_that_takes_too_long_is_ended(tmp_path):
     (trial,) = search.search_by_measuring(
         CONFIG, EIGHT, trials=1, storage=tmp_path / "a.db", limit_seconds=0.5, program=(*FAKE, "60")
@@ -135,6 +142,7 @@ def test_layouts_that_cannot_run_cost_no_process(tmp_path):
     assert "model.num_layers = 8 is less than the 32 stages" in trial.message
 
 
+@pytest.mark.proof
 def test_running_out_of_layouts_says_how_many_there_are(tmp_path):
     one = search.Devices(1, "fake", "cpu")
     config = configs.load("configs/tiny.py", ["data.global_batch_size=1"])
@@ -157,6 +165,7 @@ search_by_measuring(
 """
 
 
+@pytest.mark.proof
 def test_a_killed_search_goes_on_where_it_was(tmp_path):
     storage = tmp_path / "layouts.db"
     command = [sys.executable, "-c", SEARCH, str(storage)]
@@ -190,6 +199,7 @@ def ended(storage: pathlib.Path) -> list[tuple[int, float]]:
             return []
 
 
+@pytest.mark.proof
 def test_a_trial_ends_with_who_started_it():
     code = (
         "import subprocess, sys; "

@@ -21,6 +21,7 @@ def pool():
     return candidates(CONFIG, 8)
 
 
+@pytest.mark.proof
 def test_choices_and_layouts_are_one_to_one(pool):
     layouts = [layout_of(choices, CONFIG.layout, 8) for choices in pool]
     assert [candidate_of(layout) for layout in layouts] == pool
@@ -28,6 +29,7 @@ def test_choices_and_layouts_are_one_to_one(pool):
     assert {layout.num_devices for layout in layouts} == {8}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("setting", "value", "where", "otherwise"),
     [
@@ -63,6 +65,7 @@ def test_every_mesh_that_divides_is_there_and_no_other(pool):
     assert meshes == expected
 
 
+@pytest.mark.proof
 def test_the_engine_accepts_what_is_not_refused(pool):
     chosen = random.Random(0).sample(pool, 12)
     accepted = 0

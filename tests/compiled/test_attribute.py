@@ -10,6 +10,8 @@ from jaxscale.config import from_dict
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 
+pytestmark = pytest.mark.compiles
+
 MODEL = {
     "num_layers": 8,
     "d_model": 32,
@@ -21,6 +23,7 @@ MODEL = {
 }
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
@@ -39,6 +42,7 @@ def test_what_waits_for_the_backward_pass_is_found(layout, settings):
     assert settings in kept[0].smaller_with
 
 
+@pytest.mark.proof
 def test_weights_that_a_step_keeps_are_found():
     uses = _uses({**MODEL, "d_ff": 1536}, {"fsdp": 2, "zero_stage": 2, "microbatches": 2})
     whole = next(use for use in uses if use.shape == "bf16[8,32,1536]")

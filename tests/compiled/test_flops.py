@@ -19,6 +19,8 @@ from jaxscale.compiled.topology import compiler_installed, open_topology
 from jaxscale.ops.experts.grouped_matmul import grouped_matmul, grouped_weight_gradient
 from jaxscale.training.xla_options import flags_of
 
+pytestmark = pytest.mark.compiles
+
 ROWS, EXPERTS, WIDTH = 512, 4, 256
 HIDDEN = {"forward": 128, "input gradient": 384, "weight gradient": 512, "compute type": 640}
 """Columns of each expert's matrix, by which its matmul is known among the others'."""
@@ -60,6 +62,7 @@ def experts_program(topology: str, dtype: str) -> str:
         return jax.jit(run).lower(*arguments).compile(compiler_options=options).as_text()
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(
     not compiler_installed("tpu"), reason="no compiler for TPUs: uv sync --inexact --extra aot"
 )
@@ -88,6 +91,7 @@ def test_matmuls_of_experts_are_narrow_where_their_operands_are(topology, dtype,
         assert computation_costs(program, narrow_flops)[program.entry] == sum(expected.values())
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(
     not compiler_installed("gpu"), reason="no compiler for GPUs: uv sync --inexact --extra aot"
 )

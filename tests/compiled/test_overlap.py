@@ -6,6 +6,8 @@ from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import collectives, summed
 from jaxscale.compiled.overlap import with_waits
 
+pytestmark = pytest.mark.compiles
+
 MESH = {"fsdp": 4}
 GATHERED = 2 * 256 * 256  # bytes
 DOT = 2 * 128 * 256 * 256  # operations

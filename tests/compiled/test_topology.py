@@ -3,7 +3,11 @@
 import importlib.util
 import math
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import SingleDeviceSharding
 
 from jaxscale import hardware
 from jaxscale.compiled import topology
@@ -126,3 +130,25 @@ def test_without_the_compiler_one_line_says_what_to_install(monkeypatch):
         topology.open_topology("v5p:2x2x1")
     with pytest.raises(ModuleNotFoundError, match=r"GPUs.*uv sync --inexact --extra aot"):
         topology.open_topology("h200:1x8")
+
+
+@NEEDS_GPU
+@pytest.mark.proof
+def test_what_jaxs_cache_has_of_absent_devices_is_not_read(tmp_path):
+    """JAX warns of each program that it cannot read, and here warnings are errors."""
+    folder = jax.config.jax_compilation_cache_dir
+    shortest = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+    try:
+        place = SingleDeviceSharding(topology.open_topology("h100:1x1").devices[0])
+        x = jax.ShapeDtypeStruct((4, 4), np.float32, sharding=place)
+        for _ in range(2):
+            jax.jit(lambda x: x @ x).trace(x).lower().compile()
+        assert not [*tmp_path.iterdir()]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", shortest)
+        compilation_cache.reset_cache()

@@ -8,6 +8,8 @@ from jax.profiler import ProfileData
 
 from jaxscale.compiled.trace import CAUSES, longest_operations, time_by_cause, trace_line
 
+pytestmark = pytest.mark.compiles
+
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
 %fused_dot (a: bf16[8,8]) -> bf16[8,8] {

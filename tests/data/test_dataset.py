@@ -27,6 +27,7 @@ from tests.data.documents import (
 CORPORA = st.lists(st.binary(min_size=1, max_size=30), min_size=2, max_size=12)
 
 
+@pytest.mark.proof
 @settings(deadline=None)
 @given(CORPORA, st.integers(2, 40), st.integers(0, 3), st.sampled_from(["train", "heldout"]))
 def test_packing(texts, seq_len, seed, split):

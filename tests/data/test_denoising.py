@@ -119,6 +119,7 @@ def test_the_denoisers_of_ul2_are_those_of_table_1(denoiser, noise, spans):
     assert (found[0][2:] >= 1).all()
 
 
+@pytest.mark.proof
 def test_ul2_mixes_its_denoisers_in_equal_shares():
     objective, counts = find_objective("ul2", 512, 512), np.zeros(len(UL2))
     window = make_window([objective.window], cut=True)

@@ -44,6 +44,7 @@ def test_it_is_dealt_and_placed(engine):
     assert half.tokens.shape == (4, 16)
 
 
+@pytest.mark.proof
 def test_what_was_not_dealt_is_refused_before_anything_is_compiled(engine):
     """One that was dealt is traced, and no more."""
     (batch, *_) = batches()

@@ -28,6 +28,7 @@ def take(count: int, dataset, **settings) -> list[Batch]:
     return taken
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "rows",
     [[slice(0, 3), slice(3, 6)], [[0, 2, 4], [1, 3, 5]], [slice(i, i + 1) for i in range(6)]],
@@ -59,6 +60,7 @@ def mixture() -> Mixture:
     return mix(members, [[(0, 1.0), (2, 0.5)], 1.0], global_batch_size=6)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_any_number_of_processes_and_shards_makes_the_same_batches(mixture, processes):
     whole = [[mixture[step * 6 + row] for row in range(6)] for step in range(3, 7)]
@@ -73,6 +75,7 @@ def test_any_number_of_processes_and_shards_makes_the_same_batches(mixture, proc
         assert [copy.example_digest(range(s * 6, s * 6 + 6)) for s in range(3, 7)] == digests
 
 
+@pytest.mark.proof
 def test_worker_processes_change_nothing_and_end(mixture):
     expected = take(4, mixture, rows=[1, 3, 5], start_step=3)
     got = take(4, mixture, rows=[1, 3, 5], start_step=3, workers=2)
@@ -128,6 +131,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.proof
 def test_worker_processes_end_when_the_run_is_killed(tmp_path):
     (tmp_path / "run.py").write_text(KILLED)
     command = [sys.executable, str(tmp_path / "run.py")]

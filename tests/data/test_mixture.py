@@ -225,6 +225,7 @@ def config_of(*weights) -> DataConfig:
     return DataConfig(source=source, seq_len=16, heldout=0.2, global_batch_size=BATCH)
 
 
+@pytest.mark.proof
 def test_entries_of_a_source_are_members():
     corpus = dataclasses.replace(
         make_corpus({f"{i}": bytes([i]) * 40 for i in range(60)}), entries=(0, 20, 50)
@@ -281,6 +282,7 @@ def test_a_mixture_travels_to_workers_whole(members):
         assert_same(again[i], found[i])
 
 
+@pytest.mark.proof
 def test_a_run_of_a_mixture_says_what_it_sees(tmp_path, caplog):
     for name, count in (("prose", 12), ("code", 3)):
         (tmp_path / name).mkdir()

@@ -101,6 +101,7 @@ def test_across_documents_a_row_is_one_segment_and_otherwise_causal(lengths, cut
     assert find_objective("causal_across_documents", seq_len).keeps_marks
 
 
+@pytest.mark.proof
 def test_a_prefix_has_any_length_and_no_loss():
     window = make_window([40, 1, 9])
     shares = np.zeros(40)
@@ -186,6 +187,7 @@ def test_span_lengths_are_those_of_t5():
     assert (len(inputs.ids) + 1, len(targets.ids) + 1) == (512, 114)
 
 
+@pytest.mark.proof
 def test_statistics_of_span_corruption():
     size, count = 568, 2000
     noise_at, lengths, gaps = np.zeros(size), [], []
@@ -328,6 +330,7 @@ def trained():
     return *open_engine(config), corpus
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "masked"])
 def test_a_decoder_learns_from_each_objective(trained, name):
     config, engine, corpus = trained
@@ -344,6 +347,7 @@ def test_a_decoder_learns_from_each_objective(trained, name):
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.proof
 def test_a_document_sees_those_before_it_across_documents_alone(trained):
     """Of the second document of each row, the loss after two first ones."""
     _, engine, _ = trained

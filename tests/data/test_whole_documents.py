@@ -43,6 +43,7 @@ def numbered(marked: list[int], plain: list[int]) -> Corpus:
     return Corpus(shards, offsets, hashes, BYTES.token_bytes, size, "numbered", (0,), counted)
 
 
+@pytest.mark.proof
 @settings(deadline=None, max_examples=30)
 @given(SIZES, st.lists(st.integers(2, 60), max_size=8), st.integers(8, 40))
 def test_what_has_marks_is_whole_in_one_row(marked, plain, seq_len):
@@ -132,6 +133,7 @@ def pieces_of(examples) -> list[tuple[int, ...]]:
     ]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("weights", [(None,) * 3, (1, 1, 2)])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_conversations_and_pairs_beside_text(sources, weights, prepared, tmp_path, caplog):

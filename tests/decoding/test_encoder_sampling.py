@@ -82,6 +82,7 @@ def check_likeliest(name: str, prompt: str, text: str) -> None:
     assert len(ids) == NUM_TOKENS or likeliest[-1] == END
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["t5", "umt5"])
 def test_greedy_text_is_what_the_forward_pass_finds_likeliest(name):
     """Prompts of different lengths in one batch; some texts end before `num_tokens`."""
@@ -98,6 +99,7 @@ def test_greedy_text_is_what_the_forward_pass_finds_likeliest(name):
         assert [sample([prompt])[0] for prompt in PROMPTS[:2]] == texts[:2]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -118,6 +120,7 @@ def test_a_layout_changes_no_text(name, layout, capfd):
     assert "rematerialization" not in capfd.readouterr().err
 
 
+@pytest.mark.proof
 def test_several_ends_and_stop_strings():
     engine, params = one_device("t5")
     sample = functools.partial(
@@ -132,6 +135,7 @@ def test_several_ends_and_stop_strings():
     assert sample(TOKENIZER, prompts=ids) == whole
 
 
+@pytest.mark.proof
 def test_a_sentinel_in_a_prompt_is_read_as_in_training(tmp_path):
     names = ["<pad>", "</s>", "<extra_id_0>", "a", "b", "<unk>"]
     vocabulary = {name: i for i, name in enumerate(names)}
@@ -149,6 +153,7 @@ def test_a_sentinel_in_a_prompt_is_read_as_in_training(tmp_path):
 PAIRS = [("ABC", "d"), ("ABC", "hgfedC"), ("", "abcabc"), ("HGFEDCBAHGFEDCBAHG", "a"), ("c", "ab")]
 
 
+@pytest.mark.proof
 def test_log_likelihoods_are_those_of_the_forward_pass(monkeypatch):
     monkeypatch.setattr(likelihood, "ROWS", 4)  # two batches, the last not full
     monkeypatch.setattr(cache, "CHUNK", 4)  # the longest text is in two parts

@@ -32,10 +32,11 @@ def plainly(config, first: str, second: str) -> float:
     return sum(log_p_TV[i, ids[i + 1]] for i in range(len(first), len(ids) - 1))
 
 
+@pytest.mark.proof(but=("gpt",))
 @pytest.mark.parametrize(
     ("config", "layout"),
     [
-        (GPT, {}),
+        pytest.param(GPT, {}, id="gpt"),
         (LLAMA, {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 3}),
         (
             LLAMA,
@@ -59,6 +60,7 @@ BY_LENGTH = {
 }
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("scaling", BY_LENGTH)
 def test_positions_by_length_are_those_of_each_text_alone(scaling):
     """Scored and generated: a text within the original context, and one beyond it."""

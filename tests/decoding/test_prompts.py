@@ -68,6 +68,7 @@ def test_conversations_of_a_file(tmp_path):
             read_conversations(file)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("kind", "why"),
     [

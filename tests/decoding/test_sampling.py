@@ -107,6 +107,7 @@ def _full_logits(config, params, tokens_BT):
     return model.logits(head_params(model, params), forward(model, params, batch)["x"])
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "config",
     [LLAMA, GPT, LOCAL, PARALLEL, EXPERTS],
@@ -141,6 +142,7 @@ def check_likeliest(config: ModelConfig, prompt: str, text: str, num_tokens: int
     np.testing.assert_array_equal(logits_TV[: len(expected)].argmax(-1), expected)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_greedy_text_is_what_the_forward_pass_finds_likeliest(config):
     """Prompts of different lengths in one batch; some texts end before `num_tokens`."""
@@ -153,6 +155,7 @@ def test_greedy_text_is_what_the_forward_pass_finds_likeliest(config):
     assert len(set(texts)) == len(texts)
 
 
+@pytest.mark.proof
 def test_a_long_prompt_is_read_in_parts(monkeypatch):
     monkeypatch.setattr(cache, "CHUNK", 8)
     engine, params = one_device(LLAMA)
@@ -162,6 +165,7 @@ def test_a_long_prompt_is_read_in_parts(monkeypatch):
         check_likeliest(LLAMA, prompt, text, 9)
 
 
+@pytest.mark.proof
 def test_it_stops_when_every_text_has_ended(monkeypatch):
     monkeypatch.setattr(sampling, "_continuation", lambda tokenizer, row, length: row[length:])
     engine, params = one_device(LLAMA)
@@ -193,6 +197,7 @@ def test_a_prompt_alone_goes_on_as_in_a_batch():
         assert [sample([prompt], **settings)[0] for prompt in PROMPTS] == together
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("config", "layout"),
     [
@@ -277,6 +282,7 @@ def test_the_distribution_is_exact(temperature, top_k, top_p, expected):
     np.testing.assert_allclose(found, [expected, expected[::-1]], rtol=1e-12)
 
 
+@pytest.mark.proof
 def test_nothing_unlikely_is_lost_when_everything_is_wanted():
     logits_BV = jnp.array([[0.0, -40.0, -80.0]], jnp.float32)
     found = sampling.filtered_logits(logits_BV, 1.0, 3, 1.0)
@@ -316,6 +322,7 @@ def test_texts_beyond_the_memory_of_the_host_are_refused_before_anything_is_comp
         sampling.sample(engine, params, TOKENIZER, ["a", "a"], num_tokens=3)
 
 
+@pytest.mark.proof
 def test_several_ends_stop_strings_and_a_first_token():
     """Each ends a text where it appears first; ids of a prompt are taken as they are."""
     engine, params = one_device(LLAMA)

@@ -245,6 +245,7 @@ def test_a_name_that_hosts_map_to_loopback_is_seen(monkeypatch):
     assert launcher.loopback("later") is None, "its pod may not have a name yet"
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("command", ["train", "evaluate", "generate", "doctor"])
 def test_every_command_refuses_half_a_cluster_before_jax_is_imported(command, tmp_path):
     (tmp_path / "config.json").write_text("{}")

@@ -138,6 +138,7 @@ def start(process_id: int, port: int, *arguments: str, **environ: str) -> subpro
     )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("arguments", "environ", "said"),
     [

@@ -138,6 +138,7 @@ def test_a_refusal_reaches_all():
     assert {error.exit_status for error in errors} == {2}
 
 
+@pytest.mark.proof
 def test_those_who_do_not_come_are_named(monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "node7")  # under SLURM its name of this host
     port = free_port()
@@ -152,6 +153,7 @@ def test_those_who_do_not_come_are_named(monkeypatch):
     assert [error.exit_status for error in errors] == [1, 1]
 
 
+@pytest.mark.proof
 def test_without_process_0_its_address_is_in_doubt():
     port = free_port()
     said = rf"found no process 0 at 127.0.0.1:{port} .*refused"
@@ -419,6 +421,7 @@ def test_a_frozen_process_is_named_and_all_say_what_they_did(monkeypatch):
         assert said[members[1]] == [f"{names[1]}: training (step 1)"]
 
 
+@pytest.mark.proof
 def test_a_frozen_process_0_is_noticed_by_the_others(monkeypatch):
     monkeypatch.setattr(control_channel, "SILENT_SECONDS", 0.3)
     with group(2) as members:
@@ -489,6 +492,7 @@ def test_a_process_that_dies_is_named_by_all_others(victim):
             assert text.startswith(f"{channel.names[victim]} failed, so this one ends: it ended")
 
 
+@pytest.mark.proof
 def test_an_error_ends_the_others_with_its_words():
     with group(3) as members:
         assert members[1].fail("no disk", patience=0) == (1, "no disk", 1)
@@ -499,6 +503,7 @@ def test_an_error_ends_the_others_with_its_words():
         assert not deaths[members[1]]
 
 
+@pytest.mark.proof
 def test_what_one_refuses_all_refuse(monkeypatch, capsys):
     """With the status after which no supervisor starts a process again."""
     with group(2) as members, monkeypatch.context() as patch:
@@ -514,6 +519,7 @@ def test_what_one_refuses_all_refuse(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: data.seq_len = 0 is too few\n"
 
 
+@pytest.mark.proof
 def test_one_that_was_asked_to_stop_before_training_takes_the_others_along():
     with group(2) as members:
         members[1].fail("SIGTERM while compiling", patience=0, status=143)
@@ -522,6 +528,7 @@ def test_one_that_was_asked_to_stop_before_training_takes_the_others_along():
         assert deaths[members[0]] == [(1, said, 143)]
 
 
+@pytest.mark.proof
 def test_an_error_that_follows_from_a_death_knows_it():
     with group(3) as members:
         die(members[2])
@@ -530,6 +537,7 @@ def test_an_error_that_follows_from_a_death_knows_it():
         assert not deaths[members[0]] + deaths[members[1]], "who has an error speaks for itself"
 
 
+@pytest.mark.proof
 def test_those_who_leave_in_peace_are_not_missed():
     with group(3) as members:
         members[1].close()

@@ -133,6 +133,7 @@ def test_of_a_model_that_reads_images_the_text_model_is_taken(outer, tmp_path, m
         open_model(tmp_path)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "padding", "written"),
     [("esm", 1, 1), ("esm", None, 9), ("bert", None, 9), ("umt5", None, 9), ("llama", None, None)],
@@ -151,6 +152,7 @@ def export(name, folder, **ids):
     write_model(out, model.config, model.model.axes, model.params, **settings)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("before", "ends", "written"),
     [(None, (), 9), (None, (7,), [9, 7]), (7, (7,), 7), (8, (7,), [8, 7]), ([8, 7], (7,), [8, 7])],

@@ -113,6 +113,7 @@ def adapted(name, targets):
     return config, model.axes, with_adapters(base.params, random)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "targets", "modules"),
     [
@@ -133,6 +134,7 @@ def test_adapters_come_back_as_they_were(name, targets, modules, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, back.params, params)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("name", "tables"), [("llama", 2), ("gpt2", 1)])
 def test_rows_of_tokens_come_back_in_the_place_of_those_in_the_model(name, tables, tmp_path):
     """One of the model's own and one that is new, of the embedding and of a head of its own."""
@@ -165,6 +167,7 @@ FUSED = [
 ]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("name", "targets", "ranks"), FUSED)
 def test_adapters_of_parts_of_a_fused_weight_come_back(name, targets, ranks, tmp_path):
     """Each with a first matrix of its own: one adapter as PEFT has it, of their ranks together."""

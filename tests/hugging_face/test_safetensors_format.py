@@ -51,6 +51,7 @@ def write(path: pathlib.Path, header: str, num_bytes: int = 32) -> pathlib.Path:
     return path
 
 
+@pytest.mark.proof
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

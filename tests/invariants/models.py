@@ -136,7 +136,7 @@ KINDS = {
         MASKED | {"family": "esm", "dropped_token": 3, "embedding_norm": True}, objective="masked"
     ),
     # Of these only the first tier has layouts: those above have all that they have.
-    "plain decoder": Kind({"family": "llama", "num_layers": 2, **SIZES}, axes=()),
+    "plain decoder": Kind({"family": "llama", "num_layers": 8, **SIZES}, axes=()),
     "plain experts": Kind(
         {"family": "mixtral", "num_layers": 2, "num_experts": 4, **SIZES}, axes=()
     ),

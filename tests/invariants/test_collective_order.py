@@ -15,6 +15,8 @@ from jaxscale.training.engine import Engine, make_engine
 from tests.invariants import models
 from tests.invariants.collective_order import dump_options, unordered
 
+pytestmark = pytest.mark.compiles
+
 SEQ_LEN = 64
 LLAMA = {"num_layers": 4, "d_model": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 LLAMA |= {"d_ff": 128}
@@ -82,6 +84,7 @@ def run(name: str, steps: int, folder: pathlib.Path) -> None:
     assert np.isfinite(metrics.loss)
 
 
+@pytest.mark.proof
 def test_operations_and_sends_of_a_tick_have_one_order(tmp_path):
     run("encoder-decoder, 1f1b", 20, tmp_path)
 

@@ -14,6 +14,8 @@ from jaxscale.compiled import collectives, hlo
 from jaxscale.config import from_dict
 from tests.invariants.layouts import open_engine
 
+pytestmark = pytest.mark.compiles
+
 SEQUENCES, SEQ_LEN = 2, 4096
 LIMIT = 24e6
 """Bytes of one device, in the test of what it cannot hold."""
@@ -59,6 +61,7 @@ def context_bytes(**layout):
     return found
 
 
+@pytest.mark.proof
 def test_memory_falls_as_ranks_share_a_sequence():
     _, one = device_bytes()
     _, two = device_bytes(context=2, context_method="gather")
@@ -67,6 +70,7 @@ def test_memory_falls_as_ranks_share_a_sequence():
     assert four < 0.3 * one
 
 
+@pytest.mark.proof
 def test_ranks_of_tensor_share_what_lies_between_the_products():
     """Beside the heads and the MLP, which are spread, two ranks hold half of the stream each."""
     _, one = device_bytes()
@@ -74,6 +78,7 @@ def test_ranks_of_tensor_share_what_lies_between_the_products():
     assert two < 0.65 * one
 
 
+@pytest.mark.proof
 def test_sequences_that_one_device_cannot_hold_train():
     assert sum(device_bytes()) > LIMIT
     assert sum(device_bytes(context=4)) < LIMIT
@@ -96,6 +101,7 @@ def test_sequences_that_one_device_cannot_hold_train():
     np.testing.assert_allclose(*results, rtol=1e-5)
 
 
+@pytest.mark.proof
 def test_a_ring_gathers_nothing_and_sums_each_gradient_once():
     engine, _ = compiled(context=4)
     found = context_bytes(context=4)
@@ -103,6 +109,7 @@ def test_a_ring_gathers_nothing_and_sums_each_gradient_once():
     assert found["all-reduce"] == pytest.approx(4 * engine.config.model.num_params, abs=64)
 
 
+@pytest.mark.proof
 def test_state_is_gathered_once_a_pass():
     """Sharded over context, a layer's weights are gathered for its forward and its backward pass,
     the last layer's once; embedding and head once. Nothing else is."""
@@ -113,6 +120,7 @@ def test_state_is_gathered_once_a_pass():
     assert found["all-gather"] == pytest.approx(4 * (params + layer), abs=64)
 
 
+@pytest.mark.proof
 def test_gathering_gathers_keys_alone():
     """Beside the keys of whole sequences, in the forward pass (and again where it is repeated) and
     in the backward pass, and the sums of their gradients, only gradients of weights."""

@@ -88,6 +88,7 @@ def shardings(state):
     return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
+@pytest.mark.proof
 def test_every_kind_of_layout_saves_resumes_evaluates_and_samples(heldout, tmp_path, capfd):
     """One device takes a step; its state then goes through every kind, which all find in it what
     one device does."""
@@ -123,6 +124,7 @@ def test_every_kind_of_layout_saves_resumes_evaluates_and_samples(heldout, tmp_p
     assert "rematerialization" not in capfd.readouterr().err
 
 
+@pytest.mark.proof
 def test_the_commands_after_an_uneven_pipeline_are_one_devices(tmp_path, monkeypatch, capsys):
     """Trained, sampled, evaluated and generated from as a user does; `fit` returns what is
     saved."""

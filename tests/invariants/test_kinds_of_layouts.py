@@ -5,11 +5,11 @@ import pytest
 from tests.invariants.models import check_model_layout
 
 KINDS_OF_LAYOUTS = {
-    "tensor": {"tensor": 2},
+    "tensor": {"tensor": 2, "microbatches": 2, "zero_stage": 1},
     "context": {"context": 2},
     "expert": {"expert": 2},
     "layered": {"accumulation": "layered", "microbatches": 2, "zero_stage": 3},
-    "pipeline": {"pipeline": 2, "schedule": "1f1b", "microbatches": 2},
+    "pipeline": {"pipeline": 4, "schedule": "1f1b", "microbatches": 4},
 }
 
 

@@ -56,12 +56,14 @@ def check_layout(layout: matrix.Choice) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("layout", matrix.pairwise_layouts(matrix.KINDS_OF_REMAT), ids=matrix.name)
 def test_every_layout_is_one_device_in_float64(layout, capfd):
     check_layout(layout)
     assert INVOLUNTARY not in capfd.readouterr().err
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "layout",
     [
@@ -82,6 +84,7 @@ def test_unrolled_layers_are_one_device_in_float64(layout):
     check_layout({**layout, "unroll_layers": True})
 
 
+@pytest.mark.proof
 def test_matrices_that_are_cast_once_a_step_give_the_same_gradient():
     """From parameters in float64; on one device, where unrolled layers wait for one another."""
     layout = {"zero_stage": 2, "microbatches": 2, "unroll_layers": True}
@@ -92,6 +95,7 @@ def test_matrices_that_are_cast_once_a_step_give_the_same_gradient():
     np.testing.assert_allclose(losses, true_losses, rtol=1e-5)
 
 
+@pytest.mark.proof
 def test_everything_travels_in_its_own_type():
     """The compute type is narrower here than that of parameters and of sums of gradients, as in no
     layout above: stage 2 gathers the one, once a step, and reduces the other."""
@@ -108,6 +112,7 @@ def test_a_sample_of_all_layouts_is_one_device_in_float64(layout):
     check_layout(layout)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "layout",
     [
@@ -130,6 +135,7 @@ def test_a_tied_gpt_is_one_device_in_float64(layout, capfd):
     assert INVOLUNTARY not in capfd.readouterr().err
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "layout",
     [
@@ -175,6 +181,7 @@ def distance(got: Any, wanted: Any) -> float:
     ) ** 0.5
 
 
+@pytest.mark.compiles
 def test_the_compiler_says_when_it_replicates(capfd):
     """The tests above would notice an involuntary rematerialisation: this program has one."""
     mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)

@@ -125,6 +125,7 @@ def on_one_device(dtype: str, model: str) -> Steps:
     return two_steps(one_device(dtype, model), first_state(model, positive=dtype == "float8"))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("dtype", "model", "layout"), CASES, ids=str)
 def test_matmuls_of_8_bits_are_one_device_in_every_layout(dtype, model, layout):
     state = first_state(model, positive=dtype == "float8")
@@ -134,6 +135,7 @@ def test_matmuls_of_8_bits_are_one_device_in_every_layout(dtype, model, layout):
     assert relative_error(got.params, expected.params) < 1e-10
 
 
+@pytest.mark.proof
 def test_unrolled_layers_quantise_a_weight_once_a_step():
     """And find its scale once; with the same layers unrolled otherwise, in each micro-batch."""
     shapes = [(32, 4, 8), (32, 2, 8), (32, 2, 8), (4, 8, 32), (32, 48), (32, 48), (48, 32)]
@@ -166,6 +168,7 @@ def sample_of_one_device() -> list[str]:
     return sample(one_device("", "experts"), first_state("experts", positive=False))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("layout", [CONTEXT, EXPERT_COLUMNS], ids=str)
 def test_evaluations_have_8_bits_and_samples_have_not(layout):
     """An evaluation finds the loss of a step. Samples are those of the model without

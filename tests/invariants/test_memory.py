@@ -10,6 +10,8 @@ from jaxscale.planner.memory.step import step_memory
 from jaxscale.training.engine import Engine
 from tests.invariants.layouts import open_engine
 
+pytestmark = pytest.mark.compiles
+
 LLAMA = {
     "num_layers": 6,
     "d_model": 128,
@@ -254,6 +256,7 @@ def check(config: Config) -> Engine:
     return engine
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ENCODERS)
 def test_a_compiled_step_of_an_encoder_decoder_needs_what_the_formulas_say(name):
     check(ENCODERS[name])
@@ -265,11 +268,13 @@ def test_other_compiled_steps_of_an_encoder_decoder_need_what_the_formulas_say(n
     check(MORE_ENCODERS[name])
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_step_needs_what_the_formulas_say(name):
     check(CASES[name])
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_compiled_pipeline_needs_what_the_formulas_say(name):
     engine = check(PIPELINES[name])

@@ -123,6 +123,7 @@ def same(got, wanted):
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("name", "number"), CASES)
 def test_a_model_is_one_device_in_float64_and_resumes(name, number, tmp_path):
     engine = open_engine(name, LAYOUTS[name][number])
@@ -201,6 +202,7 @@ def test_an_axis_of_its_own_is_sharded_as_the_model_says():
     assert 2 * turn.sharding.shard_shape(turn.shape)[-1] == turn.shape[-1]
 
 
+@pytest.mark.proof
 def test_the_page_shows_the_own_model_and_its_code_runs():
     page = pathlib.Path("docs/own_model.md").read_text()
     model, *others = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

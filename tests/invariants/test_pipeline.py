@@ -166,6 +166,7 @@ def in_order(engine, params):
 SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ALIKE[:-1]]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("layout", [*each_schedule(), ALIKE[-1], BY_LAYER, *SLOW], ids=name)
 def test_every_pipeline_is_one_device_in_float64(layout, capfd):
     check_pipeline(layout)
@@ -178,6 +179,7 @@ def test_a_sample_of_all_pipelines_is_one_device_in_float64(layout):
     check_pipeline(layout)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "layout",
     [
@@ -195,12 +197,14 @@ def test_a_tied_gpt_is_one_device_in_float64(layout):
     check_pipeline(layout, "gpt")
 
 
+@pytest.mark.proof
 def test_an_order_from_a_file_is_one_device(tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text(write_csv(make_order("zb_h1", 2, 4)))
     check_pipeline({"pipeline": 2, "schedule": str(file), "microbatches": 4})
 
 
+@pytest.mark.proof
 def test_evaluation_is_one_device():
     """Forward passes alone, of every placement, with weights gathered on the way."""
     batch, num_bytes = batches()[0], np.arange(VOCABULARY, dtype=np.float32)
@@ -237,6 +241,7 @@ def device_bytes() -> int:
 
 
 # On three ranks some arrays of the canonical form are whole on each: 32 does not divide.
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "layout",
     [
@@ -287,6 +292,7 @@ def test_places_and_back_to_the_bit(layout, monkeypatch, capfd):
     assert INVOLUNTARY not in capfd.readouterr().err
 
 
+@pytest.mark.proof
 def test_a_state_goes_to_the_devices_of_another_engine_in_canonical_form_only():
     chunks = {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 4}
     placements = [
@@ -307,6 +313,7 @@ def test_a_state_goes_to_the_devices_of_another_engine_in_canonical_form_only():
         jax.tree.map(np.testing.assert_array_equal, other.to_canonical(taken), fresh)
 
 
+@pytest.mark.proof
 def test_the_state_of_an_own_optimizer_may_hold_an_empty_tuple():
     optimizer = optax.MultiSteps(optax.lion(1e-3), 2).gradient_transformation()
     layout = {"pipeline": 2, "microbatches": 4, "fsdp": 2}  # of nine layers

@@ -102,6 +102,7 @@ def exact(family: str) -> tuple[Any, Any]:
     return first_step(engine, compile_step(engine), family)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=str)
 def test_gradients_are_as_exact_as_their_terms(family, layout):
     """A gradient is a sum over 32,768 tokens of terms that bfloat16 has rounded on their way.
@@ -202,6 +203,7 @@ class ManyReaders:
         return {"loss": loss, "nll": loss}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "schedule": "1f1b"}], ids=str)
 def test_what_many_layers_share_has_its_gradient_summed_in_float32(layout):
     """Of 600 equal terms, bfloat16 would add up 256."""

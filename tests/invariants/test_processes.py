@@ -317,6 +317,7 @@ def test_four_processes_continue_what_two_began(folder, one, two):
     check_four_processes_continue_what_two_began(folder, one, two)
 
 
+@pytest.mark.proof
 def test_several_processes_are_one_run(folder, one, two, origins):
     """One test: a second worker of the suite would start all these processes again."""
     check_every_command_succeeds_in_all_processes(two)

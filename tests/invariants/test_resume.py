@@ -70,6 +70,7 @@ def test_continuing_after_any_step_is_bitwise_the_same(straight, stop):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), expected)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "layout",
     [

@@ -68,6 +68,7 @@ def test_what_has_an_adapter(settings, expected):
     assert ModelConfig(**{"lora_rank": 4, **settings}).adapted_weights == tuple(expected.split())
 
 
+@pytest.mark.proof
 def test_a_model_has_the_weights_that_it_has_without_adapters_and_freezes_them():
     """And so does one whose routers would be balanced."""
     settings = {"num_experts": 4, "dense_layers": 1, "num_layers": 3, "num_kv_heads": 2}
@@ -98,6 +99,7 @@ def test_groups_of_the_optimizer_are_for_adapters():
             frozen_params(groups, decoder.axes, decoder.frozen)
 
 
+@pytest.mark.proof
 def test_adapters_are_not_narrower_than_float32_and_frozen_weights_as_narrow_as_matmuls():
     config = ModelConfig(lora_rank=4, lora_tokens="3")
     assert config.settings["param_dtype"] == config.param_dtype == "bfloat16"
@@ -110,6 +112,7 @@ def test_adapters_are_not_narrower_than_float32_and_frozen_weights_as_narrow_as_
         assert leaf.dtype == ("float32" if is_adapter(leaf_name(path)) else "bfloat16")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_of_tokens_are_added_wherever_a_table_is_read(tied):
     """Moved from the frozen tables or merged into them they compute the same."""

@@ -26,6 +26,26 @@ def newer_name(name: str, renamed: dict[str, str]) -> str:
     return name
 
 
+ONE_OF_EACH_KIND = (
+    "bert_types",
+    "deepseek_v3",
+    "esm",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "llama_yarn_all",
+    "mixtral",
+    "olmo2",
+    "phi3_long",
+    "qwen3_moe_sparse",
+    "umt5",
+)
+"""One of each kind of block, and of each way to extend its context."""
+
+
+@pytest.mark.proof(but=ONE_OF_EACH_KIND)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_tensors_are_those_of_transformers(name, tmp_path, monkeypatch):
     said = []
@@ -75,6 +95,7 @@ FUSED = {"qkv_proj": 3, "gate_up_proj": 2, "c_attn": 3, "query_key_value": 3}
 """Modules with several of our weights, and how many."""
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", sorted(path.parent.name for path in GOLDENS.glob("*/peft")))
 def test_adapters_are_those_of_peft(name, tmp_path):
     """Logits, and the folder back: every tensor bit for bit, and of the config what says the same.
@@ -132,6 +153,7 @@ def test_adapters_are_those_of_peft(name, tmp_path):
     assert from_pretrained(base, adapters=back).config == model.config
 
 
+@pytest.mark.proof(but=("esm",))
 @pytest.mark.parametrize("name", ["bert", "esm"])
 def test_masked_texts_that_share_a_row_do_not_see_each_other(name):
     """With masks in other shares; a text of masks alone is finite."""

@@ -43,6 +43,7 @@ def greedy(model, prompts):
     return [[ord(letter) - FIRST for letter in text] for text in texts]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_text_is_that_of_transformers(name):
     """Prompts of several lengths in one batch."""
@@ -54,6 +55,7 @@ def test_greedy_text_is_that_of_transformers(name):
     assert found == golden["texts"]
 
 
+@pytest.mark.proof
 def test_positions_of_a_text_are_those_of_its_length():
     """Its first tokens, too, though they are within the original context, 16 tokens."""
     prompt = [57, 43, 35, 20]  # after which the short factors write another text

@@ -89,6 +89,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", FAMILIES)
 def test_parameters_are_those_of_a_published_model(name):
     given, published = PUBLISHED[name]

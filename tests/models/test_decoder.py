@@ -41,6 +41,7 @@ def forward(model, params, batch):
     return x
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("path", CONFIGS)
 def test_parameters_are_counted_exactly(path):
     config = load(path).model
@@ -65,6 +66,7 @@ def test_every_dimension_has_a_name(config):
     )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])
 def test_scores_may_be_scaled_where_heads_are_rotated(config):
     batch = make_batch(np.arange(20)[None], np.ones((1, 20), int))
@@ -76,6 +78,7 @@ def test_scores_may_be_scaled_where_heads_are_rotated(config):
     np.testing.assert_allclose(got, wanted, atol=1e-12)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("config", [SMALL, GPT], ids=["llama", "gpt"])
 def test_packed_documents_do_not_see_each_other(config):
     model = Decoder(config, plain_kernels())
@@ -88,6 +91,7 @@ def test_packed_documents_do_not_see_each_other(config):
     np.testing.assert_allclose(together[:, 8:], alone, rtol=0, atol=1e-12)
 
 
+@pytest.mark.proof
 def test_rows_beyond_the_vocabulary_never_matter():
     model, params = Decoder(GPT, plain_kernels()), first_params(GPT)
     batch = make_batch(np.arange(12)[None], np.ones((1, 12), int))
@@ -109,6 +113,7 @@ LATENT = {"num_kv_heads": 8, "kv_rank": 128, "query_rank": 192, "rope_head_dim":
 LATENT |= {"num_experts": 0, "dense_layers": 0}
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("family", ["llama", "gpt", "deepseek_v3"])
 def test_operations_are_those_that_the_compiler_counts(family):
     """Within 3 %: the formula leaves out norms, activations, the softmax and rotary positions."""
@@ -151,6 +156,7 @@ def test_a_sliding_window_costs_what_its_queries_see():
     assert difference == pytest.approx(per_key * (5.5 - seen))
 
 
+@pytest.mark.proof
 def test_draws_are_normal_enough():
     draws = np.asarray(exact_normal(jax.random.key(3), (1000, 1000), 0.02), np.float64) / 0.02
     assert abs(draws.mean()) < 3e-3

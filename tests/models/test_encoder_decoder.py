@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.layout import RematPolicy
@@ -41,6 +42,7 @@ def place(length: int, *texts: tuple[int, int, int]) -> np.ndarray:
     return np.pad(joined, ((0, 0), (0, length - joined.shape[1]))).astype(np.int32)
 
 
+@pytest.mark.proof
 def test_a_packed_text_is_as_alone_in_its_row():
     params = jax.jit(MODEL.init)(jax.random.key(0))
     run = jax.jit(lambda batch: forward(MODEL, params, batch)["x"])
@@ -56,6 +58,7 @@ def test_a_packed_text_is_as_alone_in_its_row():
     assert np.abs(other[:4] - packed[:4]).max() > 1e-3, "the decoder reads the encoder"
 
 
+@pytest.mark.proof
 def test_flops_are_of_both_sequences():
     ints, source = np.zeros((1, TARGET), np.int32), np.zeros((1, SOURCE), np.int32)
     batch = make_batch(np.concatenate([source] * 2), np.concatenate([ints] * 2))

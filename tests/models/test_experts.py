@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxscale.batch import Batch
@@ -58,6 +59,7 @@ def norm(x, scale):
     return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + CONFIG.norm_eps) * scale
 
 
+@pytest.mark.proof
 def test_a_layer_is_its_definition():
     """Token by token, in NumPy: the experts chosen, what they add, the loads and the losses."""
     params, x, batch, out, sums, _ = layer()
@@ -106,6 +108,7 @@ def after_attention(params, x):
     return np.asarray(run({**params, "mlp": silent}, x)[0]["x"])
 
 
+@pytest.mark.proof
 def test_halves_of_a_micro_batch_are_the_whole():
     """Of three sequences of each of two ranks, with padding: every result and every gradient."""
     rng = np.random.default_rng(1)
@@ -142,6 +145,7 @@ def test_halves_of_a_micro_batch_are_the_whole():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12), split, together)
 
 
+@pytest.mark.proof
 def test_matmuls_of_experts_count_in_a_traced_program():
     """As in the formulas of shipped families: those of a token's own experts."""
     config = dataclasses.replace(CONFIG, vocab_size=128, capacity_factor=0.0)
@@ -154,6 +158,7 @@ def test_matmuls_of_experts_count_in_a_traced_program():
     np.testing.assert_allclose(cost.recomputed / 32, hardware - 3 * forward, rtol=1e-9)
 
 
+@pytest.mark.proof
 def test_a_bias_falls_where_more_tokens_came_than_the_mean():
     model, params = model_and_params()
     load = jnp.tile(jnp.array([6.0, 2.0, 4, 4, 4, 4, 4, 4]), (4, 1))

@@ -6,6 +6,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config, DataConfig
@@ -82,6 +83,7 @@ def definition(params, text, weights):
     return jnp.stack(losses)
 
 
+@pytest.mark.proof
 def test_losses_and_gradients_are_their_definition():
     model = Decoder(CONFIG, plain_kernels())
     batch = make_batch(EQUAL)
@@ -128,6 +130,7 @@ def test_no_target_is_of_another_document():
             assert not batch.extras[f"weights_{k}"][row, last:end].any()
 
 
+@pytest.mark.proof
 def test_it_begins_and_is_evaluated_as_the_model_without_modules():
     """And in the rows of a pipeline as in its layers, also where those with experts are in turn."""
     turns = {"num_experts": 2, "expert_pattern": "DE", "num_layers": 4, "d_ff": 8}
@@ -165,6 +168,7 @@ def test_it_begins_and_is_evaluated_as_the_model_without_modules():
     assert large.evaluated.metrics == small.metrics == ()
 
 
+@pytest.mark.proof
 def test_parameters_and_operations_are_counted():
     """Of the published model too: the module has 11.6 billion parameters of its own."""
     sizes = {"num_layers": 61, "d_model": 7168, "num_heads": 128, "num_kv_heads": 128}

@@ -30,6 +30,7 @@ def correlation(one, other):
     return np.corrcoef(one, other)[0, 1] * np.sqrt(one.size)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
 def test_the_share_that_is_dropped_is_the_rate(rate):
     mask = np.asarray(kept(rate=rate))
@@ -40,6 +41,7 @@ def test_the_share_that_is_dropped_is_the_rate(rate):
         assert np.max(np.abs(mean - (1 - rate))) < 5 * deviation
 
 
+@pytest.mark.proof
 def test_masks_of_other_integers_are_independent():
     """Neighbours along each dimension, and integers that differ by one bit, a power of two, or are
     exchanged; counts of pairs within a row have the variance of independent draws."""
@@ -63,6 +65,7 @@ def test_masks_of_other_integers_are_independent():
     assert abs(correlation(close[1:], close[:-1])) < 4.5
 
 
+@pytest.mark.proof
 def test_what_is_kept_is_scaled_and_the_backward_pass_drops_the_same():
     x = jax.random.normal(jax.random.key(1), (BATCH, TIME, WIDTH), jnp.bfloat16)
     run = functools.partial(dropout, noise_B=NOISE, layer=3, site=0, rate=0.25, place_T=PLACES)
@@ -78,6 +81,7 @@ def test_what_is_kept_is_scaled_and_the_backward_pass_drops_the_same():
     np.testing.assert_array_equal(dropout(x, NOISE, 3, 0, 0.0, PLACES), x)
 
 
+@pytest.mark.proof
 def test_a_layout_drops_the_same():
     """Rows over data and fsdp by hand, places over context, dealt, and tensor by the compiler,
     layers traced as in a scan or a pipeline: the same bits as on one device."""

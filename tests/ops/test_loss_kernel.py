@@ -13,6 +13,7 @@ from jaxscale.ops.loss_kernel import LogitBlock, log_z_and_target
 kernel = functools.partial(log_z_and_target, block=LogitBlock(64, 4), interpret=True)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
 @pytest.mark.parametrize(
     ("columns", "end"), [(256, 256), (300, 300), (300, 217), (300, 128), (9, 9)]
@@ -35,6 +36,7 @@ def test_it_is_the_reduction_in_blocks_and_after_the_last_whole_one(columns, end
     assert not np.any(target[3:])
 
 
+@pytest.mark.proof
 def test_extremes_are_those_of_logsumexp():
     """In whole blocks and after them, with neighbours that are far apart, masked, or the most that
     float32 has."""

@@ -53,6 +53,7 @@ def check_errors(operands, result, rounding):
     np.testing.assert_allclose(measured.mean(), expected.mean(), rtol=0.1)
 
 
+@pytest.mark.proof
 def test_errors_of_float8_are_those_of_rounding():
     """Half a unit in the last place: 2^-4 of an element at most in e4m3, 2^-3 in e5m2. So are they
     for every element of the results, by the triangle inequality."""
@@ -71,6 +72,7 @@ def test_errors_of_float8_are_those_of_rounding():
         assert np.all(np.abs(result - operands[0] @ operands[1]) < bound + 1e-6 * x @ y)
 
 
+@pytest.mark.proof
 def test_errors_of_int8_are_those_of_rounding():
     """A step is a 127th of the largest element along what is contracted; a weight's gradient has
     operands in float32."""
@@ -83,6 +85,7 @@ def test_errors_of_int8_are_those_of_rounding():
     assert np.all(np.abs(dw - x @ dy) <= 2.0**-20 * np.abs(x) @ np.abs(dy))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_an_element_rounds_as_it_would_beside_others(dtype):
     """Power-of-two scales: what another layout scales together rounds to the same numbers, unless

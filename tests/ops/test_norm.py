@@ -28,6 +28,7 @@ def arguments(shape, seed=0):
     return 3 + 2 * rng.normal(size=shape), rng.normal(size=shape[-1]), rng.normal(size=shape[-1])
 
 
+@pytest.mark.proof(but=("shape0-layer", "shape1-layer", "shape2-layer"))
 @pytest.mark.parametrize(("norm", "numpy_norm"), NORMS, ids=["rms", "layer"])
 @pytest.mark.parametrize("shape", [(7,), (2, 3, 8), (2, 3, 4, 16)])
 def test_norm_is_the_formula_over_the_last_dimension(norm, numpy_norm, shape):
@@ -37,6 +38,7 @@ def test_norm_is_the_formula_over_the_last_dimension(norm, numpy_norm, shape):
     )
 
 
+@pytest.mark.proof(but=("float32-layer", "float32-rms", "bfloat16-layer"))
 @pytest.mark.parametrize(("norm", "numpy_norm"), NORMS, ids=["rms", "layer"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_statistics_are_wider_than_bfloat16_and_the_type_is_kept(norm, numpy_norm, dtype):
@@ -50,6 +52,7 @@ def test_statistics_are_wider_than_bfloat16_and_the_type_is_kept(norm, numpy_nor
     np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=rounding, atol=16 * wide)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("norm", "numpy_norm"), NORMS, ids=["rms", "layer"])
 def test_gradients_are_those_of_finite_differences(norm, numpy_norm):
     x, scale, bias = arguments((3, 5))

@@ -77,6 +77,7 @@ def test_position_zero_turns_nothing_and_lengths_are_kept():
     )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_narrow_types_are_computed_in_float32_and_rounded_once(dtype):
     x, _ = arguments(dtype)

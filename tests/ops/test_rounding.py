@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxscale.ops.rounding import round_stochastically
 
 
+@pytest.mark.proof
 def test_each_number_becomes_a_neighbour_and_on_average_itself():
     """The mean of n roundings has a standard deviation of at most half the distance of the two
     neighbours over the root of n."""
@@ -27,6 +29,7 @@ def test_each_number_becomes_a_neighbour_and_on_average_itself():
     assert 0.4 < up < 0.6
 
 
+@pytest.mark.proof
 def test_what_bfloat16_has_stays_as_it_is():
     x = jnp.array([0.0, -0.0, 1.0, -2.5, 1e-40, jnp.inf, -jnp.inf, jnp.nan], jnp.bfloat16)
     for step in range(64):
@@ -34,6 +37,7 @@ def test_what_bfloat16_has_stays_as_it_is():
         np.testing.assert_array_equal(same.view(jnp.uint16), x.view(jnp.uint16))
 
 
+@pytest.mark.proof
 def test_wider_numbers_and_the_largest():
     x = jnp.array([jnp.finfo(jnp.bfloat16).max, 1.0], jnp.float32)
     assert round_stochastically(x, jnp.int32(3)).tolist() == x.tolist()

@@ -17,6 +17,8 @@ from jaxscale.ops.save_in_place import save_in_place
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import accumulation, engine, layer_loop
 
+pytestmark = pytest.mark.compiles
+
 LAYERS = 3
 
 
@@ -40,6 +42,7 @@ def after_two_steps(config: Config) -> tuple[float, dict]:
     return float(metrics.loss), jax.device_get(state.params)
 
 
+@pytest.mark.proof
 def test_the_same_steps(monkeypatch):
     """To the bit; and what is read back in a layer is what it wrote: the arrays begin as NaN."""
     config, written = tiny(remat="save_matmuls"), []
@@ -83,6 +86,7 @@ def test_a_value_is_written_where_it_is_made_and_read_from_there():
     assert found == ["dot_general", write, "optimization_barrier", read, "negate", write]
 
 
+@pytest.mark.proof
 def test_matmuls_on_a_gpu_write_residuals_into_the_arrays_of_all_layers():
     """None multiplies twice, and those of layers that are written out move and hold less. (XLA
     would make one of two small matmuls of the same operand.)"""

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxscale.ops.stacked import add, add_at, add_rows, after, at, put
 
@@ -12,6 +13,7 @@ STACK = {
 }
 
 
+@pytest.mark.proof
 def test_an_entry_is_read_and_replaced():
     for index in ((1,), (1, 2), (jnp.array(0), 1)):
         entry = at(STACK, *index)
@@ -31,6 +33,7 @@ def test_an_index_that_waits_for_arrays_is_the_index():
     assert int(after(3, [])) == 3
 
 
+@pytest.mark.proof
 def test_sums_are_in_the_type_of_the_total():
     grads = {name: jnp.ones_like(stack[0], jnp.float32) for name, stack in STACK.items()}
     rows = {name: grad[None] for name, grad in grads.items()}

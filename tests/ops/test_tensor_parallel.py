@@ -24,6 +24,7 @@ gpu = pytest.mark.skipif(
 )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("x_shape", "weight_shape", "contracted", "equation"),
     [
@@ -49,6 +50,7 @@ def test_linear_is_einsum(x_shape, weight_shape, contracted, equation):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), one, wanted)
 
 
+@pytest.mark.proof(but=("float8-shapes1-6",))
 @pytest.mark.parametrize(
     ("shapes", "matmuls"), [([(16, 4, 8), (16, 1, 8), (16, 1, 8)], 3 + 2), ([(16, 24)] * 2, 2 + 4)]
 )
@@ -85,6 +87,7 @@ def test_narrow_columns_have_their_gradients_side_by_side(shapes, matmuls, dtype
         np.testing.assert_allclose(of_x, sum(exact), rtol=2**-8, atol=1e-5)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("platform", ["", "cpu"])
 def test_gradients_of_a_bfloat16_product_are_rounded_once(platform):
     """A sum of 4,096 products, in bfloat16 to its own precision: it is accumulated in float32."""
@@ -96,6 +99,7 @@ def test_gradients_of_a_bfloat16_product_are_rounded_once(platform):
     np.testing.assert_allclose(np.asarray(got, np.float64), wanted, rtol=2**-8, atol=2**-4)
 
 
+@pytest.mark.proof
 @gpu
 def test_on_a_gpu_float8_transposes_no_weights_of_all_layers():
     """Two stacks of 16 MiB in float32, which XLA would otherwise transpose before the loop."""
@@ -115,6 +119,7 @@ def test_on_a_gpu_float8_transposes_no_weights_of_all_layers():
     assert compiled.memory_analysis().temp_size_in_bytes < 2**24
 
 
+@pytest.mark.proof
 @gpu
 def test_on_a_gpu_sums_of_float8_gradients_are_precise():
     """cuBLAS has all three matmuls, and both operands' precision is DEFAULT in the forward one
@@ -195,6 +200,7 @@ def spread_mlp(ranks, **settings):
     return ours(*args), wanted(*args), collections.Counter(names)
 
 
+@pytest.mark.proof(but=("3-settings1", "2-settings3"))
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [(2, {}), (3, {"ring": True}), (3, {"ring": True, "dtype": "float8"}), (2, {"dtype": "int8"})],
@@ -222,6 +228,7 @@ def test_ring_steps_send_as_much():
     assert counts["all_gather"] == counts["reduce_scatter"] == 0
 
 
+@pytest.mark.proof
 def test_sums_that_travel_in_bfloat16_are_rounded_once_a_rank():
     """A rounding of s errs by a number between plus and minus half of s's unit in the last place,
     with a variance of unit^2 / 12, and errors of several roundings add up as those do: here of the

@@ -87,6 +87,7 @@ def assert_split_is_whole(function, weights, x, context, tolerance=1e-13):
     return parts
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("family", "implementation", "remat"),
     [
@@ -105,6 +106,7 @@ def test_a_layer(family, implementation, remat):
     )
 
 
+@pytest.mark.proof
 def test_weights_that_w_would_need():
     """The gradient of a normalised weight needs the weight; B has it, W does not."""
 
@@ -116,6 +118,7 @@ def test_weights_that_w_would_need():
     assert_split_is_whole(function, weights, x, jnp.ones(8))
 
 
+@pytest.mark.proof
 def test_a_loop_that_makes_both_gradients_is_cut():
     """The backward pass of a loop over parts of the input sums the weights' gradient on the way."""
 
@@ -132,6 +135,7 @@ def num_bytes(shapes) -> int:
     return sum(s.size * s.dtype.itemsize for s in shapes)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("family", MODELS)
 def test_nothing_that_is_kept_is_a_weight_or_the_same_for_every_input(family):
     """Twice the batch, twice the bytes, to the byte; what B saves has sums for scales and biases,
@@ -146,6 +150,7 @@ def test_nothing_that_is_kept_is_a_weight_or_the_same_for_every_input(family):
     assert saved[1] == 2 * saved[0]
 
 
+@pytest.mark.proof
 def test_both_halves_are_about_as_long_as_the_forward_pass():
     model = make_model("llama", "reference", d_model=128)
     weights, x, batch = jax.eval_shape(lambda: arguments(model, seq_len=64))

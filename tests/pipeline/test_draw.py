@@ -53,6 +53,7 @@ def count_pixels(path):
     }
 
 
+@pytest.mark.proof
 def test_areas_in_the_picture_are_times(tmp_path):
     table, got = run("1f1b", 4, 16, costs=Costs(r=1), keep=0)
     draw.write_png(str(tmp_path / "a.png"), table, got, "1f1b")

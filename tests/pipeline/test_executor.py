@@ -12,6 +12,8 @@ from jaxscale.config import from_dict
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 
+pytestmark = pytest.mark.compiles
+
 RANKS, SEQ_LEN = 4, 64
 
 
@@ -67,12 +69,14 @@ def predicted(*args, **layout) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in kept(*args, **layout))
 
 
+@pytest.mark.proof
 def test_1f1b_needs_no_more_for_more_microbatches():
     few, many = temporaries("1f1b", 4 * RANKS), temporaries("1f1b", 8 * RANKS)
     assert many == pytest.approx(few, rel=0.02)
     assert temporaries("gpipe", 8 * RANKS) > 1.8 * temporaries("gpipe", 4 * RANKS)
 
 
+@pytest.mark.proof
 def test_memory_is_that_of_the_slots():
     """Beside what a rank keeps, only the work of one operation, which is that of any schedule."""
     work = temporaries("1f1b", 4 * RANKS) - predicted("1f1b", 4 * RANKS)
@@ -86,6 +90,7 @@ def test_memory_is_that_of_the_slots():
         assert temporaries(schedule, microbatches) == pytest.approx(expected, rel=0.02), schedule
 
 
+@pytest.mark.proof
 def test_memory_of_passes_that_are_kept_is_that_of_their_slots():
     layouts = [{"remat": remat} for remat in ("full", "keep:2")]
     work = [
@@ -100,6 +105,7 @@ def test_memory_of_passes_that_are_kept_is_that_of_their_slots():
     assert np.abs(np.subtract(work, work[0])).max() < 0.02 * needs
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("schedule", "layout"), [("1f1b", {}), ("zb_h2", {}), ("1f1b", {"remat": "keep:2"})], ids=str
 )
@@ -156,6 +162,7 @@ def test_by_layer_a_rank_carries_no_weights_and_no_gradients_of_a_chunk(schedule
         assert bool(jax.tree.leaves(pending)) == carries
 
 
+@pytest.mark.proof
 def test_zero_3_gathers_a_chunk_once_a_window_and_scatters_once():
     """The sites of collectives over fsdp, each in a loop of no trip or one that the table's
     columns open: gathers of the chunk's stack, reductions of its gradients."""
@@ -186,6 +193,7 @@ def test_zero_3_gathers_a_chunk_once_a_window_and_scatters_once():
     assert len(scatters) == matrices + outer
 
 
+@pytest.mark.proof
 def test_what_is_outside_the_layers_is_spread_over_the_pipeline():
     engine, _ = compiled("1f1b", 4 * RANKS)
     for part in ("embed", "head"):

@@ -45,6 +45,7 @@ MODEL = {
 }
 
 
+@pytest.mark.proof
 def test_it_gives_the_gradients_of_one_device():
     one = make_config(MODEL, {})
     engine = open_engine(make_config(MODEL, {"pipeline": 3, "microbatches": 8, "schedule": EAGER}))
@@ -80,6 +81,7 @@ def test_the_planner_knows_how_long_it_takes():
         assert TableSpec(EAGER, ranks, microbatches).settled() < microbatches
 
 
+@pytest.mark.proof
 def test_it_is_searched_over():
     config = load("configs/tiny.py", ["data.global_batch_size=16", "model.num_layers=8"])
     found = search_layouts(

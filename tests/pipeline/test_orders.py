@@ -48,6 +48,7 @@ def test_numbers_that_a_schedule_cannot_serve(name, numbers, need, nearest):
     assert nearest in message.partition("Nearest that works: ")[2]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", NAMES)
 def test_the_nearest_numbers_do_work(name):
     """Whatever is asked for is either served or answered with numbers that are."""

@@ -10,6 +10,16 @@ import pytest
 from jaxscale.run import compilation_cache
 from jaxscale.run.compilation_cache import MOST_DAYS, keep_compiled_programs
 
+
+@pytest.fixture(autouse=True)
+def without_the_suites():
+    """Folder, which as a setting of JAX comes first."""
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
 PROGRAM = """
 import jax, numpy as np
 from jaxscale.run import compilation_cache

@@ -39,6 +39,7 @@ def refusal(command, arguments, capsys) -> str:
     return line
 
 
+@pytest.mark.proof
 def test_a_run_is_sampled_evaluated_and_generated_from(tmp_path, capsys):
     workdir, pairs = ["--workdir", str(tmp_path / "run")], tmp_path / "pairs.jsonl"
     pairs.write_text('{"q": "say jax", "a": "jaxscale"}\n' * 9)

@@ -85,6 +85,7 @@ def resume(settings, changes):
     check_same_model(found, from_dict({"model": {**settings, **changes}}))
 
 
+@pytest.mark.proof
 def test_logits_of_a_run_s_model_drop_no_token_that_training_may_drop(monkeypatch):
     """So those of a text do not depend on the text beside it in a row, nor on padding."""
     config = ModelConfig(family="m6_t", num_layers=2, capacity_factor=0.5, param_dtype="float64")

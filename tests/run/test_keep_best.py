@@ -35,6 +35,7 @@ def there(workdir):
     return Checkpoints(workdir / "checkpoints").steps()
 
 
+@pytest.mark.proof
 def test_it_is_kept_and_a_run_that_resumes_remembers_it(losses, tmp_path, caplog):
     caplog.set_level("INFO", "jaxscale")
     losses[:] = [3.0, 1.0, math.nan, 1.5]
@@ -52,6 +53,7 @@ def test_it_is_kept_and_a_run_that_resumes_remembers_it(losses, tmp_path, caplog
     assert not np.array_equal(*(jax.tree.leaves(tree)[0] for tree in (params, state.params)))
 
 
+@pytest.mark.proof
 def test_at_an_address_it_stays_and_a_reader_finds_it(address, losses, tmp_path, monkeypatch):
     monkeypatch.setattr(mirror, "POLL_SECONDS", 0.01)
     losses[:] = [3.0, 1.0, 2.0]
@@ -68,6 +70,7 @@ def test_at_an_address_it_stays_and_a_reader_finds_it(address, losses, tmp_path,
     assert restore_params(resumed.engine, reader, wanted_step=BEST)[0] == 4
 
 
+@pytest.mark.proof
 def test_without_evaluations_there_is_none(tmp_path, losses):
     ready, _ = run(tmp_path, 2)
     with pytest.raises(ValueError, match=r"--step best: of the checkpoints of .* \(2\) none was"):

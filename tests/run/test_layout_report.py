@@ -56,6 +56,7 @@ def rows(config):
     return {line[0]: [cell.strip() for cell in line[1:] if cell] for line in lines}
 
 
+@pytest.mark.proof
 def test_the_paper_of_the_model(rows):
     assert rows["model"] == ["llama: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783"]
 
@@ -65,6 +66,7 @@ def test_the_types(rows):
     assert said == "parameters float32, compute bfloat16 with float8 matmuls, gradients float32"
 
 
+@pytest.mark.proof
 def test_the_parameters_that_a_token_uses():
     config = load("configs/moe_tiny.py", ["layout.data=1"])
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:1]))
@@ -80,6 +82,7 @@ def test_the_state_between_steps(config, offload):
     assert state_bytes(engine.abstract_state) + batch_bytes(config) - COUNT_BYTES == needs.arguments
 
 
+@pytest.mark.proof
 def test_a_model_without_formulas_is_traced():
     """Gradients, and residuals that grow with the sequences of a pass."""
 
@@ -136,6 +139,7 @@ def test_every_policy_with_its_bytes_and_the_chosen_one_marked(rows, config, rem
     assert (flops == "+0%") == (remat in ("none", "save_matmuls"))
 
 
+@pytest.mark.proof
 def test_recomputed_attention_of_an_encoder_decoder_costs_something():
     config = from_dict(
         {
@@ -165,6 +169,7 @@ def test_every_stage_at_rest(rows, config):
         assert gradients == human_bytes(needs.gradients)
 
 
+@pytest.mark.proof
 def test_what_passes_a_pipeline_could_keep():
     layout = {"data": 1, "pipeline": 4, "microbatches": 8, "remat": "keep:2"}
     config = from_dict({"layout": layout, "model": {"num_layers": 8}})
@@ -183,6 +188,7 @@ def test_what_passes_a_pipeline_could_keep():
     assert times[-1] == 24
 
 
+@pytest.mark.proof
 def test_a_dealing_that_pads_says_how_much():
     """With two chunks each rank has layers of encoder and decoder; with one, of one, and room for
     the other's."""
@@ -204,6 +210,7 @@ def test_a_dealing_that_pads_says_how_much():
     assert padding == [None, *(human_bytes(size - dense) for size in padded)]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("layout", "axes"),
     [
@@ -242,6 +249,7 @@ def test_state_that_replicas_hold_alike_is_named_with_its_bytes(layout, axes):
     ]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("layout", "said"),
     [
@@ -257,6 +265,7 @@ def test_what_muon_computes_on_each_device(layout, said):
     assert said in describe_layout(make_engine(config, make_mesh(config.layout, devices)))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("sequences", "microbatches"), [(8, [8]), (16, [8, 16]), (4, [])])
 def test_more_micro_batches_are_advised_where_the_batch_splits_into_them(sequences, microbatches):
     config = from_dict(

@@ -102,6 +102,7 @@ def runs(proteins, tmp_path_factory):
     return base, printed.getvalue()
 
 
+@pytest.mark.proof
 def test_a_causal_run_goes_on_masked_and_back(proteins, runs):
     base, _ = runs
     config = load(
@@ -147,6 +148,7 @@ def test_a_causal_run_goes_on_masked_and_back(proteins, runs):
         assert bool(np.any(model(tokens)[0, :6] != model(changed)[0, :6])) is sees
 
 
+@pytest.mark.proof
 def test_what_a_loaded_model_cannot_compute_is_refused(runs):
     base, _ = runs
     refused = pytest.raises(ValueError, match=r"float64.* needs .*jax_enable_x64")
@@ -161,6 +163,7 @@ def test_what_a_loaded_model_cannot_compute_is_refused(runs):
         model(np.full((1, 8), 5), np.full((1, 8), 5))
 
 
+@pytest.mark.proof
 def test_a_masked_run_is_evaluated_on_the_same_masks_and_draws_no_samples(runs, capsys):
     base, printed = runs
     assert "no sample: the model is not causal" in printed

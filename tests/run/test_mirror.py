@@ -104,6 +104,7 @@ def run(workdir, steps, *others, fit=True):
     return ready, jax.tree.map(np.asarray, state)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("address", ["s3"], indirect=True)
 def test_a_run_continues_on_an_empty_machine_to_the_bit(address, tmp_path, monkeypatch, lines):
     """At a server that speaks S3, which also has what is damaged here; readers find it there."""
@@ -152,6 +153,7 @@ def test_a_run_continues_on_an_empty_machine_to_the_bit(address, tmp_path, monke
     assert restore_params(resumed.engine, reader, wanted_step=6)[0] == 6
 
 
+@pytest.mark.proof
 def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_path, monkeypatch):
     """The next run begins at the one before it, and removes what is left of it."""
     assert save(address, 2, 4) == ""
@@ -181,6 +183,7 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
     assert not [name for name in store.sizes("checkpoints") if name.startswith("checkpoints/6/")]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("address", ["s3"], indirect=True)
 def test_files_that_checkpoints_share_are_sent_once(address, tmp_path, monkeypatch):
     """Also by a machine that had to fetch them. At the address each checkpoint has its own."""
@@ -209,6 +212,7 @@ def test_files_that_checkpoints_share_are_sent_once(address, tmp_path, monkeypat
     assert newest(address) == 6
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("address", ["s3"], indirect=True)
 def test_folders_that_a_console_made_are_no_files_of_a_run(address):
     bucket, _, run = address.removeprefix("s3://").partition("/")
@@ -242,6 +246,7 @@ def test_a_cut_upload_gets_no_description(address, monkeypatch):
     assert tiers.stored_steps(tiers.open_store(address)) == []
 
 
+@pytest.mark.proof(but=("missing", "description"))
 @pytest.mark.parametrize("damage", ["flipped", "missing", "cut", "description", "name"])
 def test_a_damaged_one_there_is_fallen_back_from(address, tmp_path, monkeypatch, lines, damage):
     save(address, 4, 6)
@@ -436,6 +441,7 @@ def test_a_lost_folder_of_checkpoints_at_the_address_is_no_new_run(address, tmp_
         newest(address)
 
 
+@pytest.mark.proof
 def test_no_room_in_the_local_tier_is_one_line(address, tmp_path, monkeypatch):
     save(address, 2)
     move_to(monkeypatch, tmp_path / "second_machine")

@@ -51,6 +51,7 @@ def train(texts, workdir, layout: dict, *, steps=1, own=None, keep_state=False, 
     return jax.device_get(state.params)
 
 
+@pytest.mark.proof
 def test_a_run_starts_from_a_run_of_the_same_model_and_is_evaluated(texts, tmp_path, capsys):
     first = train(texts, tmp_path / "first", {"data": 8})
     init = {"init_from": str(tmp_path / "first")}
@@ -78,6 +79,7 @@ def test_a_head_of_labels_is_not_trained_on_text(texts, tmp_path, monkeypatch):
         train(texts, tmp_path, {"data": 8})
 
 
+@pytest.mark.proof
 def test_a_run_keeps_to_an_optimizer_of_ones_own(texts, tmp_path, caplog, monkeypatch):
     """Its state can have the very arrays of the shipped one's."""
     own, layout = optax.adamw(optax.constant_schedule(0.1)), {"data": 8}

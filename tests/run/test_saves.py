@@ -117,6 +117,7 @@ def test_the_last_save_is_tried_again_then_refused(ready, monkeypatch):
     assert ready.checkpoints.steps() == []
 
 
+@pytest.mark.proof
 def test_the_last_save_succeeds_when_there_is_room_again(ready, monkeypatch):
     monkeypatch.setattr(saves, "PAUSES_SECONDS", (0.0, 0.0))
     config = dataclasses.replace(ready.config.run, checkpoint_every=0)
@@ -126,6 +127,7 @@ def test_the_last_save_succeeds_when_there_is_room_again(ready, monkeypatch):
     assert ready.checkpoints.steps() == [6]
 
 
+@pytest.mark.proof
 def test_who_waits_for_a_write_is_not_held_to_the_time_of_a_save(ready, monkeypatch):
     """A save that is due while the one before is written, the last one, and the end of a run."""
     wait, seen = Checkpoints.wait, []
@@ -210,6 +212,7 @@ def failing_reads(monkeypatch, *numbers):
     monkeypatch.setattr(checkpoint, "read_description", refuse)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ETIMEDOUT, errno.ENOMEM])
 def test_a_checkpoint_that_may_not_be_read_stays(number, begun, monkeypatch):
     """It may be intact: an older one in its place would be steps lost."""
@@ -292,6 +295,7 @@ def test_a_reader_takes_the_next_one_when_the_newest_is_deleted_first(begun, mon
         one.close()
 
 
+@pytest.mark.proof
 def test_the_commands_read_the_checkpoint_that_is_asked_for(finished, tmp_path, capsys):
     """Such as the best one of a run, where it is not the newest."""
     workdir, out, questions = ["--workdir", str(finished)], tmp_path / "out", tmp_path / "questions"
@@ -381,6 +385,7 @@ def test_tokens_that_changed_end_the_command_with_a_line(error, status, ready, m
     assert (ended.value.code, capsys.readouterr().err) == (status, f"error: {error}\n")
 
 
+@pytest.mark.proof
 def test_lost_is_what_was_counted_as_compute(ready):
     """The steps of a killed attempt waited for input most of their time: to take all of it from
     compute left goodput 0."""
@@ -395,6 +400,7 @@ def test_lost_is_what_was_counted_as_compute(ready):
     assert found["compute"] > 27
 
 
+@pytest.mark.proof
 def test_the_time_left_counts_on_saves_as_so_far(ready, monkeypatch, lines):
     """Every step takes a second and every second one is saved for ten: six seconds a step."""
     clock, save = [0.0], saves.Saves.save
@@ -414,6 +420,7 @@ def test_the_time_left_counts_on_saves_as_so_far(ready, monkeypatch, lines):
     assert [line.rpartition("| ")[2] for line in found] == ["6.0 s left"]
 
 
+@pytest.mark.proof
 def test_the_first_step_has_not_the_time_in_which_trackers_begin(ready, monkeypatch):
     clock, begin = [0.0], recorder.Metrics
 
@@ -432,6 +439,7 @@ def test_the_first_step_has_not_the_time_in_which_trackers_begin(ready, monkeypa
     assert [record["step_seconds"] for record in records] == [1.0] * 6
 
 
+@pytest.mark.proof
 def test_a_folder_that_is_removed_under_a_run_is_begun_anew(ready, monkeypatch, lines):
     """Its checkpoints were saved and could not be evaluated, and its metrics went nowhere."""
     save = saves.Saves.save
@@ -452,6 +460,7 @@ def test_a_folder_that_is_removed_under_a_run_is_begun_anew(ready, monkeypatch, 
     assert all("was removed or moved, and is begun anew" in line for line in said)
 
 
+@pytest.mark.proof
 def test_a_trace_ends_with_its_last_step(ready, monkeypatch, lines):
     """And not after the evaluation and the save that follow: their time was said to be the step's,
     most of it idle."""
@@ -474,6 +483,7 @@ def test_what_comes_between_traced_steps_is_said(ready):
     assert training_loop._between(range(1, 9), ready) == f"{expected} and 1 more"
 
 
+@pytest.mark.proof
 def test_a_trace_that_cannot_be_written_ends_no_run(ready, lines):
     (ready.workdir / "profile").touch()
     training_loop.fit(ready, trackers=(), profile=range(1, 3))
@@ -552,6 +562,7 @@ command_line.run(main)
 """
 
 
+@pytest.mark.proof
 def test_a_failed_save_leaves_no_error_for_later_ones_and_says_one_line(tmp_path):
     """No file can be written, as on a full disk, or no thread started, as under `ulimit -v`; what
     the writer's threads do then concerns nobody."""
@@ -595,6 +606,7 @@ UNCHANGED = {
 }
 
 
+@pytest.mark.proof(but=("embedding", "adapters"))
 @pytest.mark.parametrize("kind", UNCHANGED)
 def test_which_parameters_no_step_changes(kind):
     """A model moves the biases of its routers itself. The planner counts the same bytes."""

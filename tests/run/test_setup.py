@@ -68,6 +68,7 @@ def test_a_tokenizer_is_not_mixed_with_that_of_the_models_folder(tmp_path):
         assert {path.name for path in again.iterdir()} == kept
 
 
+@pytest.mark.proof
 def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
     config = configs.load("configs/tiny.py", ["layout=auto", "layout.tensor=2"])
     logging.getLogger("jaxscale").propagate = True
@@ -109,6 +110,7 @@ def test_a_run_keeps_the_remat_policy_that_it_began_with(tmp_path):
     assert resolve_layout(moved, tmp_path).layout.remat == "none"
 
 
+@pytest.mark.proof
 def test_a_step_without_room_is_refused_before_anything_is_compiled(tmp_path, monkeypatch):
     class Compiled(Exception):  # noqa: N818
         pass

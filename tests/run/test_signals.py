@@ -132,6 +132,7 @@ def test_a_failure_of_one_process_waits_for_no_other(error, monkeypatch, tmp_pat
     assert capsys.readouterr().err == "error: a worker was killed\n"
 
 
+@pytest.mark.proof
 def test_a_signal_during_the_last_save_does_not_lose_it(ready, monkeypatch):
     wait = ready.checkpoints.wait
 
@@ -144,6 +145,7 @@ def test_a_signal_during_the_last_save_does_not_lose_it(ready, monkeypatch):
     assert fit(ready) == ("", [6])
 
 
+@pytest.mark.proof
 def test_an_evaluation_that_was_broken_off_is_repeated(ready):
     asked = []
 
@@ -163,6 +165,7 @@ def test_an_evaluation_that_was_broken_off_is_repeated(ready):
     assert [i for i, line in enumerate(lines) if "eval_loss" in line] == [3, 7]
 
 
+@pytest.mark.proof
 def test_the_last_evaluation_is_made_up_for(ready):
     """A run that was asked to stop in its last step, or killed after it, is not complete yet."""
     ready = dataclasses.replace(ready, step=at_step(signal.SIGTERM, 6))
@@ -178,6 +181,7 @@ def test_the_last_evaluation_is_made_up_for(ready):
     assert "loss" in summary, "of the step before"
 
 
+@pytest.mark.proof
 def test_an_evaluation_that_is_recorded_is_not_repeated(ready):
     (ready.workdir / "metrics.jsonl").write_text('{"step": 3, "eval_loss": 1.0}\n')
     assert fit(dataclasses.replace(ready, begin=3)) == ("", [6])
@@ -213,6 +217,7 @@ def test_the_time_of_a_run_may_be_limited(ready):
     assert steps == []
 
 
+@pytest.mark.proof
 def test_the_time_of_a_run_may_be_limited_in_any_thread(ready):
     """One that gets no signals looks at the clock, and the next run has a limit of its own."""
     said = []

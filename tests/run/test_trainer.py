@@ -50,6 +50,7 @@ def short_run(workdir, *overrides, profile=range(0), again=False):
     return records, jax.tree.map(np.asarray, state)
 
 
+@pytest.mark.proof
 def test_a_run_that_is_resumed_for_longer_keeps_its_schedule_and_counts_its_tokens(
     tmp_path, caplog
 ):
@@ -176,6 +177,7 @@ def opened(tmp_path_factory):
     return open_uncompiled(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.proof
 def test_epochs_are_steps_of_the_text_that_is_counted(opened, tmp_path):
     """In place of the steps of the file; those of the command line exclude them."""
     config = configs.load("configs/tiny.py", [*SETTINGS[:-1], "run.epochs=1.5"])
@@ -190,6 +192,7 @@ def test_epochs_are_steps_of_the_text_that_is_counted(opened, tmp_path):
         trainer._with_steps(configs.load("configs/tiny.py", mixed), tmp_path / "mixed")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("dtype", "lost"), [("bfloat16", True), ("float32", False)])
 def test_parameters_too_narrow_for_small_updates_are_said(dtype, lost, tmp_path, caplog):
     caplog.set_level("WARNING", "jaxscale")
@@ -202,6 +205,7 @@ def test_parameters_too_narrow_for_small_updates_are_said(dtype, lost, tmp_path,
     assert bool(said) is lost
 
 
+@pytest.mark.proof
 def test_adapters_are_wide_enough_beside_narrow_weights(tmp_path, caplog):
     caplog.set_level("WARNING", "jaxscale")
     open_uncompiled(tmp_path, "model.param_dtype=bfloat16", "model.lora_rank=2")
@@ -390,6 +394,7 @@ def test_every_process_traces_into_a_folder_of_its_own(monkeypatch, tmp_path):
     assert len(reports) == 1
 
 
+@pytest.mark.proof
 def test_what_a_run_needs_later_is_not_imported_before():
     program = (
         "import sys; from jaxscale.run import trainer\n"

@@ -9,6 +9,8 @@ from jaxscale.layout import Layout
 from jaxscale.sharding.mesh import axes_between_slices, over_slices
 from tests.compiled.test_topology import NEEDS_TPU
 
+pytestmark = pytest.mark.compiles
+
 
 def test_the_first_axes_go_over_slices():
     assert over_slices({"data": 4, "fsdp": 16, "tensor": 2}, 8) == [4, 2, 1]
@@ -17,6 +19,7 @@ def test_the_first_axes_go_over_slices():
         over_slices({"fsdp": 4, "tensor": 1}, 3)
 
 
+@pytest.mark.proof
 @NEEDS_TPU
 def test_two_slices_sum_gradients_over_the_network():
     """What every rank sends to its like in the other slice: its shards of the gradients."""

@@ -3,6 +3,8 @@
 import ast
 import pathlib
 
+import pytest
+
 import jaxscale
 
 PACKAGE = pathlib.Path(jaxscale.__file__).parent
@@ -26,6 +28,7 @@ def names_specs(path: pathlib.Path) -> bool:
     return False
 
 
+@pytest.mark.proof
 def test_other_folders_take_specs_from_the_sharding_folder():
     files = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
     found = {name for name, path in files.items() if names_specs(path)}

@@ -106,6 +106,7 @@ def test_gradients_may_be_summed_in_bfloat16(stage, single):
         np.testing.assert_array_equal(got, each[name][:, :visits].sum((0, 1)))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("stage", "single"), [(0, False), (1, False), (2, False), (3, True)], ids=str
 )
@@ -147,6 +148,7 @@ def test_losses_are_summed_in_float32_or_wider(compute):
     assert zero.loss_dtype == {"float64": "float64"}.get(compute, "float32")
 
 
+@pytest.mark.proof
 @NEEDS_TPU
 def test_no_gradient_is_all_reduced_on_a_torus_whose_sides_do_not_divide_it():
     """Of a reduce-scatter along a matrix's own dimension XLA makes an all-reduce here: 11,008 has

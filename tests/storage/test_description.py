@@ -135,6 +135,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("run")
 
 
+@pytest.mark.proof
 @examples_of(100)
 def test_whatever_stands_there_is_good_or_one_sentence(folder, description, config, setting):
     check_description(description)

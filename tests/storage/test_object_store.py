@@ -25,6 +25,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.proof(but=("train --config=tiny --workdir=s3://bucket/run",))
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_store_that_accepts_and_never_answers_is_one_line(command, tmp_path):
     """With the status after which a supervisor tries again. Its client would try for minutes."""

@@ -10,6 +10,8 @@ from jaxscale import config
 from jaxscale.compiled import topology
 from jaxscale.layout import Layout
 
+pytestmark = pytest.mark.compiles
+
 ROOT = pathlib.Path(__file__).parents[2]
 tool = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "aot_table.py")))
 FITS = {

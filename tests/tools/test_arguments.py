@@ -39,6 +39,7 @@ def test_help_needs_no_optional_library(library, script, wrong):
         assert f"error: {said}" in done.stderr
 
 
+@pytest.mark.proof(but=("collectives.py --nosuch-unknown flag --nosuch",))
 @pytest.mark.parametrize(
     ("words", "said"),
     [

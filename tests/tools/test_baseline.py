@@ -58,6 +58,7 @@ def as_plain(params, variant, num_layers):
     }
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("variant", [pytest.param("loop", marks=pytest.mark.slow), "scan"])
 def test_the_plain_model_has_our_losses(baseline, variant):
     ours = config.load("configs/tiny.py", SETTINGS)

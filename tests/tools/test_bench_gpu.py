@@ -95,6 +95,7 @@ def test_steps_end_in_their_time_with_what_they_measured(gpu, monkeypatch):
     assert train.measure(tiny, [], [train.OURS], **traced) == {"slow": 5}, "two more are traced"
 
 
+@pytest.mark.proof
 def test_the_programs_do_without_packages_that_read_training_data():
     programs = ("gpu", "train", "ours", "attention", "loss", "gpu_layouts", "float8")
     blocked = "sys.modules['grain'] = sys.modules['array_record'] = None"

@@ -110,6 +110,7 @@ def test_the_tasks_of_the_slurm_script_find_each_other(job, tmp_path):
     assert len(called(tmp_path)) == 1, "what is refused is not tried again"
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGUSR1, 143), (signal.SIGUSR1, 1), (signal.SIGTERM, 143)]
 )
@@ -139,6 +140,7 @@ def test_a_slurm_script_that_no_job_can_run_is_refused(job, tmp_path):
     assert not (tmp_path / "called").exists()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("before", ["", "gpu2"])
 def test_a_slurm_job_goes_on_without_nodes_that_fail(job, tmp_path, before):
     """Also while it has no others; it goes back into the queue unless too many nodes fail."""

@@ -58,6 +58,7 @@ sys.exit(local.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.proof
 def test_when_one_fails_the_others_end():
     done = subprocess.run(
         [sys.executable, "-c", IN_A_HURRY, "2", "--", sys.executable, "-c", ONE_FAILS],
@@ -76,6 +77,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_all(number):
     process = start(2, NOTES_SIGTERM)

@@ -173,6 +173,7 @@ def test_what_survives_and_what_could_not_run_is_told_from_what_is_caught(checko
     assert (checkout / "jaxscale/sums.py").read_text() == PACKAGE
 
 
+@pytest.mark.proof
 def test_what_is_caught_is_a_success_and_lists_run_nothing(checkout):
     assert run(checkout, "--folder", "ops", "--only", "adds").returncode == 0
     listed = run(checkout, "--list", "--folder", "other")
@@ -181,6 +182,7 @@ def test_what_is_caught_is_a_success_and_lists_run_nothing(checkout):
     assert "no mutant is called that" in run(checkout, "--only", "nothing").stderr
 
 
+@pytest.mark.proof
 def test_a_suite_that_hangs_has_noticed(checkout, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setitem(tool.run.__globals__, "LEAST_SECONDS", 1)

@@ -90,6 +90,7 @@ def with_more(path: pathlib.Path, more: str, folder: pathlib.Path) -> pathlib.Pa
 
 
 # Its own libraries warn of each other.
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_cell_runs_and_runs_again(execute, path, tmp_path):

@@ -21,6 +21,7 @@ def rows():
     del sys.modules["planned"]
 
 
+@pytest.mark.proof
 def test_seconds_of_steps_with_the_vendors_attention_are_near_those_measured(rows):
     """No constant was fitted to them; attention by other kernels is slower than the planner's."""
     errors = [

@@ -481,6 +481,7 @@ def collected() -> Iterator[None]:
 
 
 # Reads that were under way when one failed complain when they are collected.
+@pytest.mark.proof
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -592,6 +593,7 @@ def of_bits(data: np.ndarray, dtype: str) -> np.ndarray:
     return np.ascontiguousarray(data).view(wanted)[..., 0]
 
 
+@pytest.mark.proof(but=("float8_e4m3fn", "float32", "uint8"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_checksum_sees_every_bit_and_every_place(dtype: str) -> None:
     """Each flipped bit changes it, and each exchange of two elements that differ."""
@@ -615,6 +617,7 @@ def test_a_checksum_sees_every_bit_and_every_place(dtype: str) -> None:
     assert [one.checksum for one in on_host.values()] == sums[:300].tolist()
 
 
+@pytest.mark.proof(but=("bfloat16", "float64"))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_a_checksum_is_of_the_array_not_of_its_layout(dtype: str) -> None:
     array = np.random.default_rng(0).normal(size=(8, 6, 4)).astype(jnp.dtype(dtype))
@@ -631,6 +634,7 @@ def test_a_checksum_is_of_the_array_not_of_its_layout(dtype: str) -> None:
             assert array_sums.array_sums({"": placed})[""].checksum == expected
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("shape", [(3, 40_000), (70_000,), (5, 33_000, 2), ()])
 def test_sums_of_long_rows_are_those_of_the_device(shape: tuple[int, ...]) -> None:
     array = np.random.default_rng(0).normal(size=shape).astype(np.float32)

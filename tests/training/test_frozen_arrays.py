@@ -63,6 +63,7 @@ def size(folder: pathlib.Path, links: Callable[[int], bool]) -> int:
     return sum(one.st_size for one in about if links(one.st_nlink))
 
 
+@pytest.mark.proof
 def test_each_checkpoint_is_whole_in_any_layout(opened) -> None:
     """The first of them, which wrote the arrays, is long deleted."""
     checkpoints, lines = opened
@@ -149,6 +150,7 @@ def test_a_flipped_bit_is_seen_in_every_checkpoint_that_has_it(opened) -> None:
             checkpoints.restore(step, abstract(make_state()))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("begin_or_end", ["begin_write", "complete_folder"])
 def test_a_save_that_fails_leaves_no_links(
     opened, begin_or_end: str, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,8 @@ from jaxscale.training.kernels import attention_name, attention_text, make_kerne
 from tests.invariants.layouts import LLAMA, make_config, open_engine
 from tests.ops.attention.test_attention import arguments
 
+pytestmark = pytest.mark.compiles
+
 # LLAMA has 8 key heads and a width of 64; sequences are of 24 tokens where nothing else is said.
 REFUSED = [
     (
@@ -86,6 +88,9 @@ def refused_config(layout, changed):
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
 
 
+@pytest.mark.proof(
+    but=("layout7-changed7-said7", "layout8-changed8-said8", "layout9-changed9-said9")
+)
 @pytest.mark.parametrize(("layout", "changed", "said"), REFUSED)
 def test_what_does_not_divide_is_refused(layout, changed, said):
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -129,6 +134,9 @@ def test_whole_sequences_have_any_kernel():
         attention_name(dataclasses.replace(config, layout=layout), "tpu")
 
 
+@pytest.mark.proof(
+    but=("causal_across_documents-layout2-False", "causal_across_documents-layout1-False")
+)
 @pytest.mark.parametrize(
     ("objective", "layout", "masks"),
     [
@@ -157,6 +165,7 @@ def test_a_step_on_rows_of_one_document_makes_no_mask(objective, layout, masks, 
     assert bool(re.search(r"[\[,]48,48\]", traced)) is masks
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("width", "spread"), [(34, False), (36, True)])
 def test_what_is_outside_the_layers_is_spread_over_a_pipeline_where_it_divides(width, spread):
     """By both axes: 34 divides by the pipeline's two ranks, by the two of fsdp, and not by four."""
@@ -178,6 +187,7 @@ def test_what_is_outside_the_layers_is_spread_over_a_pipeline_where_it_divides(w
     )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "sizes", [{"data": 2, "tensor": 4}, {"data": 2, "context": 2, "tensor": 2}], ids=str
 )

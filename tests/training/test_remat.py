@@ -49,6 +49,9 @@ def kernel(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.proof(
+    but=("cudnn-offload:attention-1", "cudnn-save_all_but_attention-2", "cudnn-save:attention-1")
+)
 @pytest.mark.parametrize(
     ("remat", "runs"),
     [

@@ -97,6 +97,7 @@ def steps():
     return params, engine.config.optimizer, list(zip(found, [*expected, expected[1]])), step
 
 
+@pytest.mark.proof
 def test_the_loss_is_the_mean_over_the_tokens_that_count(steps):
     weights = batches()[0].weights
     for ((_, metrics), expected), parts in zip(steps[2], (1, 1, 4096)):
@@ -106,11 +107,13 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count(steps):
         assert int(metrics.tokens) == np.sum(batches()[0].segments > 0)
 
 
+@pytest.mark.proof
 def test_the_norm_is_that_of_the_mean_before_clipping(steps):
     for (_, metrics), expected in steps[2]:
         assert float(metrics.grad_norm) == pytest.approx(expected.norm, rel=1e-12)
 
 
+@pytest.mark.proof
 def test_the_optimizer_gets_the_mean_clipped_where_it_is_too_large(steps):
     """Adam's first moment is (1 - b1) of its first gradient, and its update follows from both."""
     params, settings, cases, _ = steps
@@ -131,6 +134,7 @@ def check_moment(settings: OptimizerConfig, moment, gradient) -> None:
     )
 
 
+@pytest.mark.proof
 def test_frozen_parameters_have_no_gradients_and_the_others_the_same(steps):
     """Those of a layer's MLP are three matmuls of a micro-batch, which XLA leaves out."""
     params, settings, (_, (_, expected), _), plain = steps
@@ -154,6 +158,7 @@ def test_frozen_parameters_have_no_gradients_and_the_others_the_same(steps):
         jax.tree.map(np.testing.assert_array_equal, state.params[part][name], params[part][name])
 
 
+@pytest.mark.proof
 def test_sums_over_microbatches_are_wider_than_bfloat16():
     """The nll of eight micro-batches is the sum of those of one at a time, the others weighing
     nothing: to float32's rounding, not to the 8 bits in which the layers compute."""
@@ -200,6 +205,7 @@ def plain_step(config, adjust, platform="cpu"):
     return step, TrainState(jnp.zeros((), int), params, optimizer.init(params)), batch
 
 
+@pytest.mark.proof
 def test_what_a_group_freezes_is_not_adjusted_either():
     """A model adjusts what it wants frozen itself, such as biases of routers, after the update."""
     config = dataclasses.replace(

@@ -16,6 +16,8 @@ from jaxscale.training import engine, xla_options
 from jaxscale.training.engine import make_engine
 from jaxscale.training.xla_options import step_options, waits_for_gathers
 
+pytestmark = pytest.mark.compiles
+
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -77,6 +79,7 @@ def test_absent_gpus_cannot_be_compiled_for_deterministically():
 
 # Of stage 3, before 0.12, XLA also computes the addresses of W's copies on the host. What stays
 # there of it is a limit of XLA, and by hand.
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("zero_stage", "on_host"),
     [

@@ -237,6 +237,7 @@ def test_a_part_in_which_nothing_begins_is_not_read_beyond_its_end(read, text):
     assert [position for position, _ in read(io.BytesIO(text), 0, 100)] == [0]
 
 
+@pytest.mark.proof
 @given(
     st.text(min_size=1).filter(lambda text: text.isprintable()),
     st.integers(4, 40),
@@ -660,6 +661,7 @@ def intact(name: str) -> bytes:
         return pathlib.Path(folder, name).read_bytes()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", [*WRITERS, "a.fa", "a.txt", "a.txt.gz"])
 @settings(
     deadline=5000, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -99,6 +99,7 @@ def remembering(number: int) -> Words:
     return Words(functools.partial(encode, number))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("number", range(-1, len(PATTERNS)))
 @settings(deadline=None, max_examples=300)
 @given(texts=TEXTS)

@@ -123,6 +123,7 @@ def test_what_a_killed_run_tokenised_is_used(texts, tmp_path):
     assert folder.name == left.name.removeprefix("unfinished-")
 
 
+@pytest.mark.proof
 def test_a_writer_that_was_second_waits_for_what_the_first_makes(texts, tmp_path):
     tokenizer = load_tokenizer("bytes")
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -186,6 +187,7 @@ def test_bytes_add_up_for_a_tokenizer_that_changes_text(texts, tmp_path):
     assert corpus.token_bytes[3] == 0
 
 
+@pytest.mark.proof
 def test_a_vocabulary_beyond_16_bits_keeps_its_ids(texts, tmp_path):
     vocabulary = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000, "document": 70_001}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))

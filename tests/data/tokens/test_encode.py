@@ -224,6 +224,7 @@ def test_turns_that_change_when_more_follows_are_documents(tmp_path, caplog):
     assert corpus.hashes[0] == corpus.hashes[1] != corpus.hashes[2]
 
 
+@pytest.mark.proof
 def test_prepared_marks_are_those_of_the_text(tmp_path):
     """Shards in processes, in memory, mapped and mixed with text give the same examples."""
     path = write_tokenizer(tmp_path / "t", MARKED)
@@ -259,6 +260,7 @@ def test_prepared_marks_are_those_of_the_text(tmp_path):
         open_folder(str(folder), again)
 
 
+@pytest.mark.proof
 def test_a_run_resumes_with_the_same_marks(tmp_path):
     source = pairs(write_lines(tmp_path / "a.jsonl", PAIRS))
     dataset = dataset_of(source, BYTES, seq_len=128)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jaxscale.data.tokens.npy_files import ArrayFile, ArrayWriter
 
 
+@pytest.mark.proof
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2**16 - 1))), st.sampled_from([np.uint16, np.int64]))
 def test_what_is_appended_is_one_array(tmp_path, parts, dtype):

@@ -382,6 +382,7 @@ def test_a_tokenizer_is_read_from_an_object_store(byte_pairs):
         load_tokenizer("memory://tokenizers/t.json")
 
 
+@pytest.mark.proof
 def test_training_text_comes_from_all_over(tmp_path):
     """Of one long file, pieces from many places are learnt from, and not its beginning alone."""
     lines = [f"zone{i // 1000:03d} {i}\n" for i in range(40_000)]

@@ -45,6 +45,7 @@ def test_blocks_that_nobody_sees_are_left_out_and_no_others(offset):
             assert visible.sum() < (36 if causal else 64)
 
 
+@pytest.mark.proof(but=("7",))
 @pytest.mark.parametrize("window", [0, 7])
 def test_keys_may_come_in_parts_and_in_any_order(window):
     """Queries see their own stretch last, and keys beyond them not at all."""

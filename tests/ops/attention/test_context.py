@@ -84,6 +84,7 @@ BY_BOTH = ("eight ranks, window of some chunks", "both ways, bias", "sinks")
 """The others by one method each, in turn: the pairs of chunks do not depend on what is done."""
 
 
+@pytest.mark.proof(but=("cross-gather", "broken blocks-ring"))
 @pytest.mark.parametrize(
     ("name", "method"),
     [
@@ -98,6 +99,7 @@ def test_a_spread_sequence_is_the_reference(name, method):
     assert_close(*parity(case, run, time=48), 1e-12)
 
 
+@pytest.mark.proof(but=("cross",))
 @pytest.mark.parametrize(
     ("ranks", "case"),
     [
@@ -111,17 +113,20 @@ def test_whole_sequences_for_some_heads_are_the_reference(ranks, case):
     assert_close(*parity(case, spread(ranks, ULYSSES), time=48), 1e-12)
 
 
+@pytest.mark.proof
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match=r"4 heads and 2 key heads do not divide among 8 ranks"):
         spread(8, ULYSSES)(*arguments(48, 4, 2))
 
 
+@pytest.mark.proof
 def test_the_kernels_for_gpus_are_the_reference():
     """Chunks of three blocks; a document may end in any."""
     case = {"sinks": 1, "sliding_window": 50, "soft_cap": 0.7}
     assert_close(*parity(case, spread(2, "ring", flash=True), time=192), 1e-12)
 
 
+@pytest.mark.proof
 def test_the_kernels_for_gpus_are_close_in_bfloat16():
     case = {"kv_heads": 1, "causal": False}
     got, expected = parity(case, spread(2, "gather", flash=True), time=64, dtype=jnp.bfloat16)
@@ -129,6 +134,7 @@ def test_the_kernels_for_gpus_are_close_in_bfloat16():
     assert_close(got, expected, 12 * float(jnp.finfo(jnp.bfloat16).eps))
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("method", METHODS)
 def test_bfloat16_is_close_to_float64_and_kept(method):
     case = {"kv_heads": 1, "causal": False, "buckets": 8, "max_distance": 25}
@@ -139,6 +145,7 @@ def test_bfloat16_is_close_to_float64_and_kept(method):
     assert_close(got[4:], expected[4:], 0.1)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("method", METHODS)
 def test_every_rank_computes_the_same_number_of_blocks(method, monkeypatch):
     """Counted where it happens: each rank reports each block that it computes."""
@@ -165,6 +172,7 @@ def test_every_rank_computes_the_same_number_of_blocks(method, monkeypatch):
     assert counts == dict.fromkeys(range(ranks), 2 * once)  # forward, and backward
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_ring_sends_keys_to_neighbours_and_never_gathers(ranks):
     args = arguments(48, 4, 2)

@@ -41,6 +41,7 @@ def test_buckets_are_t5s(causal, num_buckets, max_distance):
     np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("t", "s"), [(5, 5), (3, 7), (6, 2), (1, 4), (4, 1)])
 def test_a_line_is_the_diagonals_of_a_block(t, s):
     line = jnp.arange(2.0 * (t + s)).reshape(2, t + s)

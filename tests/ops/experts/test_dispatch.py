@@ -129,6 +129,7 @@ CASES = [(sizes, factor, False) for sizes in MESHES for factor in (0.0, 1.0)]
 CASES += [(sizes, 0.0, True) for sizes in (MESHES[2], MESHES[4])]
 
 
+@pytest.mark.proof(but=("sizes3-1.0-False",))
 @pytest.mark.parametrize(("sizes", "factor", "ragged"), CASES)
 def test_every_mesh_gives_what_one_device_does(sizes, factor, ragged, monkeypatch):
     """Results, the number of choices that are kept, and every gradient."""
@@ -181,6 +182,7 @@ def test_capacity_is_rounded_up_and_at_most_the_sequence():
     assert capacity_of(0.0, 16, 1, 8) == 0
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("sizes", [MESHES[1], MESHES[2], MESHES[4]])
 @pytest.mark.parametrize("dtype", ["float8", "int8"])
 def test_matmuls_of_8_bits_are_the_same_on_every_mesh(sizes, dtype):

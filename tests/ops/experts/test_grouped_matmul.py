@@ -15,6 +15,7 @@ ROWS, GROUPS, D, F = 40, 5, 6, 7
 SIZES = ([0, 5, 0, 11, 1], [17, 0, 0, 0, 0], [0, 0, 0, 0, 0], [8, 8, 8, 8, 8], [0, 1, 0, 0, 39])
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_groups_of_any_size_are_multiplied_by_their_own_matrix(implementation):
     """Empty groups too, with rows after the last one that hold anything."""
@@ -66,6 +67,7 @@ def rounding(array, kind, axis):
     return np.zeros_like(array)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "equal groups"])
 @pytest.mark.parametrize(
     ("dtype", "kinds"),

@@ -33,6 +33,7 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
+@pytest.mark.proof
 def test_top_k_takes_the_best_experts_and_weighs_them_by_their_scores():
     order = np.argsort(-LOGITS, axis=-1, kind="stable")[..., :3]
     p = np.take_along_axis(softmax(LOGITS), order, -1)
@@ -69,6 +70,7 @@ def test_a_tokens_experts_are_of_its_best_groups():
         assert set(token) == set(np.argsort(-allowed, kind="stable")[:2])
 
 
+@pytest.mark.proof
 def test_one_prototype_is_the_switch_router_to_the_bit():
     """And Z prototypes have an expert of each, with a softmax of each (arXiv 2105.15082)."""
     one, switch = routed(Router(1, kind="prototypes")), routed(Router(1))
@@ -81,6 +83,7 @@ def test_one_prototype_is_the_switch_router_to_the_bit():
     np.testing.assert_allclose(np.sum(scores, -1), 4)
 
 
+@pytest.mark.proof
 def test_the_z_loss_is_of_each_softmax():
     """Of all experts, or of each prototype's, of which it is the mean."""
     sums = np.log(np.exp(LOGITS).sum(-1))
@@ -91,12 +94,14 @@ def test_the_z_loss_is_of_each_softmax():
     np.testing.assert_allclose(found, (parts**2).mean(-1), rtol=1e-12)
 
 
+@pytest.mark.proof
 def test_as_many_prototypes_as_experts_are_all_experts_with_weight_one():
     _, experts, gates = routed(Router(E, kind="prototypes"))
     np.testing.assert_array_equal(experts, np.broadcast_to(np.arange(E), experts.shape))
     np.testing.assert_array_equal(gates, 1)
 
 
+@pytest.mark.proof
 def test_each_expert_takes_its_best_tokens_and_no_padding():
     scores = LOGITS.copy()
     scores[0, 2:] = -np.inf  # of the first row, two tokens are there
@@ -107,6 +112,7 @@ def test_each_expert_takes_its_best_tokens_and_no_padding():
         np.testing.assert_array_equal(taken[row, :, expert], np.where(wanted, expert, -1))
 
 
+@pytest.mark.proof
 def test_balance_is_one_where_even_and_grows_to_the_number_of_experts():
     valid = np.ones((1, T), bool)
     even = np.arange(T).reshape(1, T, 1) % E
@@ -117,6 +123,7 @@ def test_balance_is_one_where_even_and_grows_to_the_number_of_experts():
     assert load_balance(certain, valid, choice_counts(all_to_one, E)) == pytest.approx(E)
 
 
+@pytest.mark.proof
 def test_scores_that_underflow_have_a_finite_balance():
     """Sigmoids of logits below -104 are zero in float32, and so is their sum."""
     scores = router_scores(jnp.full((1, T, E), -200, jnp.float32), Router(2, "sigmoid"))
@@ -126,6 +133,7 @@ def test_scores_that_underflow_have_a_finite_balance():
     assert np.isfinite(gradient).all()
 
 
+@pytest.mark.proof
 def test_padding_is_no_choice():
     experts = jnp.array([[[0, 1], [-1, -1], [1, 2]]])
     assert choice_counts(experts, 4).tolist() == [[1, 2, 1, 0]]
@@ -135,6 +143,7 @@ def test_padding_is_no_choice():
     assert even == pytest.approx(4 * 0.25)  # the padding's own score counts for nothing
 
 
+@pytest.mark.proof
 def test_a_token_without_an_expert_has_weights_and_gradients_of_zero():
     """In float32, where the square of a small number to divide by would be none."""
     logits, router = jnp.ones((1, 2, 4), jnp.float32), Router(2, "sigmoid", normalized=True)

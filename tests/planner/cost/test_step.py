@@ -82,6 +82,7 @@ def test_arrays_give_what_single_layouts_give():
             assert together == pytest.approx(float(value)), name
 
 
+@pytest.mark.proof
 def test_a_hundred_thousand_layouts_take_seconds():
     count, random = 100_000, np.random.default_rng(0)
     parallelism = Parallelism(

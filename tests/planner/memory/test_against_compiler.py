@@ -15,6 +15,8 @@ from jaxscale.config import Config
 from jaxscale.layout import Layout
 from jaxscale.planner.memory.step import step_memory
 
+pytestmark = pytest.mark.compiles
+
 
 class Comparison(NamedTuple):
     """Peak memory per device of one case, predicted and compiled."""

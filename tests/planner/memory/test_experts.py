@@ -193,6 +193,7 @@ def test_they_are_right_in_the_median():
     assert statistics.median(map(abs, errors.values())) <= 0.05, errors
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", STEPS)
 def test_none_is_far_off(name):
     assert abs(STEPS[name].error) <= 0.11

@@ -107,6 +107,7 @@ def passes(model: ModelConfig, remat: str):
     return split_vjp(layer_under(decoder, remat)), (weights, {"x": x}, {}, context)
 
 
+@pytest.mark.proof(but=("llama-none", "llama-full", "gpt-save_matmuls"))
 @pytest.mark.parametrize(("name", "remat"), LAYERS)
 def test_a_layer_keeps_these_values(name, remat):
     model = MODELS[name]
@@ -156,6 +157,7 @@ WITH_EXPERTS = {
 }
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_a_layer_with_experts_keeps_these_bytes(name):
     model, tokens = ModelConfig(**SIZES | WITH_EXPERTS[name]), ROWS * TIME
@@ -180,6 +182,7 @@ def test_a_layer_with_experts_keeps_these_bytes(name):
         assert found == layer_saved_bytes(run, loop), remat
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "name",
     [name for name, of in WITH_EXPERTS.items() if not {"kv_rank", "expert_pattern"} & of.keys()],
@@ -239,6 +242,7 @@ def layers_of_both(settings, policy, *, in_pipeline=False):
         yield layer, (weights, *split_stream(stack, stream), context)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("remat", POLICIES)
 def test_layers_of_an_encoder_and_a_decoder_keep_these_values(remat):
     policy = parse_remat(remat)
@@ -257,6 +261,7 @@ def test_layers_of_an_encoder_and_a_decoder_keep_these_values(remat):
         )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("family", ["mt5", "umt5"])
 @pytest.mark.parametrize(
     "remat",
@@ -285,6 +290,7 @@ def test_a_pipeline_of_an_encoder_and_a_decoder_keeps_these_bytes(family, remat)
         assert found == [ROWS * (length * each[name] + SOURCE * more[name]) for name in each]
 
 
+@pytest.mark.proof(but=("llama-save:query,attention", "llama-save_matmuls", "qk_norm-none"))
 @pytest.mark.parametrize(
     ("name", "remat"),
     [
@@ -365,6 +371,7 @@ def compiled_products(model: ModelConfig, remat: str) -> float:
     return costs[program.entry] / (ROWS * TIME)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "remat"),
     [

@@ -75,11 +75,13 @@ def check(layouts: list[Layout], optimizer: str, config: Config = CONFIG) -> Non
         assert many.peak[n] == alone.peak
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("options", TEXTS, ids=str)
 def test_many_layouts_are_each_of_them(options):
     check(sample(options, (1,), 60), "muon" if "layered" in options.values() else "adafactor")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("options", PIPELINES, ids=str)
 def test_many_pipelines_are_each_of_them(options):
     check(sample(options, (2, 4) if options["schedule"] != "zb_v" else (2,), 30), "adamw")

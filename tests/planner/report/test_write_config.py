@@ -21,6 +21,7 @@ def losses(config) -> np.ndarray:
     return run(engine, first=3, step=compile_step(engine)).losses
 
 
+@pytest.mark.proof
 def test_a_written_config_trains(tmp_path):
     one = make_config(LLAMA, {}, "float32")
     pins = {
@@ -55,6 +56,7 @@ def test_a_written_config_has_the_settings_of_its_family(path, changes, tmp_path
     assert configs.load(str(tmp_path / "mine.py")) == plan.config
 
 
+@pytest.mark.proof
 def test_layers_are_dealt_where_that_saves_time():
     config = configs.load("configs/llama3_8b.py")
     query = Query(config, make_cluster("h100-sxm", 64), {"pipeline": 8, "tensor": 1, "fsdp": 8})

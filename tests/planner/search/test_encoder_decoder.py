@@ -43,6 +43,7 @@ def test_its_shape_is_the_named_one_with_its_lengths():
     assert shape.num_params == XXL.model.num_params
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["t5", "umt5"])
 def test_its_counts_are_those_of_the_model(name):
     config = load("configs/mt5_small.py", [f"model.family={name}", "model.num_layers=6"])
@@ -118,6 +119,7 @@ def test_the_second_zero_stage_is_ranked_before_the_third():
     assert all(place[2, count] < place[3, count] for count in both)
 
 
+@pytest.mark.proof
 def test_a_plan_trains_and_says_what_is_not_validated():
     answer = plan_layouts(XXL, "a100-80", 64, top=1, pins={"remat": "full"})
     (best,) = answer.plans

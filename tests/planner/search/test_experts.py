@@ -42,6 +42,7 @@ def test_ranks_of_experts_split_the_batch():
     assert "set data.global_batch_size to 32 or 40" in message
 
 
+@pytest.mark.proof
 def test_a_plan_trains_and_says_what_is_not_validated():
     answer = plan_layouts(MIXTRAL, "h100", 64, top=2, pins=PINS)
     best = answer.plans[0]
@@ -104,6 +105,7 @@ def test_a_step_without_room_is_refused_before_it_is_compiled():
         check_room(whole, "gpu", 68e9, "H100")
 
 
+@pytest.mark.proof
 def test_an_automatic_layout_has_a_plan():
     config = load("configs/moe_tiny.py")
     plan = choose_layout(config, "NVIDIA H100 80GB HBM3", "gpu", 8)

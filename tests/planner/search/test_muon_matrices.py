@@ -20,6 +20,7 @@ def with_muon(name: str) -> Config:
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name="muon"))
 
 
+@pytest.mark.proof
 def test_a_rank_computes_the_layers_that_it_is_dealt():
     """Two of four; `tests.invariants.test_optimizers` has a layout with tensor."""
     engine = open_engine(make_config(LLAMA, {"data": 2, "zero_stage": 0}, name="muon"))

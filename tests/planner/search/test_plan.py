@@ -135,6 +135,7 @@ def test_why_not_says_what_is_wrong_and_what_would_do():
     assert "layout." in change[0]
 
 
+@pytest.mark.proof
 def test_why_not_of_settings():
     model = dataclasses.replace(CONFIG.model, num_heads=4)
     config = dataclasses.replace(CONFIG, model=model)
@@ -214,6 +215,7 @@ def test_a_written_config_is_the_plan(tmp_path):
     assert loaded == dataclasses.replace(CONFIG, layout=PIPELINE)
 
 
+@pytest.mark.proof
 def test_layouts_of_this_machine():
     found = auto_layout.choose_layout(CONFIG, "cpu", "cpu", 8)
     assert found.layout.num_devices == 8
@@ -279,6 +281,7 @@ def pipelined() -> RankedPlans:
     )
 
 
+@pytest.mark.proof
 def test_plans_are_shown_in_a_line():
     loop = pipelined()
     plan = loop.plans[1]
@@ -287,6 +290,7 @@ def test_plans_are_shown_in_a_line():
     assert repr(loop).startswith(f"RankedPlans(2 of {loop.found.considered:,}, the best Plan(")
 
 
+@pytest.mark.proof
 def test_unrolled_layers_come_with_a_caveat():
     loop = pipelined()
     query = dataclasses.replace(QUERY, pins={"unroll_layers": True})
@@ -306,6 +310,7 @@ def test_the_page_needs_nothing_else():
     assert page.tags.count("table") == 2
 
 
+@pytest.mark.proof
 def test_a_browser_shows_the_page(tmp_path):
     """Drawn by a headless browser: text where it should be, and bars of every colour."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")

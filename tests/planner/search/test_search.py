@@ -151,6 +151,7 @@ def string_options(pipeline: int) -> list[dict]:
     ]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("pipeline", "memory_gb"), [(1, 3.0), (2, 30.0)])
 def test_the_optimum_is_that_of_going_through_all(pipeline, memory_gb, monkeypatch):
     one_each = functools.partial(small_schedule, most=1)
@@ -165,6 +166,7 @@ def test_the_optimum_is_that_of_going_through_all(pipeline, memory_gb, monkeypat
     assert found.layouts[0] in [layout for seconds, layout in everything if seconds <= fastest]
 
 
+@pytest.mark.proof(but=("sizes of experts", "decoder"))
 @pytest.mark.parametrize(
     "model",
     [
@@ -227,6 +229,7 @@ MOE = SizedModel(
 )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("pipeline", "memory_gb"), [(1, 4.0), (2, 30.0)])
 def test_the_optimum_with_experts_is_that_of_going_through_all(pipeline, memory_gb, monkeypatch):
     monkeypatch.setattr("jaxscale.planner.search.sized_model.REMATS", TRIED[:2])
@@ -261,6 +264,7 @@ def test_the_optimum_with_experts_is_that_of_going_through_all(pipeline, memory_
     assert found.layouts[0] in [layout for seconds, layout in everything if seconds <= fastest]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("devices", [512, 1024])
 def test_the_best_plans_of_many_experts_spread_them(devices, monkeypatch):
     """DeepSeek-V3: to gather 256 experts a layer takes longer than to send tokens to eight."""
@@ -316,6 +320,7 @@ def test_long_contexts_are_shared(by, monkeypatch):
     assert best.fits
 
 
+@pytest.mark.proof
 def test_the_passes_that_are_kept_are_those_of_going_through_all(monkeypatch):
     """Where there is room for more than recomputing needs, and for less than keeping all does."""
     monkeypatch.setattr("jaxscale.planner.search.trainable_model.REMATS", ("none", "full"))
@@ -357,6 +362,7 @@ def test_the_passes_that_are_kept_are_those_of_going_through_all(monkeypatch):
     assert found.seconds[0] < 0.9 * min(others)
 
 
+@pytest.mark.proof
 def test_what_is_found_trains_and_fits():
     for layout in search_layouts(query(4.0, tensor=2), 10).layouts:
         assert why_infeasible(query(4.0, tensor=2), layout) == ""
@@ -476,6 +482,7 @@ def test_meshes_are_all_factorisations():
     assert len(list(mesh_shapes(8, experts=8))) == 56  # over six axes
 
 
+@pytest.mark.proof
 def test_a_hundred_thousand_layouts_are_considered(monkeypatch):
     monkeypatch.undo()
     config = dataclasses.replace(
@@ -487,6 +494,7 @@ def test_a_hundred_thousand_layouts_are_considered(monkeypatch):
     assert found.considered > 1e5
 
 
+@pytest.mark.proof
 def test_a_hundred_thousand_layouts_of_experts_are_considered(monkeypatch):
     monkeypatch.undo()
     shape = dataclasses.replace(NAMED["mixtral-8x7b"], seq_len=4096)
@@ -510,6 +518,7 @@ def test_rows_of_tensor_are_searched_where_the_engine_has_them():
     assert "does not divide layout.tensor" in pinned.messages["not available in this version"]
 
 
+@pytest.mark.proof
 def test_tables_of_more_pipelines_than_are_kept_are_built_once(monkeypatch):
     monkeypatch.undo()
     for cached in (pipeline_table, _cells, most_slots, state_ticks, default_stage_layers):

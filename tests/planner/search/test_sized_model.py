@@ -97,6 +97,7 @@ def test_pins_that_no_formula_knows_are_refused_at_once():
             check_pins(Query(MIXTRAL, machine, pins))
 
 
+@pytest.mark.proof
 def test_why_not_of_experts():
     answer = plan_layouts(
         "mixtral-8x7b",

@@ -13,6 +13,7 @@ from jaxscale.planner.tables.table_makespan import TableSpec
 from tests.planner.tables.test_table_makespan import CASES
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("name", "chunks", "fused", "recompute"), CASES)
 def test_slots_are_those_of_the_program(name, chunks, fused, recompute):
     for ranks, rounds in itertools.product((2, 4), (2, 3, 7)):
@@ -28,6 +29,7 @@ def test_slots_are_those_of_the_program(name, chunks, fused, recompute):
         assert pipeline_slots.most_slots(TableSpec.of(layout)) == slots
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("keep", [None, 0], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("schedule", [one for one in SHIPPED if one.runs], ids=lambda one: one.name)
 def test_more_microbatches_need_no_fewer_slots(schedule, keep):

@@ -68,6 +68,7 @@ def rescaled(tmp_path, factor):
     return path
 
 
+@pytest.mark.proof
 def test_calibration_takes_out_a_common_factor_and_nothing_of_the_scored_half(tmp_path):
     one, three = (validate(rescaled(tmp_path, factor)).overall for factor in (1, 3))
     assert three.median_error_physical > 0.6
@@ -93,6 +94,7 @@ def test_a_factor_is_the_middle_of_the_rows_and_of_one_that_is_right():
     assert 0.8 <= validation._factor(outlier) <= 0.9
 
 
+@pytest.mark.proof
 def test_the_halves_depend_on_the_seed_alone():
     same = [validate(PATH, seed=3).as_json() for _ in range(2)]
     assert same[0] == same[1]
