@@ -137,8 +137,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             return key_of_one(options, backend, computation, devices, *more, **named)
         return None
 
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a home that cannot be written to
+        return
     key_of_one, compiler._get_cache_key = compiler._get_cache_key, key
-    folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_SECONDS)
 
