@@ -53,6 +53,7 @@ def supervised(workdir, statuses, *flags):
     return done, [json.loads(line) for line in log.read_text().splitlines()]
 
 
+@pytest.mark.proof(but=("1,-9,saves143,143,0-0-actions1", "1-1-actions4"))
 @pytest.mark.parametrize(
     ("statuses", "status", "actions"),
     [

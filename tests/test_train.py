@@ -180,6 +180,9 @@ def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
     assert records(tmp_path) == records(workdir)
 
 
+@pytest.mark.proof(
+    but=("arguments1-did you mean 'configs/tiny.py'", "arguments2-did you mean --workdir")
+)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

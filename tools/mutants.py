@@ -139,10 +139,17 @@ def split(tests: str) -> tuple[list[str], str]:
 
 
 def collect(files: Sequence[str], tier: str, root: pathlib.Path) -> list[str]:
-    """The node ids of the tests of a tier."""
+    """The node ids of the tests of a tier.
+
+    Raises:
+      RuntimeError: pytest could not collect them; says what it printed last.
+    """
     marked = [] if tier == TIERS[0] else ["-m", tier]
     command = [sys.executable, "-m", "pytest", "--collect-only", *PYTEST, *marked, *files]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    if done.returncode not in (0, 5):  # 5: none of these files has a test of this tier
+        lines = (done.stdout + done.stderr).strip().splitlines() or [""]
+        raise RuntimeError(f"{shlex.join(command)}: status {done.returncode}: {lines[-1]}")
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 

@@ -272,12 +272,14 @@ def compiled():
     return jax.jit(function).lower(weights, x).compile()
 
 
+@pytest.mark.compiles
 def test_a_compiled_loop_of_gathers(compiled):
     program = hlo.parse_hlo(compiled.as_text())
     (row,) = summed(collectives(program, {"fsdp": 8}))
     assert (row.kind, row.count, row.num_bytes) == ("all-gather", 8, 8 * 4 * 256 * 256)
 
 
+@pytest.mark.compiles
 def test_products_of_a_compiled_loop(compiled):
     program = hlo.parse_hlo(compiled.as_text())
     counted = computation_costs(program, instruction_flops)[program.entry]
@@ -286,6 +288,7 @@ def test_products_of_a_compiled_loop(compiled):
     assert not math.isnan(counted)
 
 
+@pytest.mark.compiles
 def test_memory_of_a_compiled_loop(compiled):
     buffers = live_at_peak(hlo.parse_hlo(compiled.as_text()))
     memory = compiled.memory_analysis()

@@ -189,6 +189,7 @@ def test_it_stops_when_every_text_has_ended(monkeypatch):
     pytest.fail("no seed ends every text early")
 
 
+@pytest.mark.proof
 def test_a_prompt_alone_goes_on_as_in_a_batch():
     engine, params = one_device(LLAMA)
     sample = functools.partial(sampling.sample, engine, params, TOKENIZER, num_tokens=NUM_TOKENS)

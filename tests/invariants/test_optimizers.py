@@ -28,6 +28,7 @@ EIGHT, UNEVEN_EIGHT = LLAMA | {"num_layers": 8}, UNEVEN | {"schedule": "1f1b:2,4
 
 
 # Lion's update is of each element by itself, as AdamW's is in every layout of `test_layouts`.
+@pytest.mark.compiles
 @pytest.mark.proof
 @pytest.mark.parametrize(
     "optimizer", ["adafactor", pytest.param("lion", marks=pytest.mark.slow), "muon"]

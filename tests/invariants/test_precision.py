@@ -102,6 +102,7 @@ def exact(family: str) -> tuple[Any, Any]:
     return first_step(engine, compile_step(engine), family)
 
 
+@pytest.mark.compiles
 @pytest.mark.proof
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=str)
 def test_gradients_are_as_exact_as_their_terms(family, layout):

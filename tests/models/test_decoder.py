@@ -113,6 +113,7 @@ LATENT = {"num_kv_heads": 8, "kv_rank": 128, "query_rank": 192, "rope_head_dim":
 LATENT |= {"num_experts": 0, "dense_layers": 0}
 
 
+@pytest.mark.compiles
 @pytest.mark.proof
 @pytest.mark.parametrize("family", ["llama", "gpt", "deepseek_v3"])
 def test_operations_are_those_that_the_compiler_counts(family):

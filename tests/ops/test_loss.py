@@ -283,6 +283,7 @@ def test_the_heads_gradient_is_summed_over_chunks_in_the_accumulation_type():
     assert error(jnp.bfloat16) == error(jnp.float32)
 
 
+@pytest.mark.compiles
 @pytest.mark.proof
 @pytest.mark.parametrize("transposed", [False, True], ids=["untied", "tied"])
 def test_full_logits_never_exist_and_nothing_gathers_over_the_vocabulary(transposed):
@@ -307,6 +308,7 @@ def test_full_logits_never_exist_and_nothing_gathers_over_the_vocabulary(transpo
     assert memory.temp_size_in_bytes < tokens * vocab * 4 / 4
 
 
+@pytest.mark.compiles
 @pytest.mark.proof
 @pytest.mark.parametrize("spread", ["context", "both"])
 def test_a_step_reduces_the_gradients_once_and_a_chunk_three_numbers_a_token(spread):

@@ -141,6 +141,7 @@ def test_on_a_gpu_sums_of_float8_gradients_are_precise():
     assert precise == {"bf16[256,512]": 0, "bf16[256,128]": 1, "bf16[128,512]": 1}
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_cpu_a_weights_gradient_repeats_no_elementwise_work(dtype):
     """XLA for CPUs multiplies in the loop that transposes, where it is not asked otherwise. And in

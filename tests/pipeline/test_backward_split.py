@@ -150,6 +150,7 @@ def test_nothing_that_is_kept_is_a_weight_or_the_same_for_every_input(family):
     assert saved[1] == 2 * saved[0]
 
 
+@pytest.mark.compiles
 @pytest.mark.proof
 def test_both_halves_are_about_as_long_as_the_forward_pass():
     model = make_model("llama", "reference", d_model=128)

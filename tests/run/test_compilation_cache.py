@@ -42,6 +42,7 @@ def run(folder) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.proof
 def test_a_second_process_reads_what_the_first_has_compiled(tmp_path):
     count, *results, folder = run(tmp_path)
     assert count == "0"

@@ -161,6 +161,7 @@ def run(checkout, *words):
     return subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True)
 
 
+@pytest.mark.proof
 def test_what_survives_and_what_could_not_run_is_told_from_what_is_caught(checkout):
     done = run(checkout, "--json", "out.json", "--jobs", "2")
     found = json.loads((checkout / "out.json").read_text())

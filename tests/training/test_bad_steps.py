@@ -24,6 +24,7 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.compiles
 @pytest.mark.proof
 def test_a_number_that_is_not_finite_on_one_rank_stops_the_update_of_all():
     """Parameters and moments to the bit; step and schedule go on; memory is that of the update."""

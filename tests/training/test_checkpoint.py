@@ -122,6 +122,7 @@ def saved(two_steps: pathlib.Path, tmp_path: pathlib.Path, opened: Callable) -> 
     return opened(tmp_path)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("begin", LAYOUTS, ids=str)
 def test_any_layout_reads_any_layout(
     begin: tuple[int, int], tmp_path: pathlib.Path, opened: Callable

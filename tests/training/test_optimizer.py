@@ -544,6 +544,7 @@ def test_adamw_is_optax_adamw() -> None:
     assert_trees_equal(got, expected, 1e-14)
 
 
+@pytest.mark.compiles
 def test_the_schedule_is_computed_once() -> None:
     """And not again in the update of each parameter."""
     params, optimizer = random_params(), make(config("adamw", schedule="cosine"))

@@ -134,6 +134,7 @@ def check_moment(settings: OptimizerConfig, moment, gradient) -> None:
     )
 
 
+@pytest.mark.compiles
 @pytest.mark.proof
 def test_frozen_parameters_have_no_gradients_and_the_others_the_same(steps):
     """Those of a layer's MLP are three matmuls of a micro-batch, which XLA leaves out."""

@@ -369,6 +369,7 @@ def test_a_policy_on_the_name_attention_saves_the_forward_pass():
     assert_close(with_gradients(jax.checkpoint(run, policy=policy))(*args), expected, 1e-12)
 
 
+@pytest.mark.compiles
 @pytest.mark.proof
 def test_blockwise_memory_grows_with_the_sequence_not_with_its_square():
     def temporary_bytes(implementation, time):

@@ -371,6 +371,7 @@ def compiled_products(model: ModelConfig, remat: str) -> float:
     return costs[program.entry] / (ROWS * TIME)
 
 
+@pytest.mark.compiles
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "remat"),

@@ -55,6 +55,7 @@ def test_its_counts_are_those_of_the_model(name):
     assert planned.flops_per_token + half == pytest.approx(counted, rel=1e-3)
 
 
+@pytest.mark.proof
 def test_its_head_costs_as_many_layers_as_the_traced_program_says():
     """By which the engine and the planner deal layers to stages."""
     config = load("configs/mt5_small.py", ["model.num_layers=6"])

@@ -302,6 +302,7 @@ def test_unrolled_layers_come_with_a_caveat():
     assert said in json_report.ranking_json(unrolled)["note"]
 
 
+@pytest.mark.proof
 def test_the_page_needs_nothing_else():
     page = Page(html_report.plan_page(pipelined()))
     assert not page.links
