@@ -27,9 +27,9 @@ if _DEVICES and (_NUM_DEVICES := int(_DEVICES[1] or _DEVICES[2])) > 1:
 _HOMES = {
     "Batch": "batch",
     "Config": "config",
-    "Layout": "layout",
-    "ModelConfig": "model_config",
-    "ModelSettings": "model_config",
+    "Layout": "config.layout",
+    "ModelConfig": "config.model",
+    "ModelSettings": "config.model",
     "describe_layout": "run.layout_report",
     "device_batches": "run.evaluation",
     "evaluate_loss": "run.evaluation",

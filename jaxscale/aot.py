@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxscale import command_line
 from jaxscale import config as configs
-from jaxscale.layout import AUTO, resolve_sizes
+from jaxscale.config.layout import AUTO, resolve_sizes
 
 SHOWN = 12
 """Buffers that are printed."""

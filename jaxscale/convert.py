@@ -17,11 +17,11 @@ from typing import Any
 
 from jaxscale import command_line, run_folder
 from jaxscale import config as configs
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.model.settings import is_own_family
 from jaxscale.distributed import processes
 from jaxscale.distributed.initialize import num_devices
 from jaxscale.formatting import human_bytes
-from jaxscale.model_config import ModelConfig
-from jaxscale.model_config.settings import is_own_family
 from jaxscale.pipeline_schedules.shipped import is_foreign
 from jaxscale.storage.object_store import is_remote
 from jaxscale.storage.tiers import CHECKPOINTS, local_steps
@@ -53,11 +53,11 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     # JAX is imported only now, so that a typo is refused at once.
     import jax  # noqa: PLC0415
 
+    from jaxscale.checkpoints.checkpoint import Checkpoints  # noqa: PLC0415
     from jaxscale.data.tokens.tokenizer import save_tokenizer  # noqa: PLC0415
     from jaxscale.hugging_face.model_folder import copy_special_ids, open_model  # noqa: PLC0415
     from jaxscale.run.initial_weights import check_settings, read_weights  # noqa: PLC0415
     from jaxscale.run.setup.layout import open_engine  # noqa: PLC0415
-    from jaxscale.training.checkpoint import Checkpoints  # noqa: PLC0415
 
     output, peft = options.output, options.from_peft
     model = open_model(options.from_hf, adapters=peft)
@@ -132,7 +132,7 @@ def _fitting_tokenizer(config: configs.Config, directory: pathlib.Path) -> Any:
     Raises:
       ValueError: it does not fit the model, or cannot be used.
     """
-    from jaxscale.data.tokens.fit import without_unread  # noqa: PLC0415
+    from jaxscale.data.tokens.image_tokens import without_unread  # noqa: PLC0415
     from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
 
     # Of a model that every tokenizer fits, so that its advice is not to set another vocabulary.
@@ -153,7 +153,7 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     """Writes a checkpoint of a run, the newest by default, as transformers or PEFT reads it."""
     from jaxscale.data.tokens.stop_ids import with_stop_ids  # noqa: PLC0415
     from jaxscale.hugging_face.model_folder import write_adapters  # noqa: PLC0415
-    from jaxscale.models.low_rank import with_token_rows  # noqa: PLC0415
+    from jaxscale.models.lora import with_token_rows  # noqa: PLC0415
     from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
     from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
     from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
@@ -217,7 +217,7 @@ def _write_model(
 ) -> int:
     """Writes the model, its adapters merged; returns the number of tensors."""
     from jaxscale.hugging_face.model_folder import write_model  # noqa: PLC0415
-    from jaxscale.models.low_rank import merge_adapters, without_adapters  # noqa: PLC0415
+    from jaxscale.models.lora import merge_adapters, without_adapters  # noqa: PLC0415
 
     if model.lora_rank:
         params, axes = merge_adapters(model, params), without_adapters(axes)

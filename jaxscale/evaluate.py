@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import jax  # noqa: PLC0415
 
         from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
-        from jaxscale.training.metrics import null_where_not_finite  # noqa: PLC0415
+        from jaxscale.run.metrics import null_where_not_finite  # noqa: PLC0415
 
         with command_line.refusals():
             keep_compiled_programs()
@@ -167,7 +167,7 @@ def _check_text_is_chosen(
 
 
 def _table(evaluation: Any) -> str:
-    from jaxscale.training.metrics import WITHOUT_LOSS  # noqa: PLC0415
+    from jaxscale.run.metrics import WITHOUT_LOSS  # noqa: PLC0415
 
     if not evaluation.tokens:
         return f"  loss           n/a: {WITHOUT_LOSS}"

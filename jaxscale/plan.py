@@ -19,7 +19,7 @@ from typing import Any
 from jaxscale import command_line
 from jaxscale import config as configs
 from jaxscale.config import Config
-from jaxscale.layout import AUTO, Layout
+from jaxscale.config.layout import AUTO, Layout
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.planner.report import html_report, json_report, tensor_grids, text_report, why_not

@@ -15,12 +15,12 @@ from typing import Any
 
 from jaxscale import command_line
 from jaxscale import config as configs
+from jaxscale.config.data_source import BOUNDARIES, FORMATS, LONG_DOCUMENTS, Source, to_sources
 from jaxscale.data.text.text_files import find_files
 from jaxscale.data.tokens.index import Index, find_prepared
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import plan
 from jaxscale.data.tokens.tokenizer import Tokenizer, begin_texts, load_tokenizer
-from jaxscale.data_source import BOUNDARIES, FORMATS, LONG_DOCUMENTS, Source, to_sources
 from jaxscale.formatting import file_size
 from jaxscale.storage.object_store import is_remote
 

@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn
 from jaxscale import command_line
 from jaxscale import config as configs
 from jaxscale.config import Config
-from jaxscale.layout import MESH_AXES, OVERLAPS, READ_WITH
+from jaxscale.config.layout import MESH_AXES, OVERLAPS, READ_WITH
 from jaxscale.storage import durable
 from jaxscale.storage.object_store import is_remote
 from jaxscale.storage.tiers import fetch_files, fetching, local_tier

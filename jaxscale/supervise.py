@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from jaxscale import command_line, run_folder
+from jaxscale.config.layout import Layout
 from jaxscale.formatting import duration
-from jaxscale.layout import Layout
 from jaxscale.storage.tiers import CHECKPOINTS, local_steps
 
 log = logging.getLogger("jaxscale")

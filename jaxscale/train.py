@@ -19,9 +19,9 @@ from typing import Any
 from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.choices import check_choice
+from jaxscale.config.model.settings import is_own_family
 from jaxscale.distributed import launcher, phases, processes
 from jaxscale.formatting import printable
-from jaxscale.model_config.settings import is_own_family
 from jaxscale.run import notices, signals
 from jaxscale.run.lock import locked
 from jaxscale.run.mirror import Mirror, mirrored
@@ -203,9 +203,9 @@ def _train(
     # JAX is imported only now, so that a typo is refused at once.
     from jaxscale.run import trainer, training_loop  # noqa: PLC0415
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
+    from jaxscale.run.metrics import TrackerError  # noqa: PLC0415
     from jaxscale.run.saves import SaveError  # noqa: PLC0415
     from jaxscale.run.setup.text import UnusableTokensError  # noqa: PLC0415
-    from jaxscale.training.metrics import TrackerError  # noqa: PLC0415
 
     failures = FloatingPointError, ChildProcessError, SaveError, TrackerError, UnusableTokensError
     with command_line.refusals():
@@ -273,7 +273,7 @@ def _write_json(
     Args:
       summary: None where the run was complete before: then the one in its folder.
     """
-    from jaxscale.training.metrics import SUMMARY, null_where_not_finite  # noqa: PLC0415
+    from jaxscale.run.metrics import SUMMARY, null_where_not_finite  # noqa: PLC0415
 
     if not file or not processes.first_of_all():
         return

@@ -8,7 +8,7 @@ What needs devices or data is refused later, and tested beside the code that ref
 import pytest
 
 from jaxscale import config
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 
 # Overrides of the defaults, several where only together they are wrong.
 OVERRIDES = [

@@ -21,13 +21,13 @@ import pytest
 
 from jaxscale import train
 from jaxscale.config import DataConfig, RunConfig
-from jaxscale.data_source import to_plain
-from jaxscale.layout import BLOCK_TENSORS, Layout
-from jaxscale.model_config import ModelConfig
-from jaxscale.model_config.model import CHOICES
+from jaxscale.config.data_source import to_plain
+from jaxscale.config.layout import BLOCK_TENSORS, Layout
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.model.model import CHOICES
+from jaxscale.config.optimizer import OptimizerConfig
 from jaxscale.model_families.shipped import SHIPPED
-from jaxscale.optimizer_config import OptimizerConfig
-from jaxscale.training import metrics
+from jaxscale.run import metrics
 
 PAGES = sorted(pathlib.Path("docs").glob("*.md"))
 TEXTS = {

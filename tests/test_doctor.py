@@ -10,7 +10,7 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale import doctor
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.run import trainer
 from jaxscale.run.setup import preflight
 from jaxscale.training import xla_options

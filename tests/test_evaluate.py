@@ -9,16 +9,16 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config, DataConfig
+from jaxscale.config.layout import Layout
+from jaxscale.config.model import ModelConfig
 from jaxscale.data.dataset import Dataset, open_dataset
 from jaxscale.data.tokens.tokenizer import load_tokenizer
-from jaxscale.layout import Layout
-from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
 from jaxscale.run.evaluation import Evaluation, evaluate_loss
+from jaxscale.run.metrics import null_where_not_finite
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine
-from jaxscale.training.metrics import null_where_not_finite
 
 MODEL = ModelConfig(
     num_layers=2,

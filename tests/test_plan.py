@@ -12,7 +12,7 @@ import types
 import pytest
 
 from jaxscale.compiled.topology import topology_name
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.plan import main, parse_bytes, parse_pins, parse_tokens, split_pins
 from jaxscale.planner import plan_layouts
 from jaxscale.planner.cost.cluster import make_cluster

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale import config as configs
 from jaxscale import plots
 from jaxscale.compiled.collectives import KINDS
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.planner.report import text_report
 from jaxscale.sharding.mesh import make_mesh

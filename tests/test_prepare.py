@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from jaxscale import config, prepare
+from jaxscale.config.data_source import Source
 from jaxscale.data.inspect import histogram
 from jaxscale.data.tokens.corpus import open_corpus
 from jaxscale.data.tokens.tokenizer import load_tokenizer
-from jaxscale.data_source import Source
 
 
 @pytest.fixture(scope="session")

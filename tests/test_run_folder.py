@@ -11,8 +11,8 @@ import pytest
 
 from jaxscale import config, evaluate, generate, run_folder, supervise, train
 from jaxscale.config import Config, DataConfig
-from jaxscale.layout import Layout, resolve_sizes
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.layout import Layout, resolve_sizes
+from jaxscale.config.model import ModelConfig
 from jaxscale.run.setup.layout import for_sampling, open_engine
 from jaxscale.run.setup.restore import restore_params
 from jaxscale.run.setup.text import open_tokenizer

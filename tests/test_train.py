@@ -13,7 +13,7 @@ import pytest
 
 from jaxscale.compiled.trace import CAUSES
 from jaxscale.config import load
-from jaxscale.layout import resolve_sizes
+from jaxscale.config.layout import resolve_sizes
 from jaxscale.sharding.layout_checks import check_divides
 from jaxscale.training.learning_rate import schedule
 from tests.without_jax import without_jax

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.autotune.search import OUTCOMES, Devices, Trial
+from jaxscale.config.layout import Layout
 from jaxscale.formatting import human_bytes, table
-from jaxscale.layout import Layout
 from jaxscale.planner.report.text_report import layout_text
 
 SHOWN = 5

@@ -12,7 +12,7 @@ from jaxscale.autotune import results, search
 from jaxscale.autotune.search_space import FIELDS, candidate_of
 from jaxscale.choices import check_choice
 from jaxscale.config import Config
-from jaxscale.layout import Layout, resolve_sizes
+from jaxscale.config.layout import Layout, resolve_sizes
 from jaxscale.planner.auto_layout import devices_here
 from jaxscale.planner.search.search import search_layouts
 from jaxscale.planner.search.space import Query

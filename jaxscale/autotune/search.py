@@ -37,7 +37,7 @@ from jaxscale.autotune.search_space import (
     refusal,
 )
 from jaxscale.config import Config
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 
 PROGRAM = (sys.executable, "-m", "jaxscale.autotune.trial")
 STARTUP = 10

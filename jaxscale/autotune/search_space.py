@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.layout import (
+from jaxscale.config.layout import (
     ACCUMULATIONS,
     MESH_AXES,
     REMATS,

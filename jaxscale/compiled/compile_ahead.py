@@ -24,8 +24,8 @@ from jaxscale.compiled.live_buffers import live_at_peak
 from jaxscale.compiled.overlap import with_waits
 from jaxscale.compiled.topology import Topology, has_cudnn, open_topology
 from jaxscale.config import Config
+from jaxscale.config.layout import Layout, resolve_sizes
 from jaxscale.hardware import find_chip
-from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.pipeline import summary
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.collectives import collective_seconds

@@ -12,6 +12,9 @@ from typing import Any
 import ml_collections
 
 from jaxscale.choices import check_kind, did_you_mean, nearest, nearest_settings
+from jaxscale.config.data_source import to_plain
+from jaxscale.config.layout import AUTO
+from jaxscale.config.model import ModelConfig, is_own_family, settings_record
 from jaxscale.config.records import PAIRED_OBJECTIVES, SECTIONS, WITHOUT_FILE, Config
 from jaxscale.config.values import (
     convert_value,
@@ -21,9 +24,6 @@ from jaxscale.config.values import (
     setting_type,
     suggestion,
 )
-from jaxscale.data_source import to_plain
-from jaxscale.layout import AUTO
-from jaxscale.model_config import ModelConfig, is_own_family, settings_record
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 from jaxscale.storage.untrusted import load_json
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxscale.choices import check_at_least, check_choice
-from jaxscale.data_source import Source, to_sources, to_validation
+from jaxscale.config.data_source import Source, to_sources, to_validation
+from jaxscale.config.layout import Layout
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.model.rope_scaling import BY_LENGTH
+from jaxscale.config.optimizer import OptimizerConfig
 from jaxscale.formatting import changed_fields
-from jaxscale.layout import Layout
-from jaxscale.model_config import ModelConfig
-from jaxscale.model_config.rope_scaling import BY_LENGTH
 from jaxscale.model_families.shipped import find_family
-from jaxscale.optimizer_config import OptimizerConfig
 
 OBJECTIVES = (
     "causal",

@@ -12,10 +12,10 @@ import typing
 from collections.abc import Sequence
 
 from jaxscale.choices import nearest, nearest_settings, settings_called
+from jaxscale.config.data_source import Source, to_sources, to_validation
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.optimizer import ParamGroup, to_param_groups
 from jaxscale.config.records import Config
-from jaxscale.data_source import Source, to_sources, to_validation
-from jaxscale.model_config import ModelConfig
-from jaxscale.optimizer_config import ParamGroup, to_param_groups
 
 
 def leaves(model: type = ModelConfig) -> list[str]:

@@ -16,6 +16,7 @@ from etils import epy
 
 from jaxscale.batch import Batch
 from jaxscale.config import DataConfig
+from jaxscale.config.data_source import Source
 from jaxscale.data.denoising import Lengths
 from jaxscale.data.objectives import Objective, find_objective, nothing, pairs_for_encoder
 from jaxscale.data.packing import Stream, Vocabulary, pad, uniform
@@ -23,7 +24,6 @@ from jaxscale.data.text.text_files import draw
 from jaxscale.data.tokens.corpus import Corpus, open_corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.data.whole_documents import whole_pairs, whole_rows
-from jaxscale.data_source import Source
 
 with epy.lazy_imports():
     import grain

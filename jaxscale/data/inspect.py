@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import Config, DataConfig
+from jaxscale.config.data_source import Source
 from jaxscale.data.dataset import Examples
 from jaxscale.data.mixture import open_examples
 from jaxscale.data.text.documents import sample_documents
 from jaxscale.data.text.text_files import File, find_files
 from jaxscale.data.tokens.corpus import Corpus, open_corpus, open_folder
 from jaxscale.data.tokens.encode import encode_documents
-from jaxscale.data.tokens.fit import without_unread
+from jaxscale.data.tokens.image_tokens import without_unread
 from jaxscale.data.tokens.index import find_prepared, read_index
 from jaxscale.data.tokens.tokenizer import Tokenizer, begin_texts, load_tokenizer, of_folder
-from jaxscale.data_source import Source
 from jaxscale.formatting import file_size
 
 SAMPLE_BYTES = 64_000_000

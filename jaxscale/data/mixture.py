@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxscale.batch import Batch
 from jaxscale.config import DataConfig
+from jaxscale.config.data_source import Weight
 from jaxscale.data.dataset import (
     Dataset,
     Examples,
@@ -26,7 +27,6 @@ from jaxscale.data.dataset import (
 )
 from jaxscale.data.tokens.corpus import Corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer
-from jaxscale.data_source import Weight
 
 LONGEST_CYCLE = 2**16
 """The most examples after which the order of entries in a stage repeats."""

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxscale.layout import TENSOR_ROWS
+from jaxscale.config.layout import TENSOR_ROWS
 from jaxscale.sharding.resolve import (
     ACTIVATIONS,
     WEIGHTS,

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxscale.config.model.lora import is_adapter
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
 from jaxscale.hugging_face.tensor_blocks import same_values, taken_shape
-from jaxscale.model_config.low_rank import is_adapter
 from jaxscale.model_families.family import TensorRule
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.sharding.rules import Axes

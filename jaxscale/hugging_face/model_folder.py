@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import tokenizers
 
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.model.lora import is_adapter
 from jaxscale.hugging_face.checkpoint_rules import (
     ParameterTensors,
     check_tensors,
@@ -37,8 +39,6 @@ from jaxscale.hugging_face.safetensors_format import DTYPES, SINGLE, StoredTenso
 from jaxscale.hugging_face.text_part import DEFAULTS, text_settings, text_tensors
 from jaxscale.hugging_face.value_types import check_value_types
 from jaxscale.hugging_face.write_params import write_params
-from jaxscale.model_config import ModelConfig
-from jaxscale.model_config.low_rank import is_adapter
 from jaxscale.model_families.hf.config import with_context
 from jaxscale.model_families.shipped import SHIPPED, find_family
 from jaxscale.run_folder import GENERATION, HF_CONFIG, TOKENIZERS, copy_tokenizer

@@ -18,9 +18,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.model.lora import ADAPTER, is_adapter, to_ranges
 from jaxscale.hugging_face.safetensors_format import StoredTensor, read_header, read_metadata
-from jaxscale.model_config import ModelConfig
-from jaxscale.model_config.low_rank import ADAPTER, is_adapter, to_ranges
 from jaxscale.model_families.family import TensorRule
 from jaxscale.storage.untrusted import load_json
 

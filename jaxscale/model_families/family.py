@@ -1,7 +1,7 @@
 """The record of a model family: all that configs, checkpoints and the planner know of it; and the
 config.json of Hugging Face as a family reads it.
 
-A family is a way of using the options of one general decoder, `jaxscale.model_config.ModelConfig`:
+A family is a way of using the options of one general decoder, `jaxscale.config.model.ModelConfig`:
 which of them a user may set, and the values of the others.
 """
 

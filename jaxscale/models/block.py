@@ -15,10 +15,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name as named  # for remat policies
 
 from jaxscale.batch import Batch
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.latent_attention import MultiHeadLatentAttention
-from jaxscale.models.low_rank import adapter_of
+from jaxscale.models.lora import adapter_of
 from jaxscale.models.positions import rope_settings
 from jaxscale.models.protocol import STREAM, Sums
 from jaxscale.models.weights import Weights

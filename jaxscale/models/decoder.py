@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.batch import Batch
-from jaxscale.layout import BLOCK_TENSORS
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.layout import BLOCK_TENSORS
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.block import Block, Cache
 from jaxscale.models.embedding import Embedding
 from jaxscale.models.experts import ExpertBlock, expert_metrics
@@ -25,8 +25,16 @@ from jaxscale.models.forward import scan_periods
 from jaxscale.models.head import Head, make_norm
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.latent_attention import empty_latent_cache
-from jaxscale.models.low_rank import borrowed_rows, frozen_names, rows_in_head
-from jaxscale.models.parts import (
+from jaxscale.models.lora import borrowed_rows, frozen_names, rows_in_head
+from jaxscale.models.positions import rotary_for
+from jaxscale.models.prediction import (
+    PREDICTION,
+    further_fields,
+    prediction_stack,
+    with_further_targets,
+)
+from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
+from jaxscale.models.stacks import (
     Part,
     adjust_biases,
     all_parts,
@@ -37,14 +45,6 @@ from jaxscale.models.parts import (
     part_sums,
     trunk_parts,
 )
-from jaxscale.models.positions import rotary_for
-from jaxscale.models.prediction import (
-    PREDICTION,
-    further_fields,
-    prediction_stack,
-    with_further_targets,
-)
-from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import axes_of, module_of, params_of
 from jaxscale.ops.attention.attention import attention
 from jaxscale.ops.loss import logits

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.block import Norm
-from jaxscale.models.low_rank import rows_of
+from jaxscale.models.lora import rows_of
 from jaxscale.models.weights import Weights
 
 TRAINING_MASKS = 0.15 * 0.8

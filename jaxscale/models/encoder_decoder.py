@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.batch import Batch
-from jaxscale.layout import BLOCK_TENSORS
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.layout import BLOCK_TENSORS
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.block import Cache
 from jaxscale.models.decoder import CACHE_AXES, empty_cache
 from jaxscale.models.encoder_decoder_block import (
@@ -30,7 +30,7 @@ from jaxscale.models.encoder_decoder_block import (
 from jaxscale.models.forward import apply_stack, scan_periods
 from jaxscale.models.head import Head
 from jaxscale.models.kernels import Kernels, plain_lookup
-from jaxscale.models.low_rank import borrowed_rows, frozen_names, rows_in_head
+from jaxscale.models.lora import borrowed_rows, frozen_names, rows_in_head
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import (
     axes_of,

@@ -15,10 +15,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name as named
 
 from jaxscale.batch import Batch
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.block import MLP, Attention, Cache, Norm
 from jaxscale.models.kernels import Kernels
-from jaxscale.models.low_rank import rows_of
+from jaxscale.models.lora import rows_of
 from jaxscale.models.protocol import STREAM
 from jaxscale.models.weights import (
     Weights,

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name as named
 
 from jaxscale.batch import Batch
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.block import MLP, Block, activate
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Sums

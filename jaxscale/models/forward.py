@@ -15,7 +15,7 @@ from jaxscale.models.protocol import (
     layer_function,
     split_stream,
 )
-from jaxscale.ops.stacked import Index, at
+from jaxscale.ops.array_stack import Index, at
 
 Gather = Callable[[Params, str], Params]
 """(shards, part) -> weights; `part` is "embed", or a stack's name with the shards of one layer."""

@@ -6,9 +6,9 @@ Letters: B batch, T time, D embed.
 import jax
 from flax import nnx
 
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.block import ACTIVATIONS, Norm
-from jaxscale.models.low_rank import rows_of
+from jaxscale.models.lora import rows_of
 from jaxscale.models.weights import Weights
 from jaxscale.ops.tensor_parallel import add_bias
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.model_config import ModelConfig
-from jaxscale.model_config.rope_scaling import BY_LENGTH
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.model.rope_scaling import BY_LENGTH
 from jaxscale.ops.rope import RopeScaling, rotary
 
 

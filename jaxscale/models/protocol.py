@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.batch import Batch
-from jaxscale.ops.stacked import add, add_at
+from jaxscale.ops.array_stack import add, add_at
 
 Params = Any  # nested dictionaries of arrays
 Stream = dict[str, jax.Array]

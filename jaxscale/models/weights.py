@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.ops.random_bits import random_bits
 
 ADAPTERS = 2**32 - 1

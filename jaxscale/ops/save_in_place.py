@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
 
-from jaxscale.ops.stacked import at, put
+from jaxscale.ops.array_stack import at, put
 
 Tree = Any
 Index = int | jax.Array

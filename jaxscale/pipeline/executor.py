@@ -31,7 +31,7 @@ from jaxscale.models.protocol import (
     return_borrowed,
     split_stream,
 )
-from jaxscale.ops.stacked import Index, add, add_rows, at, put
+from jaxscale.ops.array_stack import Index, add, add_rows, at, put
 from jaxscale.pipeline.rank import Chunks, Columns, Rank, Remat, Row, StackPart, State, when
 from jaxscale.pipeline.stages import (
     EMBEDDING,

@@ -28,7 +28,7 @@ from jaxscale.models.protocol import (
     sum_shapes,
     zero_sums,
 )
-from jaxscale.ops.stacked import Index, add_rows, at, put
+from jaxscale.ops.array_stack import Index, add_rows, at, put
 from jaxscale.pipeline.backward_split import Split, forward_only, split
 from jaxscale.pipeline.buffer_slots import TickProgram
 from jaxscale.pipeline.stages import (

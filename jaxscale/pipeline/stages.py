@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.pipeline.buffer_slots import TickProgram, make_program
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.partition import (

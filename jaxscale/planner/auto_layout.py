@@ -5,9 +5,9 @@ import os
 from typing import Any
 
 from jaxscale.config import Config
+from jaxscale.config.layout import AUTO, Layout
 from jaxscale.formatting import gigabytes
 from jaxscale.hardware import Chip, find_chip
-from jaxscale.layout import AUTO, Layout
 from jaxscale.pipeline_schedules.shipped import find_schedule
 from jaxscale.planner.cost.cluster import Cluster, Tier, make_cluster
 from jaxscale.planner.report.why_not import nothing_fits

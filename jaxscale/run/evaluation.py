@@ -15,8 +15,8 @@ from jaxscale.batch import ShardedBatch
 from jaxscale.choices import check_count, check_kind
 from jaxscale.data.dataset import Examples
 from jaxscale.data.loader import batches
+from jaxscale.run.metrics import token_count
 from jaxscale.training.engine import ENGINE_ADVICE, Engine, check_params
-from jaxscale.training.metrics import token_count
 
 EXAMPLES_ADVICE = (
     "pass `train`, `heldout` or one of `validation` of what jaxscale.open_text returns "

@@ -15,27 +15,27 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale import config as configs
+from jaxscale.checkpoints.both_tiers import bring_newest
+from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.folder import named_arrays
 from jaxscale.config import Config
+from jaxscale.config.model import ModelConfig, is_own_family
+from jaxscale.config.model.lora import LORA, to_ranges
+from jaxscale.config.model.rope_scaling import SCALING, USUAL_TURNS
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.distributed import processes
 from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face, open_model
-from jaxscale.model_config import ModelConfig, is_own_family
-from jaxscale.model_config.low_rank import LORA, to_ranges
-from jaxscale.model_config.rope_scaling import SCALING, USUAL_TURNS
-from jaxscale.models.low_rank import (
+from jaxscale.models.lora import (
     only_adapters,
     with_adapters,
     with_token_rows,
     without_adapters,
 )
 from jaxscale.pipeline.layer_placement import LayerPlacement
-from jaxscale.run.both_tiers import bring_newest
 from jaxscale.run_folder import TOKENIZERS, folder_of
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.sharding.rules import Axes
-from jaxscale.storage.checkpoint_folder import named_arrays
 from jaxscale.storage.tiers import CHECKPOINTS, fetch_files, fetching
-from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine
 from jaxscale.training.optimizer import is_schedule
 from jaxscale.training.step import TrainState

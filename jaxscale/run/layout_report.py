@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.choices import check_kind
+from jaxscale.config.layout import REMATS, Layout, RematPolicy, parse_remat
+from jaxscale.config.model import ModelConfig, ModelSettings
 from jaxscale.formatting import human_bytes, table
-from jaxscale.layout import REMATS, Layout, RematPolicy, parse_remat
-from jaxscale.model_config import ModelConfig, ModelSettings
 from jaxscale.model_families.shipped import find_family
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.ops.attention.attention import attention

@@ -17,7 +17,7 @@ from jaxscale.storage import durable, tiers
 from jaxscale.storage.object_store import ObjectStore
 
 if TYPE_CHECKING:  # it imports JAX, which takes seconds
-    from jaxscale.training.checkpoint import Checkpoints
+    from jaxscale.checkpoints.checkpoint import Checkpoints
 
 log = logging.getLogger("jaxscale")
 

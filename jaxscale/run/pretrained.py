@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.batch import Batch
+from jaxscale.config.model import ModelConfig
 from jaxscale.hugging_face.model_folder import open_model
-from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.forward import forward

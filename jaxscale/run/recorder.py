@@ -21,11 +21,7 @@ from jaxscale.formatting import duration
 from jaxscale.hardware import peak_flops
 from jaxscale.run.evaluation import Evaluation
 from jaxscale.run.goodput import Account, goodput_share, time_line
-from jaxscale.sharding.resolve import leaf_name
-from jaxscale.storage import durable
-from jaxscale.storage.untrusted import parse_json
-from jaxscale.training.engine import Engine
-from jaxscale.training.metrics import (
+from jaxscale.run.metrics import (
     METRICS,
     SUMMARY,
     WITHOUT_LOSS,
@@ -37,6 +33,10 @@ from jaxscale.training.metrics import (
     token_count,
     utilisation,
 )
+from jaxscale.sharding.resolve import leaf_name
+from jaxscale.storage import durable
+from jaxscale.storage.untrusted import parse_json
+from jaxscale.training.engine import Engine
 from jaxscale.training.step import StepMetrics
 
 log = logging.getLogger("jaxscale")

@@ -11,27 +11,27 @@ from typing import Any
 import jax
 
 from jaxscale import config as configs
-from jaxscale.config import Config
-from jaxscale.data.dataset import Examples
-from jaxscale.data.passed_over import pass_over, with_ranges
-from jaxscale.data.tokens.stop_ids import with_stop_ids
-from jaxscale.distributed import phases, processes
-from jaxscale.model_config import ModelConfig
-from jaxscale.optimizer_config import OptimizerConfig
-from jaxscale.run.both_tiers import (
+from jaxscale.checkpoints.both_tiers import (
     all_steps,
     fetch_everywhere,
     make_intact,
     set_aside_everywhere,
     steps_at_address,
 )
+from jaxscale.checkpoints.checkpoint import Checkpoints, read_everywhere
+from jaxscale.checkpoints.differences import describe_difference
+from jaxscale.checkpoints.folder import DamagedError
+from jaxscale.config import Config
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.optimizer import OptimizerConfig
+from jaxscale.data.dataset import Examples
+from jaxscale.data.skipped_ranges import pass_over, with_ranges
+from jaxscale.data.tokens.stop_ids import with_stop_ids
+from jaxscale.distributed import phases, processes
 from jaxscale.run.initial_weights import may_differ
 from jaxscale.run.saves import wait_for_write
 from jaxscale.run.setup.restore import metadata_of
 from jaxscale.run.setup.text import Text
-from jaxscale.storage.checkpoint_folder import DamagedError
-from jaxscale.storage.differences import describe_difference
-from jaxscale.training.checkpoint import Checkpoints, read_everywhere
 from jaxscale.training.engine import Engine
 from jaxscale.training.learning_rate import rate_change
 from jaxscale.training.step import TrainState, init_guard

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 
 from jaxscale import config as configs
+from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.config import Config
-from jaxscale.data.passed_over import ranges_of
+from jaxscale.data.skipped_ranges import ranges_of
 from jaxscale.distributed import phases, processes
 from jaxscale.run.setup.text import Text
 from jaxscale.sharding.resolve import leaf_name
-from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine
 from jaxscale.training.optimizer import frozen_params
 from jaxscale.training.step import TrainState

@@ -17,15 +17,19 @@ import jax
 
 from jaxscale import config as configs
 from jaxscale.batch import ShardedBatch
+from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.differences import describe_difference
+from jaxscale.checkpoints.folder import named_arrays
 from jaxscale.choices import check_kind
 from jaxscale.config import Config, DataConfig, RunConfig
+from jaxscale.config.model import is_own_family
 from jaxscale.data.tokens.stop_ids import describe_stop_ids, with_stop_ids
 from jaxscale.distributed import phases, processes
 from jaxscale.formatting import duration, human_bytes
-from jaxscale.model_config import is_own_family
 from jaxscale.run.compilation_cache import programs_read
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
 from jaxscale.run.layout_report import describe_layout
+from jaxscale.run.metrics import METRICS, heldout_losses, read
 from jaxscale.run.mirror import Mirror
 from jaxscale.run.recorder import is_summarised
 from jaxscale.run.resume import (
@@ -43,13 +47,9 @@ from jaxscale.run.setup.layout import resolve_layout
 from jaxscale.run.setup.memory_check import check_host_room, check_memory
 from jaxscale.run.setup.text import Text, open_text
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.storage.checkpoint_folder import named_arrays
-from jaxscale.storage.differences import describe_difference
 from jaxscale.storage.tiers import CHECKPOINTS, LAST_SAVED, check_free, store_of
-from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.learning_rate import early_end, with_schedule
-from jaxscale.training.metrics import METRICS, heldout_losses, read
 from jaxscale.training.optimizer import lost_updates
 from jaxscale.training.step import StepMetrics, TrainState
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxscale import config as configs
+from jaxscale.checkpoints.checkpoint import Checkpoints, NotFiniteError, best_step
 from jaxscale.choices import check_kind
 from jaxscale.distributed import hangs, phases, processes
 from jaxscale.run import signals
@@ -27,7 +28,6 @@ from jaxscale.run.saves import SaveError, Saves, wait_for_write
 from jaxscale.run.setup.text import keep_tokenizer
 from jaxscale.run.trainer import Trainer
 from jaxscale.storage import durable
-from jaxscale.training.checkpoint import Checkpoints, NotFiniteError, best_step
 from jaxscale.training.step import TrainState
 
 log = logging.getLogger("jaxscale")

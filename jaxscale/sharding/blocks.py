@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxscale.layout import AUTOMATIC_AXES
+from jaxscale.config.layout import AUTOMATIC_AXES
 from jaxscale.sharding.resolve import automatic_axes, automatic_part, is_axes, resolve
 from jaxscale.sharding.rules import Axes, Rules
 from jaxscale.sharding.specs import mesh_axes_of

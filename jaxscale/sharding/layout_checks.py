@@ -7,9 +7,9 @@ import math
 
 from jaxscale.choices import nearest_divisors
 from jaxscale.config import Config
-from jaxscale.layout import ULYSSES, Layout
-from jaxscale.model_config import ModelConfig
-from jaxscale.model_config.settings import SPREAD_ATTENTIONS
+from jaxscale.config.layout import ULYSSES, Layout
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.model.settings import SPREAD_ATTENTIONS
 from jaxscale.sharding.rules import divides_heads, spreads_attention
 
 

@@ -10,7 +10,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxscale.choices import check_kind
-from jaxscale.layout import Layout, resolve_sizes
+from jaxscale.config.layout import Layout, resolve_sizes
 
 
 def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:

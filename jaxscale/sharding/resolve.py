@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.layout import AUTOMATIC_AXES, MANUAL_AXES, TENSOR_ROWS
+from jaxscale.config.layout import AUTOMATIC_AXES, MANUAL_AXES, TENSOR_ROWS
 from jaxscale.sharding.rules import (
     ACTIVATIONS,
     LAYER_SHARD_AXES,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.choices import nearest_divisors
-from jaxscale.layout import TENSOR_ROWS, ULYSSES, Layout
+from jaxscale.config.layout import TENSOR_ROWS, ULYSSES, Layout
 
 Axes = tuple[str, ...]
 Rules = Mapping[str, tuple[str, ...]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxscale.layout import MANUAL_AXES
+from jaxscale.config.layout import MANUAL_AXES
 from jaxscale.sharding.resolve import automatic_axes, automatic_part, resolve
 from jaxscale.sharding.rules import ACTIVATIONS, Axes
 

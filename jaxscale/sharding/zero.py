@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxscale.layout import MANUAL_AXES
+from jaxscale.config.layout import MANUAL_AXES
 from jaxscale.sharding import blocks
 from jaxscale.sharding.blocks import Form, blocks_over, map_manually, sharded_dim
 from jaxscale.sharding.resolve import (

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.batch import Batch
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.models.protocol import (
     Model,
     Stack,
@@ -35,10 +35,10 @@ from jaxscale.models.protocol import (
     sum_shapes,
     zero_sums,
 )
+from jaxscale.ops.array_stack import add, at
 from jaxscale.ops.matmul import quantised_weight
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.ops.split_vjp import split_vjp
-from jaxscale.ops.stacked import add, at
 from jaxscale.sharding.resolve import automatic_axes, has_experts, leaf_name
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layer_loop import (

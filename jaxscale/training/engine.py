@@ -14,9 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.choices import check_count, check_kind
 from jaxscale.config import Config
-from jaxscale.data.device_batch import check_rows, local_rows, shard_batch, unpack_sharded
-from jaxscale.layout import Layout, RematPolicy
-from jaxscale.model_config import ModelConfig, find_make, is_own_family
+from jaxscale.config.layout import Layout, RematPolicy
+from jaxscale.config.model import ModelConfig, find_make, is_own_family
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.kernels import Kernels
@@ -31,6 +30,7 @@ from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
 from jaxscale.training import optimizer as optimizers
 from jaxscale.training.accumulation import saves_in_place
+from jaxscale.training.device_batch import check_rows, local_rows, shard_batch, unpack_sharded
 from jaxscale.training.engine_checks import (
     check_engine_arguments,
     check_engine_settings,

@@ -8,9 +8,9 @@ from jax.sharding import Mesh
 
 from jaxscale.choices import check_kind
 from jaxscale.config import CONFIG_ADVICE, Config
-from jaxscale.layout import AUTO, Layout
+from jaxscale.config.layout import AUTO, Layout
+from jaxscale.config.optimizer import ParamGroup
 from jaxscale.models.protocol import Model
-from jaxscale.optimizer_config import ParamGroup
 from jaxscale.sharding.layout_checks import (
     check_divides,
     check_matmuls,

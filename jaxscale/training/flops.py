@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params  # pyright: ignore[reportPrivateImp
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config
-from jaxscale.layout import RematPolicy
+from jaxscale.config.layout import RematPolicy
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Model, Stack, head_params, layer_function, split_stream

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxscale.batch import Batch
-from jaxscale.layout import MANUAL_AXES, Layout
+from jaxscale.config.layout import MANUAL_AXES, Layout
 from jaxscale.models.forward import forward
 from jaxscale.models.protocol import Model, Sums, head_params
 from jaxscale.pipeline.executor import buffers, execute, execute_forward

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxscale.config import Config
+from jaxscale.config.layout import TENSOR_ROWS, ULYSSES, Layout
 from jaxscale.hardware import check_matmul_units, find_chip
-from jaxscale.layout import TENSOR_ROWS, ULYSSES, Layout
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.ops.attention.attention import attention, choose, score_settings
 from jaxscale.ops.attention.context import context_attention
-from jaxscale.ops.attention.context_walk import balanced_order
+from jaxscale.ops.attention.context_chunks import balanced_order
 from jaxscale.ops.attention.platform_kernels import maskless
 from jaxscale.ops.attention.ulysses import ulysses_attention
 from jaxscale.ops.dropout import dropout, jitter
@@ -132,7 +132,7 @@ def attention_name(config: Config, platform: str) -> str:
         platform,
         dtype=model.compute_dtype,
         head_dim=model.head_dim,
-        # A kernel sees a pair of the chunks of `context_walk.py`.
+        # A kernel sees a pair of the chunks of `context_chunks.py`.
         seq_len=config.data.seq_len // (2 * config.layout.context if spread else 1),
         uses=model.attention_uses,
         causal=model.causal,

@@ -34,9 +34,9 @@ import jax.numpy as jnp
 
 from jaxscale.batch import Batch
 from jaxscale.models.protocol import Stack, Stream, Sums, add_layer_sums
+from jaxscale.ops.array_stack import add, add_at, after, at, put
 from jaxscale.ops.matmul import is_quantised
 from jaxscale.ops.save_in_place import save_in_place
-from jaxscale.ops.stacked import add, add_at, after, at, put
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layer_scan import (
     Place,

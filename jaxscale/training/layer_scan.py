@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxscale.ops.stacked import at, put
+from jaxscale.ops.array_stack import at, put
 
 Tree = Any
 Residuals = list[jax.Array]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.config import Config, from_dict
-from jaxscale.optimizer_config import OptimizerConfig
+from jaxscale.config.optimizer import OptimizerConfig
 
 DECAY_SHARE = 0.2
 """Last share of a wsd run, in which the rate falls (arXiv 2405.18392 finds 20 % enough)."""

@@ -19,8 +19,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from jaxscale.ops.rounding import round_stochastically
-from jaxscale.optimizer_config import (
+from jaxscale.config.optimizer import (
     FACTORED_SIZE,
     STACKS,
     OptimizerConfig,
@@ -29,6 +28,7 @@ from jaxscale.optimizer_config import (
     find_group,
     matrix_dims,
 )
+from jaxscale.ops.rounding import round_stochastically
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.training.learning_rate import schedule_of
 

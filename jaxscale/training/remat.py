@@ -9,7 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from jaxscale.layout import Layout, RematPolicy
+from jaxscale.config.layout import Layout, RematPolicy
 from jaxscale.models.experts import CHOICE
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import LayerFunction

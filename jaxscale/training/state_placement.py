@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.config import Config
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.sharding.resolve import (
     is_axes,
     layer_rules,

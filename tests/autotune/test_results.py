@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from jaxscale import config as configs
 from jaxscale.autotune import results
 from jaxscale.autotune.search import Devices, Trial
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 
 EIGHT = Devices(8, "cpu", "cpu")
 PIPED = Layout(pipeline=4, data=1, tensor=2, microbatches=8, schedule="zb_v", virtual_stages=2)

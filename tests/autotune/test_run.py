@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale import plan
 from jaxscale.autotune import results, search
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 
 DEVICES = {"devices": 8, "kind": "cpu", "platform": "cpu"}
 

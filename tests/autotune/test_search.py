@@ -14,7 +14,7 @@ import pytest
 from jaxscale import config as configs
 from jaxscale.autotune import search
 from jaxscale.autotune.search_space import candidates, layout_of, refusal
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 
 FAKE = (sys.executable, "tests/fake_trial.py")
 EIGHT = search.Devices(8, "fake", "cpu")

@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale.autotune.search_space import candidate_of, candidates, layout_of, refusal
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxscale import hardware
 from jaxscale.compiled import topology
-from jaxscale.layout import MESH_AXES
+from jaxscale.config.layout import MESH_AXES
 from jaxscale.planner.cost.cluster import NETWORK_OVER_NOMINAL, make_cluster
 from jaxscale.planner.cost.collectives import collective_seconds
 

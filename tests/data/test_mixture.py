@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.batch import Batch
+from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.config import DataConfig, from_dict
+from jaxscale.config.model import ModelConfig
 from jaxscale.data import mixture
 from jaxscale.data.dataset import Dataset, SourceProgress, repeats
 from jaxscale.data.loader import batches
 from jaxscale.data.mixture import Mixture, fractions, mix, open_examples, take_turns
 from jaxscale.data.packing import Stream
-from jaxscale.model_config import ModelConfig
 from jaxscale.run.trainer import open_trainer
 from jaxscale.run.training_loop import fit
-from jaxscale.training.checkpoint import Checkpoints
 from tests.data.documents import BYTES, assert_same, make_corpus, numbered, opened
 
 BATCH = 8

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from jaxscale.config import OBJECTIVES as NAMES
 from jaxscale.config import PAIRED_OBJECTIVES as PAIRED
 from jaxscale.config import Config, DataConfig
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.optimizer import OptimizerConfig
 from jaxscale.data import objectives
 from jaxscale.data.denoising import T5, Lengths, longest, noise_mask
 from jaxscale.data.objectives import find_objective
 from jaxscale.data.packing import Vocabulary, Window, pad, stack, uniform
-from jaxscale.model_config import ModelConfig
-from jaxscale.optimizer_config import OptimizerConfig
 from jaxscale.run.evaluation import device_batches
 from jaxscale.run.setup.layout import open_engine
 from tests.data.documents import make_corpus, numbered, opened

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.config import DataConfig
+from jaxscale.config.data_source import to_sources, to_validation
 from jaxscale.data.dataset import open_validation
 from jaxscale.data.inspect import examples_of, survey
 from jaxscale.data.loader import batches
@@ -22,7 +23,6 @@ from jaxscale.data.tokens.corpus import Corpus, open_corpus
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import plan
 from jaxscale.data.tokens.tokenizer import load_tokenizer
-from jaxscale.data_source import to_sources, to_validation
 from tests.data.dialogues import write_lines, write_tokenizer
 from tests.data.documents import BYTES, END, assert_same, opened
 

@@ -11,9 +11,9 @@ import pytest
 import tokenizers
 
 from jaxscale.config import Config, DataConfig
+from jaxscale.config.layout import Layout
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from jaxscale.decoding import cache, likelihood, prompts, sampling
-from jaxscale.layout import Layout
 from jaxscale.run.pretrained import Pretrained, from_pretrained
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine

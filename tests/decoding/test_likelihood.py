@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 
+from jaxscale.config.model import ModelConfig
 from jaxscale.data.text.dialogue import Question, read_questions
 from jaxscale.decoding import likelihood
 from jaxscale.decoding.sampling import sample
-from jaxscale.model_config import ModelConfig
 from tests.decoding.test_sampling import (
     BOUNDARY,
     GPT,

@@ -11,10 +11,10 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config, DataConfig
+from jaxscale.config.layout import Layout
+from jaxscale.config.model import ModelConfig
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.decoding import cache, sampling
-from jaxscale.layout import Layout
-from jaxscale.model_config import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.forward import forward
 from jaxscale.models.protocol import head_params

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jaxscale.config import Config
+from jaxscale.config.layout import Layout
 from jaxscale.hugging_face.model_folder import (
     HuggingFaceModel,
     open_model,
@@ -22,7 +23,6 @@ from jaxscale.hugging_face.model_folder import (
     write_model,
 )
 from jaxscale.hugging_face.safetensors_format import lay_out
-from jaxscale.layout import Layout
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine
 from tests.hugging_face import tiny_llama

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxscale.hugging_face.model_folder import open_model, write_adapters
 from jaxscale.models.decoder import plain_kernels
-from jaxscale.models.low_rank import with_adapters, with_token_rows
+from jaxscale.models.lora import with_adapters, with_token_rows
 from jaxscale.run.pretrained import from_pretrained
 from jaxscale.training.engine import find_model
 

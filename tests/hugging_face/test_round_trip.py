@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxscale.config import Config, DataConfig
+from jaxscale.config.layout import Layout
 from jaxscale.hugging_face import tensor_blocks, write_params
 from jaxscale.hugging_face.model_folder import open_model, write_model
-from jaxscale.layout import Layout
 from jaxscale.run.pretrained import from_pretrained
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine

@@ -12,8 +12,8 @@ import optax
 from jaxscale.batch import Batch
 from jaxscale.compiled import collectives, hlo
 from jaxscale.config import Config, from_dict
-from jaxscale.layout import Layout
-from jaxscale.optimizer_config import UNUSED
+from jaxscale.config.layout import Layout
+from jaxscale.config.optimizer import UNUSED
 from jaxscale.planner.memory.zero_traffic import step_traffic
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine

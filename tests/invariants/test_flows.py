@@ -11,17 +11,17 @@ import pytest
 
 from jaxscale import command_line, evaluate, generate, train
 from jaxscale import config as configs
+from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.config import DataConfig
+from jaxscale.config.layout import Layout
 from jaxscale.data.dataset import open_dataset
 from jaxscale.data.tokens.tokenizer import load_tokenizer
 from jaxscale.decoding import sampling
-from jaxscale.layout import Layout
 from jaxscale.run import training_loop
 from jaxscale.run.evaluation import evaluate_loss
 from jaxscale.run.setup.restore import restore_params
 from jaxscale.run.setup.text import open_text
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import make_engine
 from tests.invariants.layouts import (
     BATCH,

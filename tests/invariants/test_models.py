@@ -14,10 +14,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.protocol import Layer
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import make_engine
 from tests.invariants.models import (
     BEGUN,

@@ -14,7 +14,7 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.config import from_dict
-from jaxscale.model_config import ModelSettings
+from jaxscale.config.model import ModelSettings
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Layer, Stack
 from jaxscale.sharding.mesh import make_mesh

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.config import load
 from jaxscale.run.evaluation import device_batches
 from jaxscale.run.setup.layout import open_engine
 from jaxscale.run.setup.text import open_text
-from jaxscale.training.checkpoint import Checkpoints
 
 STEPS = 5
 

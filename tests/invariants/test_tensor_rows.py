@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import collectives
-from jaxscale.layout import MANUAL_AXES, Layout
+from jaxscale.config.layout import MANUAL_AXES, Layout
 from jaxscale.ops.tensor_parallel import columns, rows
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.resolve import is_axes, manual_part, resolve_tree

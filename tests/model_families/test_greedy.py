@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxscale.config import Config, DataConfig
+from jaxscale.config.layout import Layout
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.decoding.sampling import sample
-from jaxscale.layout import Layout
 from jaxscale.run.pretrained import from_pretrained
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine

@@ -11,10 +11,10 @@ import pytest
 
 from jaxscale import config
 from jaxscale.config import Config, DataConfig
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.model.prediction import PREDICTION
+from jaxscale.config.model.rope_scaling import SCALING
 from jaxscale.hugging_face.value_types import check_value_types
-from jaxscale.model_config import ModelConfig
-from jaxscale.model_config.prediction import PREDICTION
-from jaxscale.model_config.rope_scaling import SCALING
 from jaxscale.model_families.family import HfConfig
 from jaxscale.model_families.hf.config import with_context
 from jaxscale.model_families.shipped import FAMILIES, SHIPPED

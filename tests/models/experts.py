@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Params, Rows

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.batch import Batch
-from jaxscale.model_config import ModelSettings
+from jaxscale.config.model import ModelSettings
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
 

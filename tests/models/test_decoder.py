@@ -11,7 +11,7 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.config import load
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
 from jaxscale.models.weights import exact_normal

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxscale.batch import Batch
-from jaxscale.layout import RematPolicy
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.layout import RematPolicy
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.forward import forward

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config, DataConfig
-from jaxscale.layout import Layout
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.layout import Layout
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.experts import Experts, expert_metrics
 from jaxscale.models.protocol import Layer

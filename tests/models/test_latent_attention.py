@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxscale.batch import Batch
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.forward import forward
 from jaxscale.models.protocol import head_params

@@ -10,8 +10,8 @@ import pytest
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config, DataConfig
-from jaxscale.layout import Layout
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.layout import Layout
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.forward import forward
 from jaxscale.models.prediction import with_further_targets

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.batch import Batch
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.experts import ExpertBlock, Experts, expert_sums
 from jaxscale.models.kernels import Kernels
-from jaxscale.models.parts import Part
 from jaxscale.models.protocol import Layer, Params, Stack, Stream, Sums
+from jaxscale.models.stacks import Part
 from jaxscale.models.weights import Weights
 
 ROWS, LENGTH = 16, 128

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.ops.attention.context_walk import balanced_order
+from jaxscale.ops.attention.context_chunks import balanced_order
 from jaxscale.ops.dropout import dropout, jitter
 
 BATCH, TIME, WIDTH = 8, 64, 128

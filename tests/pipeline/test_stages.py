@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.partition import (
     StackLayers,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxscale.config import from_dict, to_dict
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.run import pretrained
 from jaxscale.run.initial_weights import RunWeights, _say_type, _warn_of_rate, check_settings

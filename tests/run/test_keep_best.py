@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxscale import run_folder
+from jaxscale.checkpoints.checkpoint import Checkpoints, best_step
 from jaxscale.run import mirror, training_loop
 from jaxscale.run.evaluation import Evaluation
+from jaxscale.run.metrics import METRICS, heldout_losses
 from jaxscale.run.setup.restore import restore_params
 from jaxscale.run_folder import BEST
 from jaxscale.storage import tiers
-from jaxscale.training.checkpoint import Checkpoints, best_step
-from jaxscale.training.metrics import METRICS, heldout_losses
 from tests.run.conftest import move_to
 from tests.run.test_mirror import run
 

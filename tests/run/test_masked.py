@@ -12,13 +12,13 @@ import optax
 import pytest
 
 from jaxscale import evaluate, generate, train
+from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.config import load
 from jaxscale.run import trainer, training_loop
 from jaxscale.run.initial_weights import initial_state, open_initial
 from jaxscale.run.pretrained import from_pretrained
 from jaxscale.run.setup.text import open_tokenizer
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.engine import make_engine
 from jaxscale.training.optimizer import is_schedule
 

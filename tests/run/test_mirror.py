@@ -15,15 +15,15 @@ import pytest
 
 from jaxscale import command_line, evaluate, run_folder, supervise, train
 from jaxscale import config as configs
+from jaxscale.checkpoints import both_tiers
+from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.folder import DamagedError
 from jaxscale.distributed import processes
-from jaxscale.run import both_tiers, lock, mirror, resume, signals, trainer, training_loop
+from jaxscale.run import lock, metrics, mirror, resume, signals, trainer, training_loop
 from jaxscale.run.setup import preflight
 from jaxscale.run.setup.restore import restore_params
 from jaxscale.storage import durable, tiers
-from jaxscale.storage.checkpoint_folder import DamagedError
 from jaxscale.storage.object_store import ObjectStore, StoreError
-from jaxscale.training import metrics
-from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.step import StepMetrics
 from tests.run.conftest import move_to
 from tests.run.test_saves import SETTINGS, flip, values

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from jaxscale import evaluate
+from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.config import from_dict
 from jaxscale.run import trainer, training_loop
 from jaxscale.run.initial_weights import open_weights
-from jaxscale.training.checkpoint import Checkpoints
 from tests.models import mixer
 
 FAMILY = "tests.models.mixer:make"

@@ -9,10 +9,10 @@ import jax
 import pytest
 
 from jaxscale import config as configs
+from jaxscale.config.layout import Layout
+from jaxscale.config.model import ModelConfig
 from jaxscale.data.tokens.tokenizer import load_tokenizer
 from jaxscale.distributed import processes
-from jaxscale.layout import Layout
-from jaxscale.model_config import ModelConfig
 from jaxscale.run import resume, trainer
 from jaxscale.run.setup.layout import for_evaluation, for_sampling, planned, resolve_layout
 from jaxscale.run.setup.text import keep_tokenizer, open_text, open_tokenizer

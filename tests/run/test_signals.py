@@ -16,11 +16,11 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale import train
+from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.run import notices, signals, trainer, training_loop
+from jaxscale.run.metrics import TrackerError
 from jaxscale.run.setup.text import UnusableTokensError
 from jaxscale.storage import tiers
-from jaxscale.training.checkpoint import Checkpoints
-from jaxscale.training.metrics import TrackerError
 from jaxscale.training.step import StepMetrics
 
 SETTINGS = ["model.num_layers=1", "data.seq_len=32", "run.steps=6", "run.eval_every=3"]

@@ -16,6 +16,7 @@ import pytest
 
 import jaxscale
 from jaxscale import config as configs
+from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.config import from_dict, load
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.run import recorder, trainer, training_loop
@@ -23,7 +24,6 @@ from jaxscale.run.goodput import Account
 from jaxscale.run.initial_weights import open_weights
 from jaxscale.run.pretrained import Pretrained
 from jaxscale.run.setup.text import open_text
-from jaxscale.training.checkpoint import Checkpoints
 from jaxscale.training.flops import step_flops
 from jaxscale.training.step import StepMetrics
 

@@ -5,7 +5,7 @@ import pytest
 from jaxscale.compiled.compile_ahead import compile_for
 from jaxscale.compiled.topology import open_topology
 from jaxscale.config import from_dict
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.sharding.mesh import axes_between_slices, over_slices
 from tests.compiled.test_topology import NEEDS_TPU
 

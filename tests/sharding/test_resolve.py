@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.layout import MESH_AXES
+from jaxscale.config.layout import MESH_AXES
 from jaxscale.sharding.resolve import automatic_part, manual_part, resolve, spread_outer
 from jaxscale.sharding.rules import ACTIVATIONS, REPLICATED_WEIGHTS, WEIGHTS
 

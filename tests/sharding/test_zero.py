@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxscale.compiled.topology import open_topology
-from jaxscale.layout import MANUAL_AXES, MESH_AXES
+from jaxscale.config.layout import MANUAL_AXES, MESH_AXES
 from jaxscale.sharding.resolve import is_axes, manual_part, resolve
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.xla_options import XLA_FLAGS, has_sparse_cores

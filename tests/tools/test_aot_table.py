@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale import config
 from jaxscale.compiled import topology
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 
 pytestmark = pytest.mark.compiles
 

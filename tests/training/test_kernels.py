@@ -13,9 +13,9 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxscale import config as configs
 from jaxscale.compiled import topology
-from jaxscale.layout import MANUAL_AXES
+from jaxscale.config.layout import MANUAL_AXES
 from jaxscale.models.decoder import plain_kernels
-from jaxscale.ops.attention.context_walk import balanced_order
+from jaxscale.ops.attention.context_chunks import balanced_order
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.specs import BATCH_ROWS, REPLICATED

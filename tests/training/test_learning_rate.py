@@ -10,7 +10,7 @@ import pytest
 
 from jaxscale import train
 from jaxscale.config import from_dict, to_dict
-from jaxscale.optimizer_config import SCHEDULES
+from jaxscale.config.optimizer import SCHEDULES
 from jaxscale.training import learning_rate
 from jaxscale.training.learning_rate import early_end, rate_change, schedule_of, with_schedule
 

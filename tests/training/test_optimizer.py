@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
-from jaxscale.optimizer_config import OPTIMIZERS, UNUSED, OptimizerConfig
+from jaxscale.config.optimizer import OPTIMIZERS, UNUSED, OptimizerConfig
 from jaxscale.sharding.resolve import is_axes
 from jaxscale.training import optimizer as optim
 

@@ -15,9 +15,9 @@ import optax
 import pytest
 
 from jaxscale.batch import Batch, ShardedBatch
+from jaxscale.config.optimizer import OptimizerConfig, ParamGroup
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
-from jaxscale.optimizer_config import OptimizerConfig, ParamGroup
 from jaxscale.training.engine import Engine
 from jaxscale.training.gradients import split_batch
 from jaxscale.training.step import TrainState, make_step

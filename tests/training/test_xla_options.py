@@ -8,8 +8,8 @@ import pytest
 
 from jaxscale.compiled import topology
 from jaxscale.config import from_dict
+from jaxscale.config.layout import Layout
 from jaxscale.hardware import GPU_MEMORY_VARIABLES
-from jaxscale.layout import Layout
 from jaxscale.sharding.layer_bytes import LayerBytes
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import engine, xla_options

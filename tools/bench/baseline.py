@@ -15,8 +15,8 @@ from measure import Case, serve
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config
+from jaxscale.config.model import ModelConfig
 from jaxscale.data.synthetic import synthetic_batch
-from jaxscale.model_config import ModelConfig
 
 
 class State(NamedTuple):

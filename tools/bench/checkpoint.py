@@ -30,8 +30,8 @@ import jax.numpy as jnp
 from provenance import provenance
 
 from jaxscale import command_line
+from jaxscale.checkpoints import checkpoint
 from jaxscale.storage import durable
-from jaxscale.training import checkpoint
 
 ARRAYS = 8
 """Of each of the three parts: as many as a stack has kinds of weights."""

@@ -26,7 +26,7 @@ from jaxscale import config as configs  # noqa: E402
 from jaxscale.autotune import results, run, search  # noqa: E402
 from jaxscale.autotune.search_space import candidates, layout_of, refusal  # noqa: E402
 from jaxscale.config import Config  # noqa: E402
-from jaxscale.layout import Layout  # noqa: E402
+from jaxscale.config.layout import Layout  # noqa: E402
 from jaxscale.planner.report.text_report import layout_text  # noqa: E402
 
 FINAL_ROUNDS = 3

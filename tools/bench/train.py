@@ -31,8 +31,8 @@ from jaxscale import command_line  # noqa: E402
 from jaxscale import config as configs  # noqa: E402
 from jaxscale.compiled.trace import DeviceTime, trace_line  # noqa: E402
 from jaxscale.config import Config  # noqa: E402
+from jaxscale.config.layout import MESH_AXES  # noqa: E402
 from jaxscale.hardware import peak_flops  # noqa: E402
-from jaxscale.layout import MESH_AXES  # noqa: E402
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """What XLA calls it."""

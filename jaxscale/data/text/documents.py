@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxscale.config.data_source import setting
 from jaxscale.data.text.chat_template import Messages, Rendered, Span, Tools
 from jaxscale.data.text.dialogue import Conversation, Exchange
 from jaxscale.data.text.formats import boundary, is_splittable, read_records, where
 from jaxscale.data.text.text_files import File, draw, hash_identity
-from jaxscale.data_source import setting
 
 _SAMPLE_PLACES = 64  # pieces that a sample is drawn from, if there are so many
 

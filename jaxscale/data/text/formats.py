@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from jaxscale.choices import nearest
+from jaxscale.config.data_source import Source, setting
 from jaxscale.data.text.chat_template import Messages
 from jaxscale.data.text.dialogue import (
     CONVERSATIONS,
@@ -28,7 +29,6 @@ from jaxscale.data.text.dialogue import (
 from jaxscale.data.text.file_io import compression, opened
 from jaxscale.data.text.tables import TABLES
 from jaxscale.data.text.text_files import File
-from jaxscale.data_source import Source, setting
 from jaxscale.storage.untrusted import parse_json
 
 Records = Iterator[tuple[int, str | Exchange | Conversation | ValueError]]

@@ -14,8 +14,8 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory, text_format
 
 from jaxscale.choices import did_you_mean
+from jaxscale.config.data_source import setting
 from jaxscale.data.text.file_io import open_stored, reading
-from jaxscale.data_source import setting
 from jaxscale.storage.object_store import is_remote
 from jaxscale.storage.untrusted import parse_json
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxscale.config.data_source import Source, setting, to_sources
 from jaxscale.data.text.file_io import cannot_be_read, compression, opened, read_file, reading
-from jaxscale.data_source import Source, setting, to_sources
 from jaxscale.storage.object_store import answer, filesystem, is_remote
 from jaxscale.storage.untrusted import is_file_name, parse_json
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxscale.config.data_source import Source, to_sources
 from jaxscale.data.text.file_io import read_file, reading
 from jaxscale.data.text.text_files import File, find_files
 from jaxscale.data.tokens.copied import copy_folder
@@ -31,7 +32,6 @@ from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import key_of, plan
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.data.tokens.verify import check_shards, digest_of
-from jaxscale.data_source import Source, to_sources
 from jaxscale.formatting import file_size
 from jaxscale.storage.durable import exclusive, move
 from jaxscale.storage.object_store import filesystem, is_remote

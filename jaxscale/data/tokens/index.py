@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxscale.config.data_source import Source
 from jaxscale.data.text.file_io import exists, read_file
-from jaxscale.data_source import Source
 from jaxscale.storage.object_store import is_remote
 from jaxscale.storage.untrusted import is_file_name, parse_json
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxscale.config.data_source import setting
 from jaxscale.data.text.documents import Bad, Document, Piece, Render, cut, read_documents
 from jaxscale.data.text.file_io import compression
 from jaxscale.data.text.text_files import File
@@ -31,7 +32,6 @@ from jaxscale.data.tokens.index import (
 )
 from jaxscale.data.tokens.npy_files import ArrayWriter
 from jaxscale.data.tokens.tokenizer import Tokenizer
-from jaxscale.data_source import setting
 from jaxscale.storage.durable import move, sync
 from jaxscale.storage.untrusted import parse_json
 

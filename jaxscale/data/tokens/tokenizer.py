@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 
+from jaxscale.config.data_source import Source, to_sources
 from jaxscale.data.text.chat_template import ChatTemplate, find_template, read_json, token_text
 from jaxscale.data.text.file_io import exists, read_file
 from jaxscale.data.text.text_files import find_files
 from jaxscale.data.tokens.bpe_cache import Words, can_pretokenize
-from jaxscale.data.tokens.byte_pairs import END, RECORD, Training, train
+from jaxscale.data.tokens.bpe_training import END, RECORD, Training, train
 from jaxscale.data.tokens.index import Index, find_prepared, path_in, read_index
 from jaxscale.data.tokens.vocabulary import (
     BOUNDARIES,
@@ -33,7 +34,6 @@ from jaxscale.data.tokens.vocabulary import (
     token_bytes_of,
     written_bytes,
 )
-from jaxscale.data_source import Source, to_sources
 from jaxscale.run_folder import BESIDE_TOKENIZER, GENERATION, HF_CONFIG, TOKENIZERS
 from jaxscale.storage.durable import replace_file
 from jaxscale.storage.object_store import is_remote

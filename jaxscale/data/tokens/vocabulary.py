@@ -8,7 +8,7 @@ import numpy as np
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from jaxscale.data.tokens.byte_pairs import END
+from jaxscale.data.tokens.bpe_training import END
 
 BOUNDARIES = (
     END,

@@ -14,7 +14,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jaxscale.model_config.settings import SPREAD_ATTENTIONS
+from jaxscale.config.model.settings import SPREAD_ATTENTIONS
 from jaxscale.ops.attention import platform_kernels
 from jaxscale.ops.attention.blocks import Scoring, in_reach
 from jaxscale.ops.attention.blockwise import blockwise_attention

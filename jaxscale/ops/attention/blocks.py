@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from jaxscale.ops.array_stack import at
 from jaxscale.ops.attention import relative_bias
 from jaxscale.ops.sizes import BLOCK_SCORES
-from jaxscale.ops.stacked import at
 
 
 class Scoring(NamedTuple):

@@ -1,6 +1,6 @@
 """Attention over a sequence that is spread over a mesh axis: context parallelism.
 
-The arithmetic of a pair of chunks is that of `blocks.py`; the pairs are those of `context_walk.py`.
+The arithmetic of a pair of chunks is that of `blocks.py`; `context_chunks.py` has the pairs.
 
 Shapes: as in `blocks.py`, T here a rank's share of the sequence; h its two chunks.
 """
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.ops.array_stack import add, at, put
 from jaxscale.ops.attention import blocks
 from jaxscale.ops.attention.blocks import Keys, Queries, Scoring, Sums
-from jaxscale.ops.attention.context_walk import Chunks, halves, walk
-from jaxscale.ops.stacked import add, at, put
+from jaxscale.ops.attention.context_chunks import Chunks, halves, walk
 
 
 def context_attention(

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.ops.array_stack import add, at, put
 from jaxscale.ops.attention import flash
 from jaxscale.ops.attention.blocks import Scoring
-from jaxscale.ops.attention.context_walk import Chunks, halves, walk
+from jaxscale.ops.attention.context_chunks import Chunks, halves, walk
 from jaxscale.ops.attention.flash_kernels import HIDDEN, Settings
 from jaxscale.ops.attention.platform_kernels import flash_block
-from jaxscale.ops.stacked import add, at, put
 
 
 def context_flash(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxscale.ops.attention.context_walk import balanced_order
+from jaxscale.ops.attention.context_chunks import balanced_order
 
 
 @dataclass(frozen=True)

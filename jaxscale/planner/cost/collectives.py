@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.layout import MESH_AXES
+from jaxscale.config.layout import MESH_AXES
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.model.parallelism import Parallelism
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.shape import ModelShape
 

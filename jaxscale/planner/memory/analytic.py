@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.layout import parse_remat
+from jaxscale.config.layout import parse_remat
 from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.planner.cost.communication import local_params
 from jaxscale.planner.memory.at_rest import BATCH_BYTES

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from jaxscale.config import Config
-from jaxscale.layout import Layout
-from jaxscale.model_config import ModelConfig
-from jaxscale.optimizer_config import (
+from jaxscale.config.layout import Layout
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.optimizer import (
     FACTORED_SIZE,
     ParamGroup,
     check_groups,

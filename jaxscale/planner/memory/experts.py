@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.config import Config
-from jaxscale.layout import RematPolicy
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.layout import RematPolicy
+from jaxscale.config.model import ModelConfig
 from jaxscale.planner.model.param_shapes import (
     PREDICTION,
     Ints,

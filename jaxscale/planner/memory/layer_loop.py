@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import Config
-from jaxscale.layout import RematPolicy, parse_remat
+from jaxscale.config.layout import RematPolicy, parse_remat
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.at_rest import trained_parameters
 from jaxscale.planner.memory.experts import hidden_features, rows_of_token, saved_row_bytes

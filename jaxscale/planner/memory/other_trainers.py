@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.layout import MESH_AXES
+from jaxscale.config.layout import MESH_AXES
 from jaxscale.planner.cost.communication import local_params
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape

@@ -5,8 +5,8 @@ The suite compares them with `training.remat.rematerialised`, value by value.
 
 from dataclasses import dataclass
 
-from jaxscale.layout import Layout, RematPolicy
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.layout import Layout, RematPolicy
+from jaxscale.config.model import ModelConfig
 from jaxscale.ops.sizes import LANES
 from jaxscale.planner.model.param_shapes import Ints, itemsize, maximum, select
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxscale.config import Config
-from jaxscale.layout import parse_remat
+from jaxscale.config.layout import parse_remat
 from jaxscale.planner.memory.at_rest import (
     batch_bytes,
     count_bytes,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.model.param_shapes import ParamShape, itemsize, parameters, select
 
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxscale.layout import MESH_AXES, Layout
+from jaxscale.config.layout import MESH_AXES, Layout
 from jaxscale.planner.model.param_shapes import Ints
 
 INTEGER_FIELDS = (

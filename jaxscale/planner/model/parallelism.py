@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.layout import MESH_AXES, Layout
+from jaxscale.config.layout import MESH_AXES, Layout
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.param_shapes import Ints
 

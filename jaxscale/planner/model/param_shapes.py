@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.layout import Layout
-from jaxscale.model_config import ModelConfig
-from jaxscale.model_config.low_rank import is_adapter
+from jaxscale.config.layout import Layout
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.model.lora import is_adapter
 from jaxscale.sharding.rules import spreads_outer
 
 Ints = Any

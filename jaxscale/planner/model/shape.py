@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 import math
 
+from jaxscale.config.layout import Layout
 from jaxscale.formatting import gigabytes, table
-from jaxscale.layout import Layout
 from jaxscale.planner.cost.energy import BUILDING
 from jaxscale.planner.search.plan import Plan, RankedPlans
 from jaxscale.planner.search.sized_model import SizedModel

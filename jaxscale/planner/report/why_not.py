@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxscale.choices import divisors
+from jaxscale.config.layout import MESH_AXES, OFFLOADS, PIPELINE_GATHERS, READ_WITH, Layout
 from jaxscale.formatting import gigabytes
-from jaxscale.layout import MESH_AXES, OFFLOADS, PIPELINE_GATHERS, READ_WITH, Layout
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.shipped import RUNNABLE
 from jaxscale.planner.report.text_report import PARTS, comparison, layout_text

@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxscale import config as configs
 from jaxscale.config import Config
-from jaxscale.layout import Layout
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.layout import Layout
+from jaxscale.config.model import ModelConfig
 from jaxscale.planner.search.plan import Plan
 
 TEMPLATE = '''"""{headline}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.model.layout_batch import LayoutBatch, stack_layouts
 from jaxscale.planner.search.pipeline_batch import (
     batch_buffers,

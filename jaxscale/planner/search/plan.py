@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from jaxscale.config import Config
+from jaxscale.config.layout import Layout, resolve_sizes
 from jaxscale.formatting import gigabytes
-from jaxscale.layout import Layout, resolve_sizes
 from jaxscale.pipeline_schedules.operations import F, R
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.energy import RunCost, mean_watts, run_cost

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.search.partial_remat import TimedLayout, search_partial_remat
 from jaxscale.planner.search.pipeline_batch import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from jaxscale.choices import nearest_divisors
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory import analytic
 from jaxscale.planner.memory.step import Memory

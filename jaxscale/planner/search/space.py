@@ -18,8 +18,7 @@ import numpy as np
 
 from jaxscale.choices import did_you_mean, divisors, nearest_divisors
 from jaxscale.config import Config
-from jaxscale.hardware import GPU_MEMORY_FRACTION, check_matmul_units, gpu_memory_fraction
-from jaxscale.layout import (
+from jaxscale.config.layout import (
     ACCUMULATIONS,
     AUTO,
     MESH_AXES,
@@ -29,6 +28,7 @@ from jaxscale.layout import (
     parse_remat,
     parse_schedule,
 )
+from jaxscale.hardware import GPU_MEMORY_FRACTION, check_matmul_units, gpu_memory_fraction
 from jaxscale.pipeline.partition import has_layers
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, SHIPPED, find_schedule, is_foreign
 from jaxscale.planner.cost.cluster import Cluster

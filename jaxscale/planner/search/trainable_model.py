@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.layout import OFFLOADS, Layout
+from jaxscale.config.layout import OFFLOADS, Layout
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory.saved_activations import stash_refusal
 from jaxscale.planner.memory.step import Memory, step_memory

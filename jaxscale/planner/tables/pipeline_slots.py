@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import Config
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.pipeline.buffer_slots import count_slots
 from jaxscale.pipeline.partition import (
     StackLayers,

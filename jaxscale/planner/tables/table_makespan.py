@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.table import Table, compile_order
 from jaxscale.pipeline_schedules.operations import B, F, R, W, X

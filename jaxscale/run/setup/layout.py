@@ -10,9 +10,9 @@ import jax
 from jaxscale import config as configs
 from jaxscale.choices import check_kind
 from jaxscale.config import Config
+from jaxscale.config.layout import AUTO, Layout, resolve_sizes
 from jaxscale.distributed.initialize import num_devices
 from jaxscale.formatting import gigabytes
-from jaxscale.layout import AUTO, Layout, resolve_sizes
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine
 

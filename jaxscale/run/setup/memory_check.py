@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.config import Config
+from jaxscale.config.model import ModelConfig
 from jaxscale.formatting import gigabytes
 from jaxscale.hardware import (
     GPU_MEMORY_FRACTION,
@@ -12,7 +13,6 @@ from jaxscale.hardware import (
     gpu_memory_fraction,
     host_memory_bytes,
 )
-from jaxscale.model_config import ModelConfig
 from jaxscale.planner.memory.at_rest import whole_state_bytes
 from jaxscale.planner.memory.room import check_room
 from jaxscale.planner.search.space import MEMORY_FRACTION, fraction_here

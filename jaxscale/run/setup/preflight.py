@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.config import Config
+from jaxscale.config.layout import Layout, resolve_sizes
+from jaxscale.config.model import ModelConfig
 from jaxscale.distributed import processes
 from jaxscale.formatting import gigabytes
 from jaxscale.hardware import find_chip, host_memory_bytes
-from jaxscale.layout import Layout, resolve_sizes
-from jaxscale.model_config import ModelConfig
 from jaxscale.planner.auto_layout import devices_here
 from jaxscale.planner.cost.collectives import axis_levels, reduce_seconds
 from jaxscale.planner.memory.at_rest import unchanged_bytes, whole_state_bytes

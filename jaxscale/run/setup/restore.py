@@ -5,15 +5,15 @@ import pathlib
 from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
+from jaxscale.checkpoints.both_tiers import all_steps, bring, bring_newest
+from jaxscale.checkpoints.checkpoint import Checkpoints, best_step
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.distributed import processes
-from jaxscale.run.both_tiers import all_steps, bring, bring_newest
+from jaxscale.run.metrics import METRICS, evaluated_steps, heldout_losses, read
 from jaxscale.run_folder import BEST
 from jaxscale.storage.description import check_metadata
 from jaxscale.storage.tiers import CHECKPOINTS
-from jaxscale.training.checkpoint import Checkpoints, best_step
 from jaxscale.training.engine import Engine
-from jaxscale.training.metrics import METRICS, evaluated_steps, heldout_losses, read
 
 
 def restore_params(

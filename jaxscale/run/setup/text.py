@@ -14,7 +14,7 @@ from jaxscale.config import Config
 from jaxscale.data.dataset import Dataset, Examples, open_validation
 from jaxscale.data.mixture import open_examples
 from jaxscale.data.tokens.corpus import open_corpus
-from jaxscale.data.tokens.fit import without_unread
+from jaxscale.data.tokens.image_tokens import without_unread
 from jaxscale.data.tokens.stop_ids import TurnEnds, find_turn_ends, with_stop_ids
 from jaxscale.data.tokens.tokenizer import (
     Tokenizer,

@@ -7,9 +7,9 @@ import os
 import numpy as np
 import pytest
 
+from jaxscale.config.data_source import Source
 from jaxscale.data.text import text_files
 from jaxscale.data.text.text_files import draw, find_files, hash_identity
-from jaxscale.data_source import Source
 
 
 def identities(*source):

@@ -17,6 +17,7 @@ from pyarrow import parquet
 from tokenizers import processors
 
 from jaxscale.config import DataConfig
+from jaxscale.config.data_source import to_sources
 from jaxscale.data.dataset import Dataset, open_dataset, open_validation
 from jaxscale.data.loader import batches
 from jaxscale.data.mixture import open_examples
@@ -26,7 +27,6 @@ from jaxscale.data.tokens.encode import encode_pairs
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import plan
 from jaxscale.data.tokens.tokenizer import Tokenizer, begin_texts, load_tokenizer
-from jaxscale.data_source import to_sources
 from jaxscale.decoding.likelihood import _encode
 from jaxscale.decoding.prompts import prompt_ids
 from jaxscale.training.engine import Engine

@@ -15,6 +15,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from jaxscale.config.data_source import to_sources
 from jaxscale.data.text.text_files import find_files
 from jaxscale.data.tokens import copied, verify
 from jaxscale.data.tokens import prepare as preparing
@@ -23,7 +24,6 @@ from jaxscale.data.tokens.index import find_prepared
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import Work, find_made, make_shard, plan
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
-from jaxscale.data_source import to_sources
 from jaxscale.storage import tiers
 from jaxscale.storage.object_store import ObjectStore
 

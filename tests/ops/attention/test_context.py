@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.ops.attention import blocks
 from jaxscale.ops.attention.attention import attention, score_settings
 from jaxscale.ops.attention.context import context_attention
+from jaxscale.ops.attention.context_chunks import balanced_order
 from jaxscale.ops.attention.context_flash import context_flash
-from jaxscale.ops.attention.context_walk import balanced_order
 from jaxscale.ops.attention.ulysses import ulysses_attention
 from tests.ops.attention.test_attention import (
     arguments,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxscale.layout import MANUAL_AXES, MESH_AXES
-from jaxscale.ops.attention.context_walk import balanced_order
+from jaxscale.config.layout import MANUAL_AXES, MESH_AXES
+from jaxscale.ops.attention.context_chunks import balanced_order
 from jaxscale.ops.experts.dispatch import Dispatch, capacity_of, num_kept, plan_dispatch
 from jaxscale.ops.experts.expert_matmuls import (
     expert_bias,

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from jaxscale import hardware
-from jaxscale.layout import MESH_AXES
+from jaxscale.config.layout import MESH_AXES
 from jaxscale.planner.cost import kernels
 from jaxscale.planner.cost.cluster import find_device, make_cluster
 from jaxscale.planner.cost.collectives import collective_seconds

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxscale.config import load
-from jaxscale.layout import MESH_AXES
+from jaxscale.config.layout import MESH_AXES
 from jaxscale.planner.cost import collectives
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.communication import state_traffic

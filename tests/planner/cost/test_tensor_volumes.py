@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxscale.config import load
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.collectives import axis_levels
 from jaxscale.planner.cost.communication import layer_traffic

@@ -12,7 +12,7 @@ import pytest
 from jaxscale import config as configs
 from jaxscale.compiled.topology import platform_of
 from jaxscale.config import Config
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.memory.step import step_memory
 
 pytestmark = pytest.mark.compiles

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxscale import config as configs
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.layout_batch import stack_layouts

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from jaxscale import config as configs
-from jaxscale.layout import parse_remat
+from jaxscale.config.layout import parse_remat
 from jaxscale.planner.memory.saved_activations import saved_bytes
 from jaxscale.planner.memory.step import step_memory
 

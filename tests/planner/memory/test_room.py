@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jaxscale import config as configs
-from jaxscale.layout import resolve_sizes
+from jaxscale.config.layout import resolve_sizes
 from jaxscale.planner.memory.room import MARGIN, check_room
 from jaxscale.planner.memory.step import step_memory
 

@@ -12,8 +12,8 @@ import pytest
 from jaxscale.batch import Batch
 from jaxscale.compiled import flops, hlo
 from jaxscale.config import Config, DataConfig
-from jaxscale.layout import BLOCK_TENSORS, Layout, parse_remat
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.layout import BLOCK_TENSORS, Layout, parse_remat
+from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.kernels import Kernels

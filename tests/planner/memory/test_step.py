@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxscale.config import from_dict
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.memory import at_rest, layer_loop
 from jaxscale.planner.memory import step as formulas
 from jaxscale.planner.memory.step import step_memory

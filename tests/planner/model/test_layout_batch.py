@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxscale.config import Config, from_dict
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.model.layout_batch import stack_layouts
 from jaxscale.planner.search.trainable_model import batch_memory

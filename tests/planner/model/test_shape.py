@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxscale.config import Config, DataConfig, load
-from jaxscale.model_config import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.model_families.shipped import PLANNED
 from jaxscale.planner.model.named_models import NAMED, published_shape
 from jaxscale.planner.model.shape import LatentAttention, ModelShape

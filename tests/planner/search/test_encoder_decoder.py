@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxscale.config import Config, load
-from jaxscale.layout import Layout, parse_remat
+from jaxscale.config.layout import Layout, parse_remat
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.pipeline.simulator import Costs, simulate

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxscale.config import load
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.auto_layout import choose_layout
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.step import step_cost

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxscale.config import Config, load
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.kernels import memory_seconds
 from jaxscale.planner.cost.state import OPTIMIZER_BYTES, optimizer_seconds, update_flops

@@ -14,7 +14,7 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale.config import from_dict
-from jaxscale.layout import Layout, resolve_sizes
+from jaxscale.config.layout import Layout, resolve_sizes
 from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.operations import R

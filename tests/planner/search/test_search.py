@@ -11,7 +11,7 @@ import pytest
 
 from jaxscale.choices import divisors
 from jaxscale.config import Config, from_dict, load
-from jaxscale.layout import ACCUMULATIONS, OFFLOADS, PIPELINE_GATHERS, Layout
+from jaxscale.config.layout import ACCUMULATIONS, OFFLOADS, PIPELINE_GATHERS, Layout
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline_schedules.schedule import Schedule
 from jaxscale.pipeline_schedules.shipped import find_schedule

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxscale.config import load
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.model.named_models import NAMED
 from jaxscale.planner.model.shape import ModelShape

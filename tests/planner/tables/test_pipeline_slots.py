@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxscale.layout import Layout
+from jaxscale.config.layout import Layout
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.shipped import SHIPPED

@@ -1,0 +1,179 @@
+"""The options of models whose layers have experts."""
+
+import math
+from dataclasses import dataclass
+
+from jaxscale.choices import check_at_least, check_choice, nearest_divisors
+from jaxscale.config.model.settings import option
+
+ROUTERS = ("top_k", "prototypes", "expert_choice")
+SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
+BALANCES = ("sequence", "microbatch")
+CHOICES = {"router": ROUTERS, "router_scores": SCORES, "balance": BALANCES}
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """What `ModelConfig` says of experts. Without any, `num_experts` is 0 and the others are of no
+    effect."""
+
+    num_experts: int = option(0)  # of a layer
+    experts_per_token: int = option(2)
+    expert_d_ff: int = option(0)  # hidden features of an expert; 0 is d_ff
+    shared_d_ff: int = option(0)  # of an expert that every token goes through; 0 means none
+    dense_layers: int = option(0)  # the first ones, without experts
+    expert_pattern: str = option("")  # repeats after those: D dense, E with experts; "": all E
+    # "top_k" gives a token its best experts; "prototypes" the best one of each of
+    # experts_per_token sets (arXiv 2105.15082); with "expert_choice" each expert takes its best
+    # tokens, by capacity_factor (arXiv 2202.09368).
+    router: str = option("top_k")
+    router_scores: str = option("softmax")  # "softmax_of_chosen" comes after the choice
+    router_normalized: bool = option(False)  # a token's weights are divided by their sum
+    router_scale: float = option(1.0)  # of the weights
+    router_groups: int = option(1)  # of experts; a token's are of the best router_groups_kept
+    router_groups_kept: int = option(1)
+    router_logit_bias: bool = option(False)  # added to the router's logits, learned
+    router_bias: bool = option(False)  # added to scores for the choice, no gradient: balance_rate
+    # A step multiplies what routers read by factors up to so far from 1 (arXiv 2101.03961).
+    router_jitter: float = option(0.0)
+    # Times its even share of a sequence's choices, an expert takes so many, in the order of the
+    # text, and the others are dropped; 0 drops none.
+    capacity_factor: float = option(0.0)
+    # Over which tokens the auxiliary loss balances: those of each sequence, or all of a
+    # micro-batch, on every rank, so that it depends on layout.microbatches.
+    balance: str = option("sequence")
+    balance_weight: float = option(0.01)  # of that loss; 0 means none
+    balance_rate: float = option(0.0)  # by which a step changes router_bias (arXiv 2408.15664)
+    router_z_loss: float = option(0.0)  # weight of the squared logarithm of its softmax's sum
+
+    def check_experts(self, num_layers: int, period: int) -> None:
+        """Refuses options that contradict each other.
+
+        Raises:
+          ValueError: with the setting to change.
+        """
+        for name, choices in CHOICES.items():
+            check_choice(f"model.{name}", getattr(self, name), choices)
+        zero = ("expert_d_ff", "shared_d_ff", "dense_layers", "capacity_factor", "router_scale")
+        zero += ("balance_weight", "balance_rate", "router_z_loss", "router_jitter")
+        one = ("experts_per_token", "router_groups", "router_groups_kept")
+        check_at_least("model", self, num_experts=0, **dict.fromkeys(zero, 0))
+        check_at_least("model", self, **dict.fromkeys(one, 1))
+        if not self.num_experts:
+            return
+        if self.router_jitter > 1:
+            raise ValueError(f"model.router_jitter = {self.router_jitter} must be at most 1")
+        experts = self.num_experts
+        if self.experts_per_token > experts:
+            raise ValueError(
+                f"model.experts_per_token = {self.experts_per_token} is more than "
+                f"model.num_experts = {experts}; set model.experts_per_token = {experts} or fewer"
+            )
+        if self.dense_layers >= num_layers:
+            raise ValueError(
+                f"model.dense_layers = {self.dense_layers} leaves no layer with experts of "
+                f"model.num_layers = {num_layers}; set model.dense_layers = {num_layers - 1} or "
+                "fewer, or model.num_experts = 0"
+            )
+        if self.dense_layers % period:
+            raise ValueError(
+                f"model.dense_layers = {self.dense_layers} is not a multiple of the {period} "
+                f"layers of model.layer_pattern; set model.dense_layers = "
+                f"{self.dense_layers // period * period}"
+            )
+        self._check_pattern(num_layers, period)
+        self._check_router(experts)
+        if self.balance_rate and not self.router_bias:
+            raise ValueError(
+                f"model.balance_rate = {self.balance_rate} changes a bias that the router does not "
+                "have; set model.router_bias = True, or model.balance_rate = 0"
+            )
+
+    def _check_pattern(self, num_layers: int, period: int) -> None:
+        pattern, dense = self.expert_pattern, self.dense_layers
+        if set(pattern) - set("DE") or (pattern and "E" not in pattern):
+            raise ValueError(
+                f"model.expert_pattern = {pattern!r} is of letters D (dense) and E (with experts), "
+                "at least one of them E, such as 'DE'"
+            )
+        if rest := pattern and (num_layers - dense) % len(pattern):
+            below, above = num_layers - rest, num_layers - rest + len(pattern)
+            nearest = f"{below} or {above}" if below > dense else f"{above}"
+            raise ValueError(
+                f"model.expert_pattern = {pattern!r} does not divide the {num_layers - dense} "
+                f"layers after model.dense_layers = {dense}; set model.num_layers = {nearest}"
+            )
+        if pattern and period > 1:
+            raise ValueError(
+                f"model.expert_pattern = {pattern!r} with model.layer_pattern is not available; "
+                "set one of them to ''"
+            )
+
+    def _check_router(self, experts: int) -> None:
+        if self.router == "prototypes":
+            if experts % self.experts_per_token:
+                raise ValueError(
+                    f"model.num_experts = {experts} cannot be dealt evenly to "
+                    f"model.experts_per_token = {self.experts_per_token} prototypes; set "
+                    f"model.num_experts = {experts - experts % self.experts_per_token}"
+                )
+            if self.router_groups > 1 or self.router_scores != "softmax":
+                raise ValueError(
+                    "model.router = 'prototypes' has a softmax in each prototype and no groups; "
+                    "set model.router_scores = 'softmax' and model.router_groups = 1, or "
+                    "model.router = 'top_k'"
+                )
+        if self.router == "expert_choice":
+            self._check_expert_choice()
+        if experts % self.router_groups:
+            raise ValueError(
+                f"model.num_experts = {experts} is not a multiple of model.router_groups = "
+                f"{self.router_groups}; set model.router_groups = "
+                f"{nearest_divisors(experts, self.router_groups)}"
+            )
+        each = experts // self.router_groups
+        if self.router_groups > 1 and each < 2:
+            raise ValueError(
+                f"model.router_groups = {self.router_groups} of model.num_experts = {experts} have "
+                "one expert each, and groups are chosen by their two best; set "
+                f"model.router_groups = {experts // 2 if experts % 2 == 0 else 1}, or 1 for none"
+            )
+        kept = self.router_groups_kept * each
+        if self.router_groups_kept > self.router_groups or kept < self.experts_per_token:
+            raise ValueError(
+                f"model.router_groups_kept = {self.router_groups_kept} of model.router_groups = "
+                f"{self.router_groups} leave {kept} of {experts} experts for "
+                f"model.experts_per_token = {self.experts_per_token}; set "
+                f"model.router_groups_kept from {math.ceil(self.experts_per_token / each)} to "
+                f"{self.router_groups}"
+            )
+
+    def _check_expert_choice(self) -> None:
+        if not self.capacity_factor:
+            raise ValueError(
+                "model.capacity_factor = 0 does not say how many tokens each expert takes, as "
+                "model.router = 'expert_choice' needs; set model.capacity_factor, such as 1.0"
+            )
+        for name, plain in (("balance_weight", 0), ("router_bias", False), ("router_groups", 1)):
+            value = getattr(self, name)
+            if value != plain:
+                raise ValueError(
+                    f"model.{name} = {value} with model.router = 'expert_choice', whose experts "
+                    f"have equally many tokens; set model.{name} = {plain}"
+                )
+        if self.router_scores == "softmax_of_chosen":
+            raise ValueError(
+                "model.router_scores = 'softmax_of_chosen' with model.router = 'expert_choice', "
+                "whose tokens may have no expert; set model.router_scores = 'softmax'"
+            )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer of the model has experts, by its index."""
+        pattern = self.expert_pattern or "E"
+        place = layer - self.dense_layers
+        return self.num_experts > 0 and place >= 0 and pattern[place % len(pattern)] == "E"
+
+    @property
+    def has_balance_loss(self) -> bool:
+        """Whether layers with experts add to the loss."""
+        return bool(self.num_experts and (self.balance_weight or self.router_z_loss))

@@ -1,0 +1,59 @@
+"""The options of models with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+
+from dataclasses import dataclass
+
+from jaxscale.choices import check_at_least
+from jaxscale.config.model.settings import option
+
+
+@dataclass(frozen=True)
+class LatentOptions:
+    """What `ModelConfig` says of latent attention. Without it, `kv_rank` is 0 and the others are of
+    no effect."""
+
+    kv_rank: int = option(0)  # features of a token that keys and values are made of
+    query_rank: int = option(0)  # features that queries are made of; 0 is the stream itself
+    rope_head_dim: int = option(0)  # of head_dim, those that are rotated; their keys heads share
+    value_head_dim: int = option(0)  # features of a head's values; 0 is head_dim
+    # Scores are times (1 + rope_mscale * ln(rope_factor) / 10)^2 where positions are scaled.
+    rope_mscale: float = option(0.0)
+
+    def check_latent(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        """Refuses options that contradict each other.
+
+        Raises:
+          ValueError: with the setting to change.
+        """
+        names = ("kv_rank", "query_rank", "rope_head_dim", "value_head_dim", "rope_mscale")
+        check_at_least("model", self, **dict.fromkeys(names, 0))
+        if not self.kv_rank:
+            return
+        if num_kv_heads != num_heads:
+            raise ValueError(
+                f"model.num_kv_heads = {num_kv_heads}: with latent attention each of "
+                f"model.num_heads = {num_heads} has keys of its own; set model.num_kv_heads = "
+                f"{num_heads}"
+            )
+        if not 0 < self.rope_head_dim < head_dim or self.rope_head_dim % 2:
+            raise ValueError(
+                f"model.rope_head_dim = {self.rope_head_dim} must be even, above 0, and below "
+                f"model.head_dim = {head_dim}, which counts the rotated features too"
+            )
+        if self.value_head_dim > head_dim:
+            raise ValueError(
+                f"model.value_head_dim = {self.value_head_dim} is more than model.head_dim = "
+                f"{head_dim}; set model.value_head_dim = {head_dim} or less"
+            )
+
+    def latent_sizes(self, d_model: int, num_heads: int, head_dim: int) -> dict[str, int]:
+        """Weights of the matrices, by the names of `layout.BLOCK_TENSORS` of what they make, and
+        "compressed", which no remat policy saves: what queries, keys and values are made of."""
+        heads, plain = num_heads * head_dim, num_heads * (head_dim - self.rope_head_dim)
+        values = num_heads * (self.value_head_dim or head_dim)
+        return {
+            "compressed": d_model * (self.query_rank + self.kv_rank),
+            "query": (self.query_rank or d_model) * heads,
+            "key": d_model * self.rope_head_dim + self.kv_rank * plain,
+            "value": self.kv_rank * values,
+            "attention_out": values * d_model,
+        }

@@ -1,0 +1,609 @@
+"""The record of a transformer of a shipped family: its sizes, what its blocks do, and how many
+parameters and operations that is."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from jaxscale.choices import check_at_least, check_choice, nearest_divisors
+from jaxscale.config.layout import BLOCK_TENSORS, parse_remat
+from jaxscale.config.model.experts import ExpertOptions
+from jaxscale.config.model.latent_attention import LatentOptions
+from jaxscale.config.model.lora import LORA, LoraOptions
+from jaxscale.config.model.prediction import PREDICTION, PredictionOptions
+from jaxscale.config.model.rope_scaling import READ_BY, SCALING, RopeScalingOptions
+from jaxscale.config.model.settings import (
+    ATTENTIONS,
+    DTYPES,
+    MATMUL_DTYPES,
+    is_own_family,
+    option,
+)
+from jaxscale.formatting import changed_fields
+from jaxscale.model_families.shipped import find_family, refuse_setting
+
+VOCABULARY_MULTIPLE = 128
+"""Embedding rows are rounded up to this, so that the vocabulary divides over any usual tensor
+axis and the parameters do not depend on the layout."""
+
+CHOICES = {
+    "norm": ("rms", "layer"),
+    "norm_placement": ("before", "after", "both", "after_residual"),
+    "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu"),
+    "attention_bias": ("none", "qkv", "all"),
+    "positions": ("rotary", "learned", "none"),
+    "relative_bias": ("none", "shared", "layer"),
+    "attention": ATTENTIONS,
+    "compute_dtype": DTYPES,
+    "param_dtype": DTYPES,
+    "matmul_dtype": MATMUL_DTYPES,
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, RopeScalingOptions):
+    """A transformer of any family of `jaxscale.model_families`: a decoder, or an encoder and a
+    decoder where `num_encoder_layers` is not zero.
+
+    Options left out take the family's value. Its record says which options a user may set; another
+    value for one of the others is refused.
+    """
+
+    num_layers: int = 2
+    d_model: int = 64
+    num_heads: int = 4
+    num_kv_heads: int = 4  # grouped-query attention when below num_heads
+    head_dim: int = 16
+    d_ff: int = 256
+    vocab_size: int = 257
+    family: str = "llama"
+    # Rows of the learned position table, 0 for 2048. Other positions have no limit: there the
+    # longest text of the model that the weights come from, if any.
+    max_seq_len: int = 0
+
+    norm: str = option("rms")  # "layer" subtracts the mean and has a bias
+    norm_eps: float = option(1e-5)
+    norm_offset: bool = option(False)  # scales are stored less one
+    norm_placement: str = option("before")  # of attention and MLP; or "after_residual", as in BERT
+    parallel_block: bool = option(False)  # attention and MLP of a layer read the same stream
+    activation: str = option("silu")
+    gated: bool = option(True)  # activation(gate) * up, not activation(up)
+    attention_bias: str = option("none")
+    mlp_bias: bool = option(False)
+    # Of gpt-oss: activation(gate) * (up + 1), gates at most this, ups between its negative and it;
+    # 0 is the usual.
+    mlp_limit: float = option(0.0)
+    attention_sinks: bool = option(False)  # a learned logit of each head that takes attention away
+    qk_norm: bool = option(False)
+    qk_norm_over_heads: bool = option(False)  # its mean is over all heads; each has its own scale
+    causal: bool = option(True)  # otherwise tokens attend to both sides: for masked objectives
+
+    num_encoder_layers: int = option(0)  # beside num_layers of the decoder that reads it
+    relative_bias: str = option("none")  # of attention by distance: one table, or one a layer (T5)
+    relative_buckets: int = option(32)  # of the distances with a bias of their own
+    relative_max_distance: int = option(128)  # from where on all have the same
+
+    positions: str = option("rotary")
+    rope_theta: float = option(10_000.0)
+    local_rope_theta: float = option(0.0)  # of local layers, unscaled; 0 is as in global ones
+    rope_share: float = option(1.0)  # of a head's features that are rotated, the first ones
+
+    sliding_window: int = option(0)  # keys that a query attends to, itself included; 0 is all
+    layer_pattern: str = option("")  # repeats: L local, with the window, G global; "": all local
+    attention_scale_dim: float = option(0.0)  # scores are over its square root; 0 is head_dim
+    attention_soft_cap: float = option(0.0)  # cap * tanh(score / cap); 0 means none
+    scaled_embedding: bool = option(False)  # by the square root of d_model
+    token_types: int = option(0)  # rows of BERT's table; tokens are of type 0 where none is given
+    embedding_norm: bool = option(False)
+    # The id whose embedding is zero; the others of its text grow in its place (ESM-2's mask, which
+    # is there in training only). -1 is none.
+    dropped_token: int = option(-1)
+    head_transform: bool = option(False)  # BERT's: a layer before the output matrix, and its bias
+    tied_embeddings: bool = option(False)
+    scaled_head: bool = option(False)  # its inputs are over the square root of d_model (T5 1.0)
+    logit_soft_cap: float = option(0.0)  # cap * tanh(logits / cap); 0 means none
+
+    z_loss: float = 0.0  # weight of log(Z)^2
+    dropout: float = 0.0  # share of embeddings and of what attention and MLP add that a step drops
+    attention: str = "auto"
+    compute_dtype: str = "bfloat16"
+    param_dtype: str = ""  # "": float32; of weights that adapters freeze, compute_dtype
+    matmul_dtype: str = ""  # of the operands of layers' matmuls; "" is compute_dtype
+    init_from: str = ""  # a Hugging Face model, or a run, whose weights a new run starts from
+
+    def __repr__(self) -> str:
+        defaults = {**self._family_defaults(), "param_dtype": self._usual_param_dtype}
+        return changed_fields(self, defaults)
+
+    def __post_init__(self) -> None:
+        self._take_family()
+        if not self.param_dtype:
+            object.__setattr__(self, "param_dtype", self._usual_param_dtype)
+        for name, choices in CHOICES.items():
+            check_choice(f"model.{name}", getattr(self, name), choices)
+        check_at_least(
+            "model",
+            self,
+            num_layers=1,
+            d_model=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=1,
+            d_ff=1,
+            vocab_size=2,
+            max_seq_len=0,
+            num_encoder_layers=int(self.relative_bias != "none"),
+            relative_buckets=4,
+            norm_eps=0,
+            local_rope_theta=0,
+            sliding_window=0,
+            attention_scale_dim=0,
+            attention_soft_cap=0,
+            logit_soft_cap=0,
+            mlp_limit=0,
+            token_types=0,
+            dropped_token=-1,
+            z_loss=0,
+            dropout=0,
+        )
+        if self.dropout >= 1:
+            raise ValueError(f"model.dropout = {self.dropout} must be below 1")
+        if self.dropout and self.num_encoder_layers:
+            raise ValueError(
+                f"model.dropout = {self.dropout} is not available for encoder-decoders "
+                f"(model.family = {self.family!r}); set model.dropout = 0"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
+                f"{self.num_kv_heads}; set model.num_kv_heads = "
+                f"{nearest_divisors(self.num_heads, self.num_kv_heads)}"
+            )
+        exact = self.relative_buckets // (2 if self.causal else 4)
+        if self.relative_bias != "none" and self.relative_max_distance <= exact:
+            raise ValueError(
+                f"model.relative_max_distance = {self.relative_max_distance} is too small for "
+                f"model.relative_buckets = {self.relative_buckets}, of which the first {exact} are "
+                f"for one distance each; set model.relative_max_distance = {exact + 1} or more, or "
+                "fewer buckets"
+            )
+        self._check_positions()
+        self.check_experts(self.num_layers, self.period)
+        self.check_latent(self.num_heads, self.num_kv_heads, self.head_dim)
+        self.check_lora(self.vocab_size, **self._adapter_kinds, is_latent=bool(self.kv_rank))
+        ahead = bool(self.num_encoder_layers) or not self.causal
+        self.check_prediction(self.positions, self.layer_pattern, ahead)
+        more = self.qk_norm or self.attention_sinks or self.attention_bias != "none"
+        if self.kv_rank and more:
+            raise ValueError(
+                f"model.kv_rank = {self.kv_rank}: latent attention has norms of its own, no biases "
+                "and no sinks; set model.qk_norm = False, model.attention_bias = 'none' and "
+                "model.attention_sinks = False"
+            )
+        if set(self.layer_pattern) - set("LG"):
+            raise ValueError(
+                f"model.layer_pattern = {self.layer_pattern!r} is of letters L (local, with the "
+                "sliding window) and G (global), such as 'LLG'"
+            )
+        if "L" in self.layer_pattern and not self.sliding_window:
+            raise ValueError(
+                f"model.layer_pattern = {self.layer_pattern!r} has local layers; set "
+                "model.sliding_window, or model.layer_pattern = ''"
+            )
+        if self.norm_placement == "after_residual" and self.parallel_block:
+            raise ValueError(
+                "model.norm_placement = 'after_residual' with model.parallel_block = True: "
+                "attention and MLP read the same stream, and there is no norm between them; set "
+                "model.norm_placement = 'before', 'after' or 'both', or model.parallel_block = "
+                "False"
+            )
+
+    def _take_family(self) -> None:
+        """Fills in the options that are left out, and refuses those that the family does not
+        have."""
+        family = None if is_own_family(self.family) else find_family(self.family)
+        for name, value in self._family_defaults().items():
+            given = getattr(self, name)
+            if given is None:
+                object.__setattr__(self, name, value)
+            elif family and name not in family.settings and given != value:
+                raise ValueError(refuse_setting(family, name))
+        if self.positions == "learned" and not self.max_seq_len:
+            object.__setattr__(self, "max_seq_len", 2048)
+
+    def _family_defaults(self) -> dict[str, Any]:
+        """The options, as they are where they are left out."""
+        plain = {
+            one.name: one.metadata["plain"]
+            for one in dataclasses.fields(self)
+            if "plain" in one.metadata
+        }
+        if is_own_family(self.family):
+            return plain
+        family = find_family(self.family)
+        own = {**family.fixed, **family.settings}
+        return {name: own.get(name, value) for name, value in plain.items()}
+
+    @property
+    def _usual_param_dtype(self) -> str:
+        """Weights that adapters freeze gain nothing from a type that no matmul reads."""
+        return self.compute_dtype if self.lora_rank else "float32"
+
+    def _check_positions(self) -> None:
+        if self.rope_theta <= 0:
+            raise ValueError(f"model.rope_theta = {self.rope_theta} must be positive")
+        if not 0 < self.rope_share <= 1:
+            raise ValueError(f"model.rope_share = {self.rope_share} must be above 0 and at most 1")
+        if self.positions == "rotary" and (self.rotary_dim % 2 or not self.rotary_dim):
+            share = "" if self.rope_share == 1 else f", of which {self.rotary_dim} are rotated,"
+            raise ValueError(
+                f"model.head_dim = {self.head_dim}{share} is odd; rotary positions turn pairs"
+            )
+        self.check_rope_scaling(self.rotary_dim)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields that a user of this family may set, and their values, without defaults that
+        nothing reads: of rotary positions' scaling, of modules that predict further tokens, of
+        experts in turns or in groups, and of a table of positions; and without dropout and rounded
+        matmuls where they are off, and the usual type of parameters, which a run with adapters that
+        reads them changes."""
+        if is_own_family(self.family):
+            return dataclasses.asdict(self)
+        family = find_family(self.family)
+        found = {
+            one.name: getattr(self, one.name)
+            for one in dataclasses.fields(self)
+            if "plain" not in one.metadata or one.name in family.settings
+        }
+        plain = {**{one.name: one.default for one in dataclasses.fields(self)}, **family.settings}
+        plain["param_dtype"] = "float32"
+        return {n: x for n, x in found.items() if n not in self._idle or x != plain[n]}
+
+    @property
+    def _idle(self) -> set[str]:
+        """Settings that this model does not read."""
+        idle = set(SCALING) - set(READ_BY[self.rope_scaling])
+        idle |= set() if self.prediction_depth else set(PREDICTION)
+        idle |= {"lora_tokens"} if self.lora_rank else set(LORA)
+        idle |= set() if self.expert_pattern else {"expert_pattern"}
+        idle |= set() if self.matmul_dtype else {"matmul_dtype"}
+        idle |= set() if self.lora_rank else {"param_dtype"}
+        idle |= set() if self.dropout else {"dropout"}
+        idle |= set() if self.router_groups > 1 else {"router_groups_kept"}
+        return idle | (set() if self.positions == "learned" else {"max_seq_len"})
+
+    @property
+    def has_formulas(self) -> bool:
+        """Whether the planner has formulas for the model's memory and time."""
+        return not is_own_family(self.family)
+
+    @property
+    def without_formulas(self) -> str:
+        """The setting for which it has none."""
+        return f"model.family = {self.family!r}"
+
+    @property
+    def has_flops_formula(self) -> bool:
+        """Whether `flops_per_token` counts the model's operations: those of a decoder alone."""
+        return not is_own_family(self.family) and not self.num_encoder_layers
+
+    # What a layer does.
+
+    @property
+    def attention_uses(self) -> tuple[str, ...]:
+        """What a layer asks of attention, of `ops.attention.USES`."""
+        asked = {
+            "soft_cap": self.attention_soft_cap,
+            "bias": self.relative_bias != "none",
+            "sinks": self.attention_sinks,
+            "cross": self.num_encoder_layers,
+        }
+        return tuple(use for use, is_asked in asked.items() if is_asked)
+
+    @property
+    def period(self) -> int:
+        """After so many layers their static settings repeat: a layer's kind is index % period."""
+        return len(self.layer_pattern) or 1
+
+    def window(self, index: int) -> int:
+        """The sliding window of a layer, by its index or kind; 0 means none."""
+        return 0 if self._is_global(index) else self.sliding_window
+
+    def theta(self, index: int) -> float:
+        """The base of a layer's rotary positions."""
+        return self.local_rope_theta if self._own_rope(index) else self.rope_theta
+
+    def scaling(self, index: int) -> str:
+        """The scaling of a layer's rotary positions."""
+        return "none" if self._own_rope(index) else self.rope_scaling
+
+    def _own_rope(self, index: int) -> bool:
+        return bool(self.local_rope_theta) and not self._is_global(index)
+
+    def _is_global(self, index: int) -> bool:
+        return bool(self.layer_pattern) and self.layer_pattern[index % self.period] == "G"
+
+    @property
+    def final_norm(self) -> bool:
+        """Whether a norm follows the layers; where each ends with one, none does."""
+        return self.norm_placement != "after_residual"
+
+    @property
+    def adapted_weights(self) -> tuple[str, ...]:
+        """The weights of a layer that have a low-rank adapter."""
+        return self.adapted(**self._adapter_kinds)
+
+    @property
+    def _adapter_kinds(self) -> dict[str, bool]:
+        return {"gated": self.gated, "has_experts": self.num_experts > 0}
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that are rotated."""
+        return self.rope_head_dim if self.kv_rank else int(self.head_dim * self.rope_share)
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a head's values."""
+        return (self.kv_rank and self.value_head_dim) or self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        usual = (self.attention_scale_dim or self.head_dim) ** -0.5
+        return usual * (1 + 0.1 * self.rope_mscale * math.log(self.rope_factor)) ** 2
+
+    # Parameters and operations.
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: vocab_size rounded up; the rows beyond it are never predicted."""
+        return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+    @property
+    def num_layer_params(self) -> int:
+        """Parameters of one layer without experts, exact; where there is an encoder, of one of its
+        layers."""
+        heads = self.num_heads * self.head_dim
+        keys = self.num_kv_heads * self.head_dim
+        total = sum(self._attention_sizes.values()) + self._mlp_params(self.d_ff)
+        if self.kv_rank:
+            total += self.query_rank + self.kv_rank
+        if self.qk_norm:
+            total += heads + keys if self.qk_norm_over_heads else 2 * self.head_dim
+        if self.attention_bias != "none":
+            total += heads + 2 * keys
+        if self.attention_bias == "all":
+            total += self.d_model
+        total += self.num_heads * self.attention_sinks
+        total += sum(map(sum, self._adapter_sizes.values()))
+        if self.relative_bias == "layer":
+            total += self.relative_buckets * self.num_heads
+        return total + (4 if self.norm_placement == "both" else 2) * self._norm_params
+
+    @property
+    def _adapter_sizes(self) -> dict[str, tuple[int, int]]:
+        """Parameters of each adapter's two matrices in a layer."""
+        heads, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return self.adapter_sizes(self.adapted_weights, self.d_model, heads, keys, self.d_ff)
+
+    @property
+    def _attention_sizes(self) -> dict[str, int]:
+        """Weights of attention's matrices, by the names of `layout.BLOCK_TENSORS` of what they
+        make, and "compressed" of latent attention."""
+        if self.kv_rank:
+            return self.latent_sizes(self.d_model, self.num_heads, self.head_dim)
+        heads = self.d_model * self.num_heads * self.head_dim
+        keys = self.d_model * self.num_kv_heads * self.head_dim
+        return {"query": heads, "key": keys, "value": keys, "attention_out": heads}
+
+    def _mlp_params(self, d_ff: int) -> int:
+        """Parameters of an MLP."""
+        biases = (1 + self.gated) * d_ff + self.d_model if self.mlp_bias and d_ff else 0
+        return (2 + self.gated) * self.d_model * d_ff + biases
+
+    def expert_layer_params(self, experts: int) -> int:
+        """Parameters of a layer with so many experts, and with its router for all of them."""
+        router = self.num_experts * (self.d_model + self.router_bias + self.router_logit_bias)
+        shared = self._mlp_params(self.shared_d_ff) - self._mlp_params(self.d_ff)
+        expert = self._mlp_params(self.expert_d_ff or self.d_ff)
+        return self.num_layer_params + router + shared + experts * expert
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers with experts."""
+        return sum(map(self.has_experts, range(self.num_layers)))
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that one token meets: those of its own experts and of all that is shared."""
+        idle = self.num_experts - self.experts_per_token
+        expert = self._mlp_params(self.expert_d_ff or self.d_ff)
+        layers = self.num_expert_layers + self.prediction_depth * (self.num_experts > 0)
+        return self.num_params - layers * idle * expert
+
+    @property
+    def _prediction_params(self) -> int:
+        """Parameters of the modules that predict further tokens: each has a layer, two matrices
+        before it, and three norms."""
+        if not self.prediction_depth:
+            return 0
+        experts = self.num_experts
+        layer = self.expert_layer_params(experts) if experts else self.num_layer_params
+        return self.prediction_depth * (layer + 2 * self.d_model**2 + 3 * self._norm_params)
+
+    @property
+    def _encoder_params(self) -> int:
+        """What an encoder adds: its layers and norm, cross attention in each layer of the decoder,
+        and the tables of relative positions that the layers share."""
+        if not self.num_encoder_layers:
+            return 0
+        heads = self.num_heads * self.head_dim
+        keys = self.num_kv_heads * self.head_dim
+        cross = 2 * self.d_model * (heads + keys) + self._norm_params
+        adapters = self._adapter_sizes.items()
+        cross += sum(sum(sizes) for name, sizes in adapters if not name.startswith("mlp"))
+        tables = 2 * self.relative_buckets * self.num_heads * (self.relative_bias == "shared")
+        layers = self.num_encoder_layers * self.num_layer_params
+        return layers + self._norm_params + self.num_layers * cross + tables
+
+    @property
+    def _norm_params(self) -> int:
+        return self.d_model * (2 if self.norm == "layer" else 1)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the whole model, exact, the padding rows of the vocabulary included."""
+        embedding = self.padded_vocab_size * self.d_model
+        head = 0 if self.tied_embeddings else embedding
+        positions = self.max_seq_len * self.d_model if self.positions == "learned" else 0
+        layers = (self.num_layers - self.num_expert_layers) * self.num_layer_params
+        layers += self.num_expert_layers * self.expert_layer_params(self.num_experts)
+        types = self.token_types * self.d_model
+        norms = self.final_norm + self.embedding_norm + self.head_transform
+        if self.head_transform:
+            head += self.d_model**2 + self.d_model + self.padded_vocab_size
+        rows = len(self.trained_tokens) * self.d_model * (1 if self.tied_embeddings else 2)
+        outer = embedding + head + rows + positions + types + norms * self._norm_params
+        return layers + outer + self._encoder_params + self._prediction_params
+
+    @property
+    def published_params(self) -> int:
+        """Parameters without the padding rows of the vocabulary, as model cards count."""
+        rows = self.padded_vocab_size - self.vocab_size
+        width = self.d_model * (1 if self.tied_embeddings else 2) + self.head_transform
+        return self.num_params - rows * width
+
+    def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
+        """Floating-point operations that one token of training needs: forward and backward.
+
+        Two per multiply-add; the matrix multiplications of the layers and of the head, and
+        attention over the keys that a query attends to (`causal=False` counts all, as several other
+        trainers do, and as is right for a model that is not causal). Norms, activations, the
+        softmax and the embedding lookup are left out. Weights with adapters have no gradient, and
+        neither have others beside them.
+        This is the numerator of MFU.
+        """
+        layers = self.layer_forward_flops(seq_len, causal) * self.num_layers
+        modules = sum(self._prediction_matmul_flops(seq_len, causal).values())
+        forward = layers + modules + self.head_forward_flops
+        if not self.lora_rank:
+            return 3 * forward
+        scores = self.layer_matmul_flops(seq_len, causal)["attention"]
+        adapters = 2.0 * sum(map(sum, self._adapter_sizes.values()))
+        return 2 * forward + (self.num_layers + self.prediction_depth) * (scores + adapters)
+
+    def hardware_flops_per_token(
+        self, seq_len: int, *, remat: str = "none", recomputed: float = 0.0, causal: bool = True
+    ) -> float:
+        """`flops_per_token` plus recompute: the numerator of HFU.
+
+        Args:
+          remat: the layout's policy; matmuls whose result it does not save are recomputed, but for
+            those that end in the residual stream, whose result no backward pass needs: a layer's
+            last, and in a parallel block that of attention. A norm between does need it.
+          recomputed: in a pipeline whose schedule has recompute operations, the share of passes
+            that are recomputed (`PipelineStages.recomputed`), each as whole layers.
+        """
+        products, policy = self.layer_matmul_flops(seq_len, causal), parse_remat(remat)
+        again = {str(name) for name in BLOCK_TENSORS if name not in policy.names}
+        if self.parallel_block:
+            again.discard("attention_out")
+        if policy.by_names and self.norm_placement != "before":
+            again.add("mlp_down")
+        if policy.by_names:
+            again |= {"router", "prediction", "compressed", "lora"}
+        if self.lora_rank:
+            again.add("lora_down")
+
+        def repeated(flops: dict[str, float], names: set[str]) -> float:
+            if recomputed:
+                return recomputed * sum(flops.values())
+            return sum(flops[name] for name in flops if name in names)
+
+        layers = repeated(products, again) * self.num_layers
+        if policy.by_names:
+            again.add("mlp_down")  # whose result the norm of a module reads
+        modules = repeated(self._prediction_matmul_flops(seq_len, causal), again)
+        return self.flops_per_token(seq_len, causal=causal) + layers + modules
+
+    def head_cost(self, seq_len: int, output_len: int = 0) -> float:
+        """FLOPs of the head over those of a mean layer; layers are split into stages by it.
+
+        Args:
+          seq_len: of the encoder, where there is one.
+          output_len: of its decoder.
+        """
+        if not self.num_encoder_layers:
+            turn = len(self.expert_pattern) or 1  # layers of the model in one of a stack
+            return self.head_forward_flops / (turn * self.layer_forward_flops(seq_len))
+        own = self.layer_matmul_flops(output_len)
+        # Cross attention reads the encoder's tokens, of which each layer makes keys and values.
+        source = self.layer_matmul_flops(seq_len, causal=False)
+        queries = own["query"] + own["attention_out"] + source["attention"]
+        decoder = (sum(own.values()) + queries) * output_len
+        decoder += (own["key"] + own["value"]) * seq_len
+        encoder = sum(source.values()) * seq_len
+        layers = self.num_encoder_layers * encoder + self.num_layers * decoder
+        mean = layers / (self.num_encoder_layers + self.num_layers)
+        return self.head_forward_flops * output_len / mean
+
+    @property
+    def head_forward_flops(self) -> float:
+        """FLOPs of the head's forward pass for a token, of which each module for further tokens has
+        one of its own."""
+        each = 2.0 * self.d_model * (self.vocab_size + self.d_model * self.head_transform)
+        return each * (1 + self.prediction_depth)
+
+    def layer_forward_flops(self, seq_len: int, causal: bool = True) -> float:
+        """FLOPs of a mean layer's forward pass for a token."""
+        return sum(self.layer_matmul_flops(seq_len, causal).values())
+
+    def layer_matmul_flops(self, seq_len: int, causal: bool = True) -> dict[str, float]:
+        """FLOPs of each matmul of a mean layer's forward pass for a token, by the names of
+        `layout.BLOCK_TENSORS`, "mlp_down", "compressed" of latent attention, "router" of layers
+        with experts, and "lora" and "lora_down" of the first matrices of adapters."""
+        return self._matmul_flops(seq_len, causal, self.num_expert_layers / self.num_layers)
+
+    def _prediction_matmul_flops(self, seq_len: int, causal: bool) -> dict[str, float]:
+        """`layer_matmul_flops` of all modules that predict further tokens, and "prediction", the
+        matrices before their layers."""
+        depth = self.prediction_depth
+        layer = self._matmul_flops(seq_len, causal, float(self.num_experts > 0))
+        own = {**layer, "prediction": 4.0 * self.d_model**2}
+        return {name: depth * flops for name, flops in own.items()}
+
+    def _matmul_flops(self, seq_len: int, causal: bool, with_experts: float) -> dict[str, float]:
+        scored = self.num_heads * (self.head_dim + self.value_dim)
+        made = {name: 2.0 * size for name, size in self._attention_sizes.items()}
+        active = self.shared_d_ff + self.experts_per_token * (self.expert_d_ff or self.d_ff)
+        d_ff = self.d_ff + with_experts * (active - self.d_ff)
+        mlp = 2.0 * self.d_model * d_ff
+        found = {
+            **made,
+            "attention": 2 * scored * self._mean_keys(seq_len, causal),
+            "mlp_gate": mlp if self.gated else 0.0,
+            "mlp_up": mlp,
+            "mlp_down": mlp,
+            "router": 2.0 * self.d_model * self.num_experts * with_experts,
+        }
+        for name, (first, second) in self._adapter_sizes.items():
+            lora = "lora_down" if name == "mlp_down" else "lora"
+            found[name] += 2.0 * second
+            found[lora] = found.get(lora, 0.0) + 2.0 * first
+        return found
+
+    def _mean_keys(self, seq_len: int, causal: bool) -> float:
+        """Keys that a query of a full sequence attends to, on average over layers."""
+        local = sum(self.window(index) > 0 for index in range(self.num_layers))
+        window = min(self.sliding_window or seq_len, seq_len)
+        if not self.causal and self.sliding_window:  # it reaches as far forward as back
+            window = min(2 * self.sliding_window - 1, seq_len)
+        if not (causal and self.causal):
+            near, far = window, seq_len
+        else:
+            near = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+            far = (seq_len + 1) / 2
+        return (local * near + (self.num_layers - local) * far) / self.num_layers

@@ -1,0 +1,239 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): what is trained in place of the weights of a model.
+
+Letters: a the leading dimensions, c those that a matmul contracts, o those of its result, r rank.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.model.lora import ADAPTER, is_adapter
+from jaxscale.models.weights import Weights
+from jaxscale.ops.tensor_parallel import linear
+from jaxscale.sharding.resolve import is_axes, leaf_name
+
+HEAD = "output"
+"""The name of a head's table, whose columns are tokens."""
+
+
+TIED_ROWS = "tied_lora"
+"""The name of the embedding's `TokenRows` in a head that is tied to it."""
+
+
+class LowRank(nnx.Module):
+    """The adapter of a weight [*c, *o]: two matrices, [*c, r] and [r, *o], whose product times
+    `lora_alpha` over `lora_rank` is added to it. The second is zero at first, and with it the sum.
+
+    Args:
+      axes: of the weight.
+      contracted: how many of them are c.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, *axes: str, contracted: int = 1
+    ) -> None:
+        self.a = weights.adapter(*axes[:contracted], "lora_rank")
+        self.b = weights.zeros("lora_rank", *axes[contracted:], wide=True)
+        self.contracted, self.scale = contracted, config.lora_alpha / config.lora_rank
+
+    def __call__(self, x: jax.Array, heads: Callable = lambda b: b) -> jax.Array:
+        """[*a, *c] -> [*a, *o], to be added to the result of the weight's matmul.
+
+        Args:
+          heads: `Kernels.key_heads`, for a weight of key/value heads.
+        """
+        return self.product(x, self.a[...], heads(self.b[...]))
+
+    def product(self, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        """The same with given matrices."""
+        return linear(self.scale * linear(x, a, contracted=self.contracted), b)
+
+
+class TokenRows(nnx.Module):
+    """What is trained of a table of tokens that is frozen: rows [lora_tokens, embed] that are added
+    to those of the tokens in `lora_tokens`. They are zero at first."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.rows = weights.zeros("lora_tokens", "embed", wide=True)
+        self.ids = config.trained_tokens
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        lookup: Callable[[jax.Array, jax.Array, str, DTypeLike], jax.Array],
+        dtype: DTypeLike,
+    ) -> jax.Array:
+        """What is added to the embeddings of tokens, [batch, time, embed].
+
+        Args:
+          lookup: `Kernels.lookup`.
+        """
+        is_id_BTK = tokens_BT[..., None] == np.asarray(self.ids, tokens_BT.dtype)
+        rows_BTD = lookup(self.rows[...], jnp.argmax(is_id_BTK, -1), "lora_tokens", dtype)
+        return jnp.where(jnp.any(is_id_BTK, -1)[..., None], rows_BTD, 0)
+
+
+def rows_of(config: ModelConfig, weights: Weights) -> TokenRows | None:
+    """The rows of a table of tokens, as `TokenRows`, where some are trained."""
+    return TokenRows(config, weights) if config.trained_tokens else None
+
+
+def borrowed_rows(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """What a tied head borrows of the embedding's `TokenRows`, as `Model.borrows`."""
+    tied = config.trained_tokens and config.tied_embeddings
+    return {TIED_ROWS: ("embed", "tokens_lora", "rows")} if tied else {}
+
+
+def rows_in_head(config: ModelConfig, head: Mapping[str, Any]) -> dict[str, Any]:
+    """The rows that are added to the head's table, as arguments of `ops.loss.cross_entropy`.
+
+    Args:
+      head: as `Model.loss` has it.
+    """
+    if not config.trained_tokens:
+        return {}
+    rows = head[TIED_ROWS] if config.tied_embeddings else head[HEAD + ADAPTER]["rows"]
+    return {"rows_KD": rows, "ids": config.trained_tokens}
+
+
+def adapter_of(
+    name: str, config: ModelConfig, weights: Weights, *axes: str, contracted: int = 1
+) -> LowRank | None:
+    """The adapter of a weight, as `LowRank`, where `lora_targets` names it."""
+    if name not in config.adapted_weights:
+        return None
+    return LowRank(config, weights, *axes, contracted=contracted)
+
+
+def frozen_names(axes: Any) -> tuple[str, ...]:
+    """The names of all parameters that are not an adapter's.
+
+    Args:
+      axes: `Model.axes`.
+    """
+    paths = jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_axes)[0]
+    names = [leaf_name(path) for path, _ in paths]
+    return tuple(name for name in names if not is_adapter(name))
+
+
+def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree, of parameters or of their axes, without those of adapters."""
+    return {
+        name: without_adapters(leaf) if isinstance(leaf, Mapping) else leaf
+        for name, leaf in params.items()
+        if not name.endswith(ADAPTER)
+    }
+
+
+def with_adapters(params: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree without adapters, with those of another one."""
+    joined = dict(params)
+    for name, leaf in others.items():
+        if name.endswith(ADAPTER):
+            joined[name] = leaf
+        elif isinstance(leaf, Mapping):
+            joined[name] = with_adapters(params[name], leaf)
+    return joined
+
+
+def only_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The adapters of a tree, at their places."""
+    return {
+        name: leaf if name.endswith(ADAPTER) else only_adapters(leaf)
+        for name, leaf in params.items()
+        if name.endswith(ADAPTER) or isinstance(leaf, Mapping)
+    }
+
+
+def merge_adapters(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of the model without adapters that computes the same: what they add is added
+    to their weights, in float32 or wider. Gives up the weights that are given.
+
+    Args:
+      config: of the model with adapters.
+      params: in canonical form, on any layout.
+    """
+    merged = dict(params)
+    for name, leaf in params.items():
+        if name.endswith(ADAPTER):
+            weight = name.removesuffix(ADAPTER)
+            if "rows" in leaf:
+                merged[weight] = _with_rows(weight, params[weight], leaf["rows"], config)
+            else:
+                scale = config.lora_alpha / config.lora_rank
+                merged[weight] = _merged(params[weight], leaf["a"], leaf["b"], scale)
+            del merged[name]
+        elif isinstance(leaf, Mapping):
+            merged[name] = merge_adapters(config, leaf)
+    return merged
+
+
+def _merged(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=weight.sharding)
+    def merge(weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(weight.dtype, jnp.float32)
+        one = functools.partial(jnp.tensordot, axes=1, precision="highest")
+        added = jax.vmap(one)(a.astype(wide), b.astype(wide))  # of every layer
+        return (weight.astype(wide) + scale * added).astype(weight.dtype)
+
+    return merge(weight, a, b)
+
+
+def with_token_rows(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of the model that computes the same, with the rows of `lora_tokens` among its
+    adapters, and zeros in their place in the frozen tables. Gives up the tables that are given.
+
+    The adapters' rows are then those of the tokens themselves, as in the format of PEFT, and
+    decay to zero as other weights do.
+
+    Args:
+      params: on any layout.
+    """
+    found = dict(params)
+    for name, leaf in params.items():
+        if name.endswith(ADAPTER) and "rows" in leaf:
+            table = name.removesuffix(ADAPTER)
+            found[table], rows = _without_rows(table, params[table], leaf["rows"], config)
+            found[name] = {"rows": rows}
+        elif isinstance(leaf, Mapping) and not name.endswith(ADAPTER):
+            found[name] = with_token_rows(config, leaf)
+    return found
+
+
+def _with_rows(name: str, table: jax.Array, rows: jax.Array, config: ModelConfig) -> jax.Array:
+    """A table, of the embedding [vocab, embed] or of the head [embed, vocab], with rows added."""
+    place = _places(name, config)
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=table.sharding)
+    def add(table: jax.Array, rows: jax.Array) -> jax.Array:
+        added = rows.T if name == HEAD else rows
+        return table.at[place].set((table[place] + added).astype(table.dtype))
+
+    return add(table, rows)
+
+
+def _without_rows(
+    name: str, table: jax.Array, rows: jax.Array, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Zeros in place of the rows of a table, and these added to `rows`."""
+    place = _places(name, config)
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(table.sharding, rows.sharding))
+    def split(table: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        taken = table[place].T if name == HEAD else table[place]
+        return table.at[place].set(0), rows + taken
+
+    return split(table, rows)
+
+
+def _places(name: str, config: ModelConfig) -> Any:
+    """The index of the rows of `lora_tokens` in a table of this name, of a head its columns."""
+    ids = np.asarray(config.trained_tokens)
+    return (slice(None), ids) if name == HEAD else ids

@@ -1,0 +1,156 @@
+"""The layers of a decoder, dealt to stacks: those with experts apart from the first ones without,
+or in turns with others.
+
+Letters: L layers of a stack, E experts.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.config.model import ModelConfig
+from jaxscale.models.block import MLP, Attention, Block
+from jaxscale.models.experts import ExpertBlock, expert_sums
+from jaxscale.models.latent_attention import MultiHeadLatentAttention
+from jaxscale.models.prediction import MERGE, PREDICTION, Merge
+from jaxscale.models.protocol import Params, Sums, add_at_path
+from jaxscale.models.weights import stack_axes, stack_params
+
+
+class Part(NamedTuple):
+    """Consecutive layers of a model that are one stack.
+
+    A layer of the stack is a turn of the model's: one layer, or where layers with and without
+    experts alternate (`expert_pattern`) several, whose parameters are in "layer_0", "layer_1" and
+    so on.
+    """
+
+    name: str  # of the stack
+    blocks: tuple[Any, ...]  # of a turn: modules, made by (settings, key)
+    first: int  # layers of the model before
+    num_layers: int  # of the stack
+
+    @property
+    def paths(self) -> tuple[tuple[str, ...], ...]:
+        """Where the parameters of each layer of a turn are, in those of the turn."""
+        if len(self.blocks) == 1:
+            return ((),)
+        return tuple((f"layer_{i}",) for i in range(len(self.blocks)))
+
+    @property
+    def expert_paths(self) -> tuple[tuple[str, ...], ...]:
+        """Where the parameters of those layers of a turn are that have experts."""
+        return tuple(path for path, one in zip(self.paths, self.blocks) if one is ExpertBlock)
+
+    def layer(self, index: Any) -> Any:
+        """The layer of the model that begins turn `index`."""
+        index = index * len(self.blocks) if len(self.blocks) > 1 else index
+        return self.first + index if self.first else index
+
+
+def trunk_parts(config: ModelConfig, block: Any) -> tuple[Part, ...]:
+    """The layers that a prediction of the next token goes through.
+
+    Args:
+      block: that of layers without experts.
+    """
+    if not config.num_experts:
+        return (Part("layers", (block,), 0, config.num_layers),)
+    dense, kinds = config.dense_layers, {"D": block, "E": ExpertBlock}
+    turn = tuple(kinds[letter] for letter in config.expert_pattern or "E")
+    turns = (config.num_layers - dense) // len(turn)
+    if not dense:
+        return (Part("layers", turn, 0, turns),)
+    return Part("dense_layers", (block,), 0, dense), Part("expert_layers", turn, dense, turns)
+
+
+def all_parts(config: ModelConfig, block: Any) -> tuple[Part, ...]:
+    """`trunk_parts` and the modules that predict further tokens, whose layers are as the last ones
+    of the model, with experts if it has some."""
+    trunk, depth = trunk_parts(config, block), config.prediction_depth
+    if not depth:
+        return trunk
+    last = ExpertBlock if config.num_experts else block
+    return (*trunk, Part(PREDICTION, (last,), config.num_layers, depth))
+
+
+def part_params(part: Part, config: ModelConfig, key: jax.Array, rows: np.ndarray | None) -> Params:
+    """Fresh parameters of a stack; those of a layer of the model do not depend on its stack.
+
+    Args:
+      key: of all layers.
+      rows: the layer of the stack in each row, as in `stack_params`.
+    """
+
+    def stacked(make: Any, keys: jax.Array) -> Params:
+        return stack_params(functools.partial(make, config), keys, rows)
+
+    if part.name == PREDICTION:
+        # Keys of their own: the other parameters are those of the model without modules.
+        keys = jax.random.split(jax.random.fold_in(key, 0), (2, part.num_layers))
+        return {**stacked(part.blocks[0], keys[0]), MERGE: stacked(Merge, keys[1])}
+    size = len(part.blocks)
+    keys = jax.random.split(key, config.num_layers)[part.first :]
+    keys = keys[: size * part.num_layers]
+    if size == 1:
+        return stacked(part.blocks[0], keys)
+    names = enumerate(map("/".join, part.paths))
+    return {name: stacked(part.blocks[i], keys[i::size]) for i, name in names}
+
+
+def part_axes(part: Part, config: ModelConfig) -> Params:
+    """The logical axes of `part_params`."""
+    several = [stack_axes(block, config) for block in part.blocks]
+    if len(several) > 1:
+        return dict(zip(map("/".join, part.paths), several))
+    merge = {MERGE: stack_axes(Merge, config)} if part.name == PREDICTION else {}
+    return {**several[0], **merge}
+
+
+def part_linear(part: Part, config: ModelConfig) -> dict[str, int]:
+    """`Stack.linear` of a part's stack: of the package's own layers."""
+    attention: Any = MultiHeadLatentAttention if config.kv_rank else Attention
+    places = {Block: "mlp", ExpertBlock: "mlp/shared"}
+    found: dict[str, int] = {}
+    for path, block in zip(part.paths, part.blocks):
+        if block in places:
+            for place, names in (
+                ("attention", attention.linear_weights),
+                (places[block], MLP.linear_weights),
+            ):
+                found |= {"/".join((*path, place, name)): n for name, n in names.items()}
+    return found
+
+
+def part_sums(part: Part, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The sums of a layer of a stack: of a turn of several, one for each of its layers with
+    experts, but for their loss."""
+    if not part.expert_paths:
+        return {}
+    more = (len(part.expert_paths),) if len(part.blocks) > 1 else ()
+    shapes = expert_sums(config)
+    return {name: () if name == "loss" else (*more, *shape) for name, shape in shapes.items()}
+
+
+def join_sums(found: Sequence[Sums]) -> Sums:
+    """The sums of a turn, from those of its layers with experts."""
+    joined = {name: jnp.stack([one[name] for one in found]) for name in found[0]}
+    return {**joined, **({"loss": jnp.sum(joined["loss"])} if "loss" in joined else {})}
+
+
+def adjust_biases(
+    part: Part, params: Params, load: jax.Array, change: Callable[[jax.Array], jax.Array]
+) -> Params:
+    """The parameters of a stack with `change(load_LE)` added to the biases of its routers.
+
+    Args:
+      load: of a stack, in the order of its rows, as `part_sums` says.
+    """
+    for number, path in enumerate(part.expert_paths):
+        load_LE = load[:, number] if path else load
+        params = add_at_path(params, (*path, "mlp", "router_bias"), change(load_LE))
+    return params

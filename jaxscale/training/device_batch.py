@@ -1,0 +1,185 @@
+"""Batches on the mesh: checked on the host, in the order of the context ranks, then transferred."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxscale.batch import Batch, ShardedBatch
+from jaxscale.config import Config
+from jaxscale.ops.attention.context_chunks import balanced_order
+from jaxscale.sharding.layout_checks import check_divides, check_sequence
+
+
+def shard_batch(
+    batch: Batch,
+    config: Config,
+    sharding: NamedSharding,
+    global_batch_size: int | None,
+    prepare: Callable[[Batch], Batch] | None = None,
+    num_classes: int | None = None,
+) -> ShardedBatch:
+    """`Engine.shard`, for a config's layout and the sharding of its batches; `prepare` is the
+    model's, and so is `num_classes`, that targets are of; None is the vocabulary."""
+    _check_fields(batch)
+    _check_values(batch, config.model)
+    batch = prepare(batch) if prepare else batch
+    _check_targets(batch, config.model.vocab_size, num_classes)
+    if config.data.one_document:
+        _check_one_document(batch.segments, config.data.objective)
+    rows, seq_len = batch.tokens.shape
+    held = range(rows)
+    if global_batch_size is not None:
+        held, rows = local_rows(sharding, global_batch_size), global_batch_size
+        if len(held) != len(batch.tokens):
+            raise ValueError(
+                f"the batch has {len(batch.tokens)} rows, and this process's devices hold "
+                f"{len(held)} of global_batch_size = {rows}; load those of engine.local_rows"
+            )
+    _check_shape(config, rows, seq_len)
+    for name, field in dict(batch.extras).items():
+        try:
+            _check_shape(config, rows, field.shape[1])
+        except ValueError as error:
+            raise ValueError(f"batch.extras[{name!r}], like any sequence: {error}") from None
+    every_row = np.arange(rows)
+    place = {row: i for i, row in enumerate(held)}
+
+    def on_devices(field: np.ndarray) -> jax.Array:
+        order = balanced_order(field.shape[1], config.layout.context)
+
+        def part(index):
+            return field[[place[row] for row in every_row[index[0]]]][:, order[index[1]]]
+
+        return jax.make_array_from_callback((rows, field.shape[1]), sharding, part)
+
+    return ShardedBatch(*jax.tree.map(on_devices, batch))
+
+
+def check_rows(config: Config, rows: int) -> None:
+    """Refuses a number of rows of a batch that does not divide over the layout.
+
+    Raises:
+      ValueError: names the nearest that does.
+    """
+    _check_shape(config, rows, config.data.seq_len)
+
+
+@functools.cache
+def local_rows(sharding: NamedSharding, global_batch_size: int) -> tuple[int, ...]:
+    """The rows of a batch that this process's devices hold, in order."""
+    shape = (global_batch_size, sharding.mesh.shape["context"])
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    every_row = np.arange(global_batch_size)
+    return tuple(sorted({int(row) for index in indices if index for row in every_row[index[0]]}))
+
+
+def unpack_sharded(batch: Batch) -> Batch:
+    """The fields of a sharded batch, for a traced step: the check runs at tracing only.
+
+    Raises:
+      ValueError: the batch was not returned by `Engine.shard`.
+    """
+    if not isinstance(batch, ShardedBatch):
+        raise ValueError(
+            f"the batch is a {type(batch).__name__}; a step takes only what engine.shard returns, "
+            "which orders tokens for the ranks of context: pass engine.shard(batch)"
+        )
+    return Batch(*batch)
+
+
+def _check_fields(batch: Any) -> None:
+    if isinstance(batch, ShardedBatch):
+        raise ValueError("the batch is a ShardedBatch already: pass it to engine.step as it is")
+    if not isinstance(batch, Batch):
+        raise ValueError(f"the batch is a {type(batch).__name__}; pass a jaxscale.Batch")
+    fields = batch._asdict()
+    extras, noise = fields.pop("extras"), fields.pop("noise")
+    if noise != ():
+        raise ValueError("batch.noise is given; leave it out: a step makes its own")
+    if extras != () and not isinstance(extras, dict):
+        raise ValueError(f"batch.extras is a {_kind(extras)}; pass a dictionary of arrays")
+    for name, field in fields.items():
+        _check_array(name, field, ("float32",) if name == "weights" else ("int32",))
+        if field.shape != batch.tokens.shape:
+            raise ValueError(
+                f"batch.{name} has shape {field.shape}, and batch.tokens {batch.tokens.shape}; "
+                "every field is [batch, seq]"
+            )
+    for name, field in dict(extras).items():
+        _check_array(f"extras[{name!r}]", field, ("int32", "float32"))
+        if len(field) != len(batch.tokens):
+            raise ValueError(
+                f"batch.extras[{name!r}] has shape {field.shape}, and batch.tokens "
+                f"{batch.tokens.shape}; it is [batch, a length of its own]"
+            )
+
+
+def _check_values(batch: Batch, model: Any) -> None:
+    """Refuses what a gather on a device would clip without a word."""
+    vocabulary, at_most = model.vocab_size, f"below model.vocab_size = {model.vocab_size}"
+    _check_range("tokens", batch.tokens, vocabulary, at_most)
+    if getattr(model, "positions", "") == "learned":
+        at_most = f"below model.max_seq_len = {model.max_seq_len}"
+        _check_range("positions", batch.positions, model.max_seq_len, at_most)
+    else:
+        _check_range("positions", batch.positions, 2**31, "of 32 bits")
+    if not np.isfinite(batch.weights).all():
+        raise ValueError("batch.weights are not all finite; 0 leaves a token out of the loss")
+
+
+def _check_targets(batch: Batch, vocab_size: int, num_classes: int | None) -> None:
+    """Refuses what is none of the head's classes, which are the vocabulary by default."""
+    targets, end = np.where(batch.weights != 0, batch.targets, 0), num_classes or vocab_size
+    at_most = f"below model.vocab_size = {vocab_size}"
+    if end != vocab_size:
+        at_most = f"below the {end} classes of the model's head (num_classes)"
+    _check_range("targets with weights", targets, end, at_most)
+
+
+def _check_one_document(segments: np.ndarray, objective: str) -> None:
+    """Refuses documents in a row that kernels of attention would not keep apart."""
+    lengths = np.count_nonzero(segments == 1, axis=1)
+    wrong = (segments != (np.arange(segments.shape[1]) < lengths[:, None])).any(axis=1)
+    if wrong.any():
+        raise ValueError(
+            f"data.objective = {objective!r} takes rows of one document, segments 1 ... 1, and "
+            f"then padding, 0 ... 0, and row {wrong.argmax()} of batch.segments is not one; pass "
+            "such rows, or set data.objective = 'causal', which keeps documents apart"
+        )
+
+
+def _check_range(name: str, field: np.ndarray, end: int, at_most: str) -> None:
+    if field.size and not 0 <= field.min() <= field.max() < end:
+        raise ValueError(
+            f"batch.{name} are from {field.min()} to {field.max()}; they must be at least 0 and "
+            f"{at_most}"
+        )
+
+
+def _check_array(name: str, field: Any, wanted: tuple[str, ...]) -> None:
+    allowed = " or ".join(wanted)
+    if not isinstance(field, np.ndarray):
+        raise ValueError(f"batch.{name} is a {_kind(field)}; pass a NumPy array of {allowed}")
+    if field.dtype not in wanted:
+        raise ValueError(f"batch.{name} is {field.dtype}; pass {allowed}")
+    if field.ndim != 2:
+        raise ValueError(f"batch.{name} has shape {field.shape}; it is [batch, seq]")
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__name__}"
+
+
+def _check_shape(config: Config, rows: int, seq_len: int) -> None:
+    """Refuses a batch of another shape than the config's if it does not divide over the layout."""
+    data = config.data
+    if (rows, seq_len) != (data.global_batch_size, data.seq_len):
+        data = dataclasses.replace(data, global_batch_size=rows, seq_len=seq_len)
+        config = dataclasses.replace(config, data=data)
+        check_divides(config)
+        check_sequence(config)
