@@ -6,13 +6,13 @@ In all memory formulas the integers of a layout may be int arrays [N], for N lay
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from jaxscale.config.layout import Layout
+from jaxscale.config.layout import Layout, parse_remat
 from jaxscale.config.model.lora import is_adapter
 from jaxscale.sharding.rules import WEIGHTS, Axes, spreads_outer
 
@@ -159,3 +159,190 @@ class ModelTrace:
             any("experts" in array.axes for array in arrays if array.name.startswith(path))
             for path in paths
         )
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A matmul with weights, as the layers of a stack have it."""
+
+    inputs: int  # contracted features
+    outputs: tuple[tuple[int, int], ...]  # of each weight: heads or features, and features of each
+    over: str = ""  # what ranks of tensor divide: "outputs", "inputs" or nothing
+    names: tuple[str, ...] = ()  # of `layout.BLOCK_TENSORS`, of what each weight makes
+    tokens: float = 1.0  # rows for each token of the stack's sequence
+    share: float = 1.0  # of the stack's layers
+
+    @property
+    def of_shared(self) -> bool:
+        """Whether it is that of a shared expert."""
+        return any(name.startswith("shared") for name in self.names)
+
+    @property
+    def features(self) -> int:
+        """Of all outputs."""
+        return sum(units * each for units, each in self.outputs)
+
+    @property
+    def flops(self) -> float:
+        """For a token, in a mean layer of the stack."""
+        return 2.0 * self.inputs * self.features * self.tokens * self.share
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A call of `Kernels.attend`, as the layers of a stack have it."""
+
+    heads: int
+    kv_heads: int
+    features: int  # of a query and of a key
+    value_features: int
+    keys: float  # that a query attends to, on average
+    length: float  # of a sequence in which it does: of keys, or twice a causal mean
+    share: float = 1.0  # of the stack's layers
+
+    @property
+    def flops(self) -> float:
+        """For a token, in a mean layer of the stack."""
+        return 2.0 * self.heads * (self.features + self.value_features) * self.keys * self.share
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The experts that a router chooses from, as the layers of a stack have them."""
+
+    count: int
+    choices: int  # of a token
+    width: int  # of what they read
+    hidden: int
+    gated: bool
+    share: float = 1.0  # of the stack's layers
+
+    @property
+    def router_flops(self) -> float:
+        """For a token, in a mean layer of the stack."""
+        return 2.0 * self.width * self.count * self.share
+
+    @property
+    def flops(self) -> float:
+        """The same with its experts."""
+        each = 2.0 * (2 + self.gated) * self.width * self.hidden
+        return self.choices * each * self.share + self.router_flops
+
+
+@dataclass(frozen=True)
+class StackWork:
+    """What the layers of a stack compute, forward: a mean layer, for a token of its sequence."""
+
+    name: str
+    num_layers: int  # of the model
+    seq_len: int
+    matmuls: tuple[Matmul, ...]
+    attention: tuple[Attention, ...]
+    experts: tuple[RoutedExperts, ...] = ()
+    branches: float = 0.0  # what adds to the residual stream: attention, an MLP
+    sent: float = 0.0  # of them, those whose input and output ranks of tensor exchange
+    rotated: float = 0.0  # features of queries and keys with rotary positions
+    opened: float = 0.0  # features out of an MLP's first matrices, without routed experts
+    hidden: float = 0.0  # and into its last one
+    read: float = 0.0  # inputs of matmuls
+    made: float = 0.0  # their outputs
+    scan_flops: float = 0.0  # of state-space mixers
+    scan_bytes: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        """Of a mean layer, for a token."""
+        return self.matmul_flops + sum(one.flops for one in self.attention)
+
+    @property
+    def matmul_flops(self) -> float:
+        """The same without attention's own matmuls."""
+        return sum(one.flops for one in (*self.matmuls, *self.experts))
+
+    def recomputed(self, remat: str) -> float:
+        """FLOPs of a mean layer and a token that a policy of `Layout.remat` repeats."""
+        policy = parse_remat(remat)
+        core = 0.0 if "attention" in policy.names else sum(one.flops for one in self.attention)
+        if policy.kind == "save_all_but_attention" or not policy.by_names:
+            return core * (policy.kind == "save_all_but_attention")
+        return core + self.recomputed_matmuls(policy.names)
+
+    def recomputed_matmuls(self, names: Collection[str], *, last: bool = False) -> float:
+        """FLOPs of matmuls whose results a policy by names does not save; those of experts are up,
+        gate and down.
+
+        Args:
+          last: whether the last matmul of an MLP is repeated, whose result no backward pass needs.
+        """
+        found = 0.0
+        for one in self.matmuls:
+            made = [name.replace("shared", "mlp") for name in one.names]
+            if "mlp_down" in made:
+                found += one.flops * last
+                continue
+            each = [units * size for units, size in one.outputs]
+            saved = sum(size for size, name in zip(each, made) if name in names)
+            found += one.flops * (1 - saved / one.features)
+        for one in self.experts:
+            matrices = ("mlp_up", "mlp_gate")[: 1 + one.gated]
+            unsaved = sum(name not in names for name in matrices) + last
+            inside = one.flops - one.router_flops
+            found += one.router_flops + inside * unsaved / (len(matrices) + 1)
+        return found
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """What a model computes and holds, as the planner prices it."""
+
+    stacks: tuple[StackWork, ...]
+    layers: int  # over which the work of all stacks is averaged: those of the output sequence
+    seq_len: int  # of the output sequence
+    width: int  # of the residual stream
+    vocab: int  # padding rows included
+    block_params: int
+    routed_params: int  # of them, those of routed experts
+    embedding_params: int
+    head_params: int
+    tied: bool
+    head_passes: int = 1
+    transform_flops: float = 0.0  # of the head's other matmuls, for a token
+    extra_predictions: int = 0  # further layers with a head pass each, on the head's rank
+
+    def share(self, stack: StackWork) -> float:
+        """Layers of a stack for each of `layers`."""
+        return stack.num_layers / self.layers
+
+    def tokens(self, stack: StackWork) -> float:
+        """Tokens of a stack for each of the output sequence."""
+        return stack.seq_len / self.seq_len
+
+    def alone(self, stack: StackWork) -> "ModelWork":
+        """One stack as a model of its own, with the parameters of the whole."""
+        return replace(self, stacks=(stack,), layers=stack.num_layers, seq_len=stack.seq_len)
+
+    @property
+    def head_flops(self) -> float:
+        """Of the logits of one token, forward, in all passes of the head."""
+        return 2.0 * self.head_passes * self.width * self.vocab + self.transform_flops
+
+    @property
+    def sequence_flops(self) -> float:
+        """Of a sequence, forward."""
+        layers = sum(one.num_layers * one.seq_len * one.flops for one in self.stacks)
+        return layers + self.seq_len * self.head_flops
+
+    def recomputed_flops(self, remat: str) -> float:
+        """FLOPs of a sequence that a remat policy repeats: of what it does not save, but for the
+        last matmul of an MLP, whose result no backward pass needs."""
+        return sum(one.num_layers * one.seq_len * one.recomputed(remat) for one in self.stacks)
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer; 0 without."""
+        return max((one.count for stack in self.stacks for one in stack.experts), default=0)
+
+    @property
+    def source_len(self) -> int:
+        """Tokens of the sequences that other stacks read; 0 where there are none."""
+        return max((one.seq_len for one in self.stacks if one.seq_len != self.seq_len), default=0)

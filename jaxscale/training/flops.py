@@ -70,11 +70,21 @@ def step_flops(config: Config, model: Model, recomputed: float = 0.0) -> StepFlo
 
 def example(config: Config, model: Model) -> Batch:
     """The shapes of one example of a run."""
-    ints = jax.ShapeDtypeStruct((1, config.data.output_len), np.int32)
-    floats = jax.ShapeDtypeStruct((1, config.data.output_len), np.float32)
+    return example_of(model, config.data.seq_len, config.data.output_len)
+
+
+def example_of(model: Model, seq_len: int, output_len: int) -> Batch:
+    """The shapes of one example.
+
+    Args:
+      seq_len: tokens of a sequence; of an encoder's, where there is one.
+      output_len: tokens that are predicted.
+    """
+    ints = jax.ShapeDtypeStruct((1, output_len), np.int32)
+    floats = jax.ShapeDtypeStruct((1, output_len), np.float32)
     extras = {
         name: jax.ShapeDtypeStruct((1, length), dtype)
-        for name, (length, dtype) in model.extras(config.data.seq_len).items()
+        for name, (length, dtype) in model.extras(seq_len).items()
     }
     return Batch(ints, ints, ints, ints, floats, extras or ())
 

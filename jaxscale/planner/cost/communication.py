@@ -13,9 +13,13 @@ import numpy as np
 
 from jaxscale.planner.cost import collectives
 from jaxscale.planner.cost.collectives import Levels
-from jaxscale.planner.cost.tensor_volumes import recomputed_features, stream_collectives
+from jaxscale.planner.cost.tensor_volumes import (
+    recomputed_features,
+    returned_features,
+    stream_collectives,
+)
 from jaxscale.planner.model.parallelism import Parallelism
-from jaxscale.planner.model.shape import ModelShape
+from jaxscale.sharding.model_trace import ModelWork, StackWork
 
 Floats = Any  # a float, or float [N]
 
@@ -40,28 +44,32 @@ class LayerTraffic:
 
 
 def layer_traffic(
-    shape: ModelShape, parallelism: Parallelism, levels: dict[str, Levels]
+    work: ModelWork, parallelism: Parallelism, levels: dict[str, Levels]
 ) -> LayerTraffic:
-    """The communication of one micro-batch in an average layer; an encoder's layers are spread over
-    the decoder's, and its output travels with the decoder's stream."""
-    tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
-    stream = 2.0 * tokens * shape.d_model
-    tensor = _tensor(shape, parallelism, levels, stream)
-    sent = stream * (1 + shape.encoder_seq_len / shape.seq_len)
-    if shape.encoder_layers:
-        share = shape.encoder_layers / shape.layers
-        encoder = layer_traffic(shape.encoder, parallelism, levels).tensor
-        tensor = TensorTraffic(*(own + share * more for own, more in zip(tensor, encoder)))
-    return LayerTraffic(
-        tensor=tensor,
-        context=_context(shape, parallelism, levels["context"], tokens),
-        expert=_expert(shape, parallelism, levels["expert"], stream),
-        message=_message(parallelism, levels, sent),
-    )
+    """The communication of one micro-batch in an average layer, over which that of all stacks is
+    spread; the output of an encoder travels with the decoder's stream."""
+    tokens = np.asarray(parallelism.microbatch) * work.seq_len / parallelism.context
+    zeros = np.zeros(())
+    tensor, context, expert = TensorTraffic(*[zeros] * 4), (zeros, zeros), (zeros, zeros)
+    for stack in work.stacks:
+        own, share = tokens * work.tokens(stack), work.share(stack)
+        stream = 2.0 * own * work.width
+        sent = _tensor(work, stack, parallelism, levels, stream)
+        tensor = TensorTraffic(*(sum_ + share * one for sum_, one in zip(tensor, sent)))
+        held = _context(stack, parallelism, levels["context"], own)
+        context = tuple(sum_ + share * one for sum_, one in zip(context, held))
+        moved = _expert(stack, parallelism, levels["expert"], own)
+        expert = tuple(sum_ + share * one for sum_, one in zip(expert, moved))
+    streams = 2.0 * tokens * work.width * (1 + work.source_len / work.seq_len)
+    return LayerTraffic(tensor, context, expert, _message(parallelism, levels, streams))
 
 
 def _tensor(
-    shape: ModelShape, parallelism: Parallelism, levels: dict[str, Levels], stream: Floats
+    work: ModelWork,
+    stack: StackWork,
+    parallelism: Parallelism,
+    levels: dict[str, Levels],
+    stream: Floats,
 ) -> TensorTraffic:
     """Two all-reduces of the residual stream per pass; with sequence parallelism each of them is a
     reduce-scatter, and an all-gather before the next matmul. Where tensor has rows, those of a
@@ -69,83 +77,73 @@ def _tensor(
     stream, logits included, and of the gradients of what matmuls back into it take. In our layers
     the stream is gathered again, too (`tensor_volumes`); others repeat a forward pass that they
     recompute."""
-    blocks = shape.attending / shape.layers + shape.with_mlp / shape.layers
+    branches = stack.sent
     if parallelism.traits.folded_experts:  # experts are not split: no all-reduce
-        blocks = blocks - shape.expert_layers / shape.layers * (shape.shared_experts == 0)
-    if shape.mixer:
-        blocks = blocks + shape.mixer.layers / shape.layers
-    if shape.encoder_layers:
-        blocks = blocks + 1  # cross attention
+        shared = any(one.of_shared for one in stack.matmuls)
+        branches = branches - sum(one.share for one in stack.experts) * (not shared)
     share = stream / parallelism.tensor_rows
     if parallelism.traits.sequence_parallel:
         one = 2 * collectives.gather_seconds(levels["tensor"], share)
     else:
         one = collectives.reduce_seconds(levels["tensor"], share)
-    once = blocks * one
+    once = branches * one
     if not parallelism.traits.own_engine:
         full = parallelism.remat_share if parallelism.remat == "full" else 0.0
         return TensorTraffic(once, once, 0.0 * once, full * once)
-    results, gradients, logits = _over_rows(shape, parallelism, levels["tensor_rows"], stream)
-    counts, (made, again) = stream_collectives(parallelism), recomputed_features(shape, parallelism)
+    each = stream / work.width / parallelism.tensor_columns  # a feature of every token
+
+    def over_rows(features: float) -> Floats:
+        return collectives.reduce_seconds(levels["tensor_rows"], each * features)
+
+    counts, (made, again) = stream_collectives(parallelism), recomputed_features(stack, parallelism)
+    logits = 2 * over_rows(work.vocab) / work.layers  # in 32 bits
     return TensorTraffic(
-        forward=once + results + logits,
-        input=once + gradients,
+        forward=once + over_rows(made) + logits,
+        input=once + over_rows(returned_features(stack)),
         weights=once * counts.weights / counts.forward,
-        recompute=once * counts.recompute / counts.forward + results * again / max(made, 1),
+        recompute=once * counts.recompute / counts.forward + over_rows(again),
     )
 
 
-def _over_rows(
-    shape: ModelShape, parallelism: Parallelism, levels: Levels, stream: Floats
-) -> tuple[Floats, Floats, Floats]:
-    """All-reduces over rows of an average layer: of results, of gradients, and of its share of the
-    logits."""
-    each = stream / shape.d_model / parallelism.tensor_columns  # a feature of every token
-
-    def seconds(features: float) -> Floats:
-        return collectives.reduce_seconds(levels, each * features)
-
-    attention = shape.attending / shape.layers
-    mlp = shape.with_mlp / shape.layers
-    queries, keys = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
-    results = attention * seconds(queries + keys) + mlp * seconds((1 + shape.gated) * shape.d_ff)
-    gradients = attention * seconds(queries) + mlp * seconds(shape.d_ff)
-    return results, gradients, 2 * seconds(shape.vocab) / shape.layers  # logits in 32 bits
-
-
-def _context(shape: ModelShape, parallelism: Parallelism, levels: Levels, tokens: Floats) -> tuple:
+def _context(
+    stack: StackWork, parallelism: Parallelism, levels: Levels, tokens: Floats
+) -> tuple[Floats, Floats]:
     """Keys and values go round the ring, or are all-gathered; in the backward pass with their
     gradients. Or queries, keys, values and outputs are exchanged, and all of their gradients."""
     c, t = np.asarray(parallelism.context), np.asarray(parallelism.tensor)
-    if shape.latent:
-        width = shape.heads / t * (2 * shape.latent.nope_dim)
-    else:
-        width = 2 * shape.head_dim * np.maximum(1, shape.kv_heads / t)
-    share = shape.attending / shape.layers
-    if parallelism.context_method == "ulysses":
-        heads = 2 * (shape.heads / t + np.maximum(shape.kv_heads / t, c))  # keys: at least one each
-        both = collectives.exchange_seconds(levels, 2.0 * tokens * shape.head_dim * heads)
-        return share * both, share * both
-    # Keys outside a window are not needed, but whole chunks are sent.
-    held = 2.0 * tokens * width
-    if parallelism.context_method == "ring":
-        forward = (c - 1) * collectives.send_seconds(levels, held)
-    else:
-        forward = collectives.gather_seconds(levels, held * c)
-    return share * forward, 2 * share * forward
+    forward = backward = np.zeros(())
+    for one in stack.attention:
+        width = one.features + one.value_features
+        heads = np.maximum(1, one.kv_heads / t)
+        if parallelism.context_method == "ulysses":
+            keys = np.maximum(one.kv_heads / t, c)  # at least one each
+            exchanged = 2.0 * tokens * width * (one.heads / t + keys)
+            both = one.share * collectives.exchange_seconds(levels, exchanged)
+            forward, backward = forward + both, backward + both
+            continue
+        # Keys outside a window are not needed, but whole chunks are sent.
+        held = 2.0 * tokens * width * heads
+        if parallelism.context_method == "ring":
+            sent = one.share * (c - 1) * collectives.send_seconds(levels, held)
+        else:
+            sent = one.share * collectives.gather_seconds(levels, held * c)
+        forward, backward = forward + sent, backward + 2 * sent
+    return forward, backward
 
 
-def _expert(shape: ModelShape, parallelism: Parallelism, levels: Levels, stream: Floats) -> tuple:
+def _expert(
+    stack: StackWork, parallelism: Parallelism, levels: Levels, tokens: Floats
+) -> tuple[Floats, Floats]:
     """Dispatch and combine: two all-to-alls in each pass."""
-    if not shape.expert_layers:
-        return 0.0, 0.0
-    held = stream * shape.top_k * parallelism.imbalance * shape.routed_width / shape.d_model
-    if parallelism.traits.folded_experts:
-        held = held / parallelism.tensor
-    merged = shape.top_k if parallelism.traits.merged_dispatch else 0
-    one = 2 * collectives.exchange_seconds(levels, held, merged=merged)
-    one = one * shape.expert_layers / shape.layers
-    return one, one
+    total = np.zeros(())
+    for one in stack.experts:
+        held = 2.0 * tokens * one.choices * parallelism.imbalance * one.width
+        if parallelism.traits.folded_experts:
+            held = held / parallelism.tensor
+        merged = one.choices if parallelism.traits.merged_dispatch else 0
+        sent = 2 * collectives.exchange_seconds(levels, held, merged=merged)
+        total = total + sent * one.share
+    return total, total
 
 
 def _message(parallelism: Parallelism, levels: dict[str, Levels], stream: Floats) -> Floats:
@@ -169,7 +167,7 @@ class StateTraffic:
     ends: Floats  # exchange of tied embedding gradients between first and last pipeline rank
 
 
-def local_params(shape: ModelShape, parallelism: Parallelism) -> tuple[Floats, Floats]:
+def local_params(work: ModelWork, parallelism: Parallelism) -> tuple[Floats, Floats]:
     """Parameters of one device before ZeRO shards them: of layers, and of embedding and head.
 
     The ends of a pipeline hold embedding and head; the busiest device has one of them.
@@ -177,24 +175,24 @@ def local_params(shape: ModelShape, parallelism: Parallelism) -> tuple[Floats, F
     t, p, x = (
         np.asarray(v) for v in (parallelism.tensor, parallelism.pipeline, parallelism.expert)
     )
-    wide = shape.experts and not parallelism.traits.folded_experts
-    routed = shape.routed_params / x / (t if wide else 1)
-    layers = ((shape.block_params - shape.routed_params) / t + routed) / p
+    wide = work.num_experts and not parallelism.traits.folded_experts
+    routed = work.routed_params / x / (t if wide else 1)
+    layers = ((work.block_params - work.routed_params) / t + routed) / p
     ends = np.where(
         p > 1,
-        max(shape.embedding_params, shape.embedding_params if shape.tied else shape.head_params),
-        shape.embedding_params + shape.head_params,
+        max(work.embedding_params, work.embedding_params if work.tied else work.head_params),
+        work.embedding_params + work.head_params,
     )
     return layers, ends / t
 
 
 def state_traffic(
-    shape: ModelShape, parallelism: Parallelism, levels: dict[str, Levels]
+    work: ModelWork, parallelism: Parallelism, levels: dict[str, Levels]
 ) -> StateTraffic:
     """The state collectives of a step, each done once."""
-    layers, outer = local_params(shape, parallelism)
+    layers, outer = local_params(work, parallelism)
     held, zero, data = layers + outer, levels["zero"], levels["data"]
-    count = np.maximum(1.0, shape.layers / np.asarray(parallelism.pipeline))
+    count = np.maximum(1.0, work.layers / np.asarray(parallelism.pipeline))
     width = 0.0 if parallelism.traits.frozen else parallelism.traits.gradient_bytes
     ranks = collectives.group_size(zero)
     both = collectives.reduce_seconds(zero, width * held) + collectives.reduce_seconds(
@@ -205,9 +203,9 @@ def state_traffic(
     t, p, x = (
         np.asarray(v) for v in (parallelism.tensor, parallelism.pipeline, parallelism.expert)
     )
-    common = width * own * (held - shape.routed_params / (x * t * p))
+    common = width * own * (held - work.routed_params / (x * t * p))
     # First and last pipeline rank add up the gradients of a tied embedding.
-    tied = width * shape.embedding_params / parallelism.tensor if shape.tied else 0.0
+    tied = width * work.embedding_params / parallelism.tensor if work.tied else 0.0
     ends = collectives.send_seconds(levels["pipeline"], tied)
     return StateTraffic(
         gather=count * collectives.gather_seconds(zero, 2.0 * layers / count),

@@ -1,8 +1,4 @@
-"""Compute seconds of one device in a layer, and in the head, for one micro-batch.
-
-Letters: T tokens of a micro-batch on a device, D d_model, H heads, K kv_heads, E head_dim, F d_ff,
-V vocab, t ranks of tensor.
-"""
+"""Compute seconds of one device in a layer, and in the head, for one micro-batch."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -14,7 +10,7 @@ from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.elementwise import elementwise_seconds
 from jaxscale.planner.cost.matmuls import matmul_pass_seconds
 from jaxscale.planner.model.parallelism import Parallelism
-from jaxscale.planner.model.shape import ModelShape
+from jaxscale.sharding.model_trace import ModelWork, StackWork
 
 Floats = Any  # a float, or float [N]
 
@@ -69,90 +65,78 @@ class LayerCompute:
         return self.backward_input + self.backward_weights
 
 
-def layer_compute(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> LayerCompute:
-    """The compute of an average layer; an encoder's layers are spread over the decoder's."""
-    decoder = _decoder_compute(shape, cluster, parallelism)
-    if not shape.encoder_layers:
-        return decoder
-    encoder = _decoder_compute(shape.encoder, cluster, parallelism)
-    share = shape.encoder_layers / shape.layers
-    names = ("forward", "backward_input", "backward_weights", "recompute")
-    both = {name: getattr(decoder, name) + getattr(encoder, name) * share for name in names}
-    return replace(decoder, **both)
+def layer_compute(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> LayerCompute:
+    """The compute of an average layer, over which that of all stacks is spread, and of the head."""
+    total = [ComputeSeconds()] * 4
+    for stack in work.stacks:
+        passes = _stack_compute(work, stack, cluster, parallelism)
+        share = work.share(stack)
+        total = [sum_ + one * share for sum_, one in zip(total, passes)]
+    forward, inputs, weights, recompute = total
+    # Multi-token prediction layers are on the rank of the head.
+    extra, tokens = work.extra_predictions, _tokens(work.seq_len, parallelism)
+    head, head_back = (
+        _head(work, cluster, parallelism, tokens, backward=back) * (work.head_passes + extra)
+        for back in (False, True)
+    )
+    return LayerCompute(
+        forward=forward,
+        backward_input=inputs,
+        backward_weights=weights,
+        recompute=recompute,
+        head_forward=head + forward * extra,
+        head_backward=head_back + (inputs + weights) * extra,
+    )
 
 
-def _decoder_compute(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> LayerCompute:
-    """The same without an encoder's layers, of which cross attention reads the output."""
-    tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
-    forward, inputs, weights = matmul_pass_seconds(shape, cluster, parallelism, tokens)
-    attention = _attention(shape, cluster, parallelism, tokens)
-    elementwise = elementwise_seconds(shape, cluster, parallelism, tokens)
-    launches = _waiting(shape, parallelism)
+def _tokens(seq_len: int, parallelism: Parallelism) -> Floats:
+    """Of a micro-batch on a device."""
+    return np.asarray(parallelism.microbatch) * seq_len / parallelism.context
+
+
+def _stack_compute(
+    work: ModelWork, stack: StackWork, cluster: Cluster, parallelism: Parallelism
+) -> list[ComputeSeconds]:
+    """An average layer of a stack: forward, B, W, R."""
+    tokens = _tokens(stack.seq_len, parallelism)
+    forward, inputs, weights = matmul_pass_seconds(stack, cluster, parallelism, tokens)
+    attention = _attention(stack, cluster, parallelism, tokens)
+    elementwise = elementwise_seconds(stack, work.width, cluster, parallelism, tokens)
+    launches = _waiting(stack, parallelism)
     if parallelism.traits.frozen:
         weights = np.zeros(())
-    passes = [
-        ComputeSeconds(forward, attention[0], elementwise[0]),
-        ComputeSeconds(inputs, attention[1], elementwise[1] * 0.7),
-        ComputeSeconds(weights, 0.0, elementwise[1] * 0.3),
-    ]
-    first, second, third = passes
+    first = ComputeSeconds(forward, attention[0], elementwise[0])
+    second = ComputeSeconds(inputs, attention[1], elementwise[1] * 0.7)
+    third = ComputeSeconds(weights, 0.0, elementwise[1] * 0.3)
     ahead = 0.0 if parallelism.traits.blocking else 1.0  # whether the host runs ahead
     first = replace(first, waiting=np.maximum(0, launches[0] - ahead * first.seconds))
     back = second.seconds + third.seconds
     second = replace(second, waiting=np.maximum(0, launches[1] - ahead * back))
-    # Multi-token prediction layers are on the rank of the head.
-    extra = shape.extra_predictions
-    head, head_back = (
-        _head(shape, cluster, parallelism, tokens, backward=back) * (shape.head_passes + extra)
-        for back in (False, True)
-    )
-    return LayerCompute(
-        forward=first,
-        backward_input=second,
-        backward_weights=third,
-        recompute=_recompute(shape, cluster, parallelism, first),
-        head_forward=head + first * extra,
-        head_backward=head_back + (second + third) * extra,
-    )
+    return [first, second, third, _recompute(work, stack, cluster, parallelism, first)]
 
 
 def _attention(
-    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, tokens: Floats
+    stack: StackWork, cluster: Cluster, parallelism: Parallelism, tokens: Floats
 ) -> tuple:
-    """Core attention and scans, forward and backward, of an average layer of a decoder."""
+    """Core attention and scans, forward and backward, of an average layer."""
     # Rows of tensor repeat what lies between the projections.
     traits, t = parallelism.traits, np.asarray(parallelism.tensor_columns)
-    share = shape.attending / shape.layers
-    scans = kernels.scan_seconds(cluster, tokens * _scan_flops(shape) / t)
-    if traits.attention != "written":
-        keys = shape.mean_keys if traits.attention_seen else float(shape.seq_len)
-        # A window counts as the sequence whose mean query sees as many keys.
-        reads = [(keys, 2 * keys if shape.causal else keys)]
-        if shape.encoder_layers:
-            reads.append((shape.encoder_seq_len, shape.encoder_seq_len))
-        seconds = [
-            sum(
-                kernels.flash_seconds(
-                    cluster,
-                    tokens * share * shape.core_flops(seen) / t,
-                    shape.head_dim,
-                    traits.attention,
-                    back,
-                    length / np.asarray(parallelism.context),
-                )
-                for seen, length in reads
+    scans = kernels.scan_seconds(cluster, tokens * stack.scan_flops / t)
+    if traits.attention == "written":
+        return _written_attention(stack, cluster, parallelism, tokens)
+    seconds = [scans, kernels.FLASH_BACKWARD * scans]
+    for one in stack.attention:
+        seen = one if traits.attention_seen else replace(one, keys=float(stack.seq_len))
+        for n, back in enumerate((False, True)):
+            seconds[n] = seconds[n] + kernels.flash_seconds(
+                cluster,
+                tokens * seen.flops / t,
+                one.features,
+                traits.attention,
+                back,
+                one.length / np.asarray(parallelism.context),
             )
-            for back in (False, True)
-        ]
-        return seconds[0] + scans, seconds[1] + kernels.FLASH_BACKWARD * scans
-    return _written_attention(shape, cluster, parallelism, tokens, share)
-
-
-def _scan_flops(shape: ModelShape) -> float:
-    """FLOPs of the scan, per token of an average layer."""
-    if not shape.mixer:
-        return 0.0
-    return shape.mixer.layers / shape.layers * (shape.mixer_flops - 2.0 * shape.mixer_params)
+    return seconds[0], seconds[1]
 
 
 SCORE_BYTES = (9, 11)
@@ -160,10 +144,12 @@ SCORE_BYTES = (9, 11)
 writes, dropout reads, writes and saves a mask (16 bits, a fused masked softmax)."""
 
 
-def _written_attention(shape, cluster, parallelism, tokens, share) -> tuple:
+def _written_attention(
+    stack: StackWork, cluster: Cluster, parallelism: Parallelism, tokens: Floats
+) -> tuple:
     """Unfused attention: batched matmuls, softmax and dropout."""
-    heads = shape.heads / np.asarray(parallelism.tensor_columns)
-    s, e = shape.seq_len, shape.head_dim
+    one, s = stack.attention[0], stack.seq_len
+    heads, e = one.heads / np.asarray(parallelism.tensor_columns), one.features
     batch = tokens * parallelism.context / s * heads
     rows = s / np.asarray(parallelism.context)
     scores = kernels.matmul_seconds(cluster, rows, s, e, batch)
@@ -172,85 +158,86 @@ def _written_attention(shape, cluster, parallelism, tokens, share) -> tuple:
     elements = batch * rows * s
     forward = matmuls + kernels.memory_seconds(cluster, SCORE_BYTES[0] * elements, plain=True)
     backward = 2 * matmuls + kernels.memory_seconds(cluster, SCORE_BYTES[1] * elements, plain=True)
-    return share * forward, share * backward
+    return one.share * forward, one.share * backward
 
 
-def _waiting(shape: ModelShape, parallelism: Parallelism) -> tuple[Floats, Floats]:
+def _waiting(stack: StackWork, parallelism: Parallelism) -> tuple[Floats, Floats]:
     """Host seconds to launch the kernels of a layer's forward and backward pass."""
     graph = parallelism.traits.graph
     if not parallelism.traits.eager or graph == "step":
         return 0.0, 0.0
-    moe = shape.expert_layers / shape.layers
-    local = np.maximum(1, shape.experts / np.asarray(parallelism.expert))
+    moe = sum(one.share for one in stack.experts)
+    count = max((one.count for one in stack.experts), default=0)
+    local = np.maximum(1, count / np.asarray(parallelism.expert))
     each = KERNELS["expert" if parallelism.traits.matmul == "bfloat16" else "quantised"]
     recorded = graph == "modules"
     dense, experts = (0, 0) if recorded else KERNELS["dense"], KERNELS["experts"]
     experts = KERNELS["between"] if recorded else experts
     counts = [(1 - moe) * dense[n] + moe * (experts[n] + local * each[n]) for n in (0, 1)]
-    return counts[0] * parallelism.traits.launch_seconds, counts[
-        1
-    ] * parallelism.traits.launch_seconds
+    launch = parallelism.traits.launch_seconds
+    return counts[0] * launch, counts[1] * launch
 
 
 def _modules(
-    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, forward: ComputeSeconds
+    work: ModelWork,
+    stack: StackWork,
+    cluster: Cluster,
+    parallelism: Parallelism,
+    forward: ComputeSeconds,
 ) -> ComputeSeconds:
     """What Megatron recomputes for `recompute_modules`."""
     recompute, names = ComputeSeconds(), parallelism.remat.partition(":")[2].split(",")
-    if "mla_up_proj" in names and shape.latent:
-        rank = shape.latent
-        opened = rank.query_rank * (rank.nope_dim + rank.rope_dim)
-        opened += rank.kv_rank * (rank.nope_dim + rank.value_dim)
-        share = 2.0 * shape.heads * opened * shape.attending / shape.matmul_flops
+    if "mla_up_proj" in names:
+        opened = [one for one in stack.matmuls if {"query", "key"} & {*one.names}]
+        opened = [one for one in opened if one.inputs != work.width]
+        share = sum(one.flops for one in opened) / stack.matmul_flops
         recompute = recompute + ComputeSeconds(matmul=forward.matmul * share)
-    if "moe" in names and shape.experts:
-        rest = replace(shape, experts=0, mlp_layers=shape.dense_layers)
-        tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
+    if "moe" in names and stack.experts:
+        shared = [one for one in stack.matmuls if one.of_shared]
+        inside = sum(one.inputs * one.share for one in shared if one.over == "inputs")
+        opened = sum(one.features * one.share for one in shared if one.over == "outputs")
+        rest = replace(
+            stack,
+            matmuls=tuple(one for one in stack.matmuls if not one.of_shared),
+            experts=(),
+            hidden=stack.hidden - inside,
+            opened=stack.opened - opened,
+            read=stack.read - inside,
+            made=stack.made - opened,
+        )
+        tokens = _tokens(stack.seq_len, parallelism)
+        plain = elementwise_seconds(rest, work.width, cluster, parallelism, tokens)[0]
         recompute = recompute + ComputeSeconds(
             matmul=forward.matmul - matmul_pass_seconds(rest, cluster, parallelism, tokens)[0],
-            elementwise=forward.elementwise
-            - elementwise_seconds(rest, cluster, parallelism, tokens)[0],
+            elementwise=forward.elementwise - plain,
         )
     return recompute
 
 
 def _recompute(
-    shape: ModelShape, cluster: Cluster, parallelism: Parallelism, forward: ComputeSeconds
+    work: ModelWork,
+    stack: StackWork,
+    cluster: Cluster,
+    parallelism: Parallelism,
+    forward: ComputeSeconds,
 ) -> ComputeSeconds:
     """What a remat policy recomputes of a forward pass."""
     remat = parallelism.remat
     if remat == "none":
         return ComputeSeconds()
     if remat.startswith("modules:"):
-        return _modules(shape, cluster, parallelism, forward)
+        return _modules(work, stack, cluster, parallelism, forward)
     if remat == "save_all_but_attention":
         return ComputeSeconds(attention=forward.attention)
     if remat == "save_matmuls":
         return ComputeSeconds(elementwise=forward.elementwise)
     names = remat.partition(":")[2].split(",") if ":" in remat else []
-    matmuls = {
-        "query": shape.heads,
-        "key": shape.kv_heads,
-        "value": shape.kv_heads,
-        "attention_out": shape.heads,
-    }
-    sizes = {name: 2.0 * shape.d_model * shape.head_dim * n for name, n in matmuls.items()}
-    if shape.encoder_layers:  # cross attention has the same; its keys are of the encoder's tokens
-        source = shape.encoder_seq_len / shape.seq_len
-        more = {"query": 2, "key": 1 + source, "value": 1 + source, "attention_out": 2}
-        sizes = {name: size * more[name] for name, size in sizes.items()}
-    mlp = 2.0 * shape.d_model * shape.d_ff
-    if shape.expert_layers:
-        mlp = shape.expert_flops / (3 if shape.expert_gated else 2)
-    sizes |= {"mlp_up": mlp, "mlp_gate": mlp if shape.gated else 0.0}
-    recomputed = sum(size for name, size in sizes.items() if name not in names)
     # A layer's last matmul is never recomputed, since the backward pass does not need its result;
     # trainers that recompute whole layers recompute it, too.
-    down = mlp if not parallelism.traits.lockstep else 0.0
-    share = (recomputed + down) / (sum(sizes.values()) + mlp)
+    again = stack.recomputed_matmuls(names, last=not parallelism.traits.lockstep)
     core = 0.0 if "attention" in names else 1.0
     return ComputeSeconds(
-        matmul=forward.matmul * share,
+        matmul=forward.matmul * again / stack.matmul_flops,
         attention=forward.attention * core,
         elementwise=forward.elementwise,
         waiting=forward.waiting,
@@ -263,9 +250,11 @@ bits twice; a plain one casts to 32 bits, subtracts, exponentiates and divides i
 """
 
 
-def _head(shape, cluster, parallelism, tokens, backward: bool) -> ComputeSeconds:
-    local = shape.vocab / np.asarray(parallelism.tensor_columns)
-    width = shape.d_model / parallelism.tensor_rows
+def _head(
+    work: ModelWork, cluster: Cluster, parallelism: Parallelism, tokens: Floats, backward: bool
+) -> ComputeSeconds:
+    local = work.vocab / np.asarray(parallelism.tensor_columns)
+    width = work.width / parallelism.tensor_rows
     matmul = kernels.matmul_seconds(cluster, tokens, local, width)
     width = LOSS_BYTES[parallelism.traits.loss][backward]
     return ComputeSeconds(

@@ -10,10 +10,10 @@ from jaxscale.planner.cost.communication import LayerTraffic
 from jaxscale.planner.cost.layer import LayerCompute
 from jaxscale.planner.cost.passes import LayerPass
 from jaxscale.planner.model.parallelism import Parallelism
-from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
 from jaxscale.planner.tables.state_ticks import TickCollectives, state_ticks
 from jaxscale.planner.tables.table_makespan import TableSpec
+from jaxscale.sharding.model_trace import ModelWork
 
 Floats = Any  # a float, or float [N]
 
@@ -27,16 +27,16 @@ class StageLayers:
     total: int
 
     @classmethod
-    def of(cls, shape: ModelShape, parallelism: Parallelism) -> "StageLayers":
+    def of(cls, work: ModelWork, parallelism: Parallelism) -> "StageLayers":
         p, v = np.asarray(parallelism.pipeline), np.asarray(parallelism.virtual_stages)
         ends = 2 * parallelism.traits.balanced_ends
-        most = np.ceil((shape.layers + ends * (p > 1)) / (p * v)) * v
+        most = np.ceil((work.layers + ends * (p > 1)) / (p * v)) * v
         if parallelism.traits.balanced_ends:
-            last = np.where(p > 1, most - 1, shape.layers)
+            last = np.where(p > 1, most - 1, work.layers)
         else:
-            last = np.where(p > 1, np.maximum(0, shape.layers - (p - 1) * most), shape.layers)
-            last = np.where(shape.layers % (p * v) == 0, most, last)
-        return cls(np.where(p > 1, most, float(shape.layers)), last, shape.layers)
+            last = np.where(p > 1, np.maximum(0, work.layers - (p - 1) * most), work.layers)
+            last = np.where(work.layers % (p * v) == 0, most, last)
+        return cls(np.where(p > 1, most, float(work.layers)), last, work.layers)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from jaxscale.planner.cost.layer import LayerCompute
 from jaxscale.planner.cost.passes import LayerPass, contention
 from jaxscale.planner.cost.pipeline import StageLayers
 from jaxscale.planner.model.parallelism import Parallelism
-from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables.state_ticks import TickCollectives
+from jaxscale.sharding.model_trace import ModelWork, StackWork
 from jaxscale.sharding.rules import LAYER_SHARD_AXES, shards_layers
 
 Floats = Any  # a float, or float [N]
@@ -164,8 +164,8 @@ def update_flops(parallelism: Parallelism) -> Floats:
     return total
 
 
-def optimizer_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
-    layers, outer = local_params(shape, parallelism)
+def optimizer_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> Floats:
+    layers, outer = local_params(work, parallelism)
     if parallelism.traits.frozen:
         return np.zeros(())
     shards = zero_stage.shards_state(np.asarray(parallelism.zero_stage))
@@ -175,9 +175,9 @@ def optimizer_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallel
     return memory_seconds(cluster, OPTIMIZER_BYTES * (layers + outer) / ranks) + matmuls
 
 
-def accumulate_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
+def accumulate_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> Floats:
     """Gradient accumulation over micro-batches: of shards, where ours are reduced in each."""
-    layers, outer = local_params(shape, parallelism)
+    layers, outer = local_params(work, parallelism)
     m = np.asarray(parallelism.microbatches, float)
     m = np.where((m > 1) & (not parallelism.traits.frozen), m, 0.0)
     by_layer = parallelism.pipeline_gather == "layer"
@@ -189,12 +189,12 @@ def accumulate_seconds(shape: ModelShape, cluster: Cluster, parallelism: Paralle
     return m * memory_seconds(cluster, ACCUMULATE_BYTES * (layers + outer) / ranks)
 
 
-def weight_cast_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> Floats:
+def weight_cast_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> Floats:
     """Casts of weights to the compute type: once a step where they are kept, else in every pass
     over the layers."""
     if not parallelism.traits.casts_weights:
         return np.zeros(())
-    layers, outer = local_params(shape, parallelism)
+    layers, outer = local_params(work, parallelism)
     zero, ranks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.zero_ranks)
     kept = zero_stage.keeps(zero) & (ranks > 1)
     by_layer = parallelism.pipeline_gather == "layer"
@@ -208,7 +208,7 @@ def weight_cast_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parall
 
 
 def offload_seconds(
-    shape: ModelShape,
+    work: ModelWork,
     cluster: Cluster,
     parallelism: Parallelism,
     passes: dict[str, LayerPass],
@@ -218,15 +218,15 @@ def offload_seconds(
     if parallelism.offload == "none" and not parallelism.remat.startswith("offload:"):
         return np.zeros(())
     host = cluster.chip.host_bytes_per_second
-    layers, outer = local_params(shape, parallelism)
+    layers, outer = local_params(work, parallelism)
     seconds = np.zeros(())
     if "optimizer" in parallelism.offload:
         shards = zero_stage.shards_state(np.asarray(parallelism.zero_stage))
         ranks = np.where(shards, parallelism.zero_ranks, 1)
         seconds = seconds + 12.0 * (layers + outer) / ranks / host
     if "activations" in parallelism.offload or parallelism.remat.startswith("offload:"):
-        tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context
-        moved = tokens * shape_saved_bytes(shape, parallelism.remat) / parallelism.tensor
+        tokens = np.asarray(parallelism.microbatch) * work.seq_len / parallelism.context
+        moved = tokens * offloaded_bytes(work, parallelism.remat) / parallelism.tensor
         m, each = np.asarray(parallelism.microbatches, float), moved / host
         for name in ("forward", "input"):
             late = np.maximum(0, each - passes[name].seconds)
@@ -234,24 +234,28 @@ def offload_seconds(
     return seconds
 
 
-def shape_saved_bytes(shape: ModelShape, remat: str) -> float:
-    """Bytes that a layer saves of a token under a policy, of all tensor ranks together."""
-    heads, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    wide = shape.d_ff
-    if shape.expert_layers:
-        wide = shape.expert_ff * (shape.top_k + shape.shared_experts) + shape.d_model
-    sizes = {
-        "query": heads,
-        "key": keys,
-        "value": keys,
-        "attention": heads,
-        "attention_out": shape.d_model,
-        "mlp_up": wide,
-        "mlp_gate": wide * shape.gated,
-    }
-    if ":" in remat and not remat.startswith("modules:"):
-        return 2.0 * (
-            shape.d_model + sum(sizes[name.strip()] for name in remat.partition(":")[2].split(","))
-        )
-    kept = 0.0 if remat == "full" else sum(sizes.values()) + 2 * shape.d_model
-    return 2.0 * (shape.d_model + kept)
+def offloaded_bytes(work: ModelWork, remat: str) -> float:
+    """Bytes that a mean layer saves of a token under a policy, of all tensor ranks together."""
+    names = remat.partition(":")[2].split(",") if ":" in remat else []
+    by_name, every = not names and remat != "full", 0.0
+    for stack in work.stacks:
+        share = work.share(stack) * work.tokens(stack)
+        sizes = saved_features(stack, work.width)
+        kept = sum(size for name, size in sizes.items() if by_name or name.strip() in names)
+        every += share * (kept + work.width * (1 + 2 * by_name))
+    return 2.0 * every
+
+
+def saved_features(stack: StackWork, width: int) -> dict[str, float]:
+    """Features of the named values of an average layer of a stack, of a token."""
+    sizes: dict[str, float] = {"attention": 0.0}
+    for one in stack.matmuls:
+        for name, (units, each) in zip(one.names, one.outputs):
+            sizes[name] = sizes.get(name, 0.0) + units * each * one.tokens * one.share
+    for one in stack.attention:
+        sizes["attention"] += one.heads * one.value_features * one.share
+    for one in stack.experts:
+        for name in ("mlp_up", "mlp_gate")[: 1 + one.gated]:
+            sizes[name] = sizes.get(name, 0.0) + one.choices * one.hidden * one.share
+    sizes["attention_out"] = min(sizes.get("attention_out", 0.0), float(width))
+    return {name: size for name, size in sizes.items() if name not in ("mlp_down", "compressed")}

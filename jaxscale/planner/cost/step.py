@@ -35,8 +35,8 @@ from jaxscale.planner.cost.state import (
     weight_cast_seconds,
 )
 from jaxscale.planner.model.parallelism import Parallelism
-from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
+from jaxscale.sharding.model_trace import ModelWork
 
 Floats = Any  # a float, or float [N]
 
@@ -87,7 +87,7 @@ class StepSeconds:
 class StepParts:
     """What several terms of a step are made of, each worked out once and when it is asked for."""
 
-    shape: ModelShape
+    work: ModelWork
     cluster: Cluster
     parallelism: Parallelism
 
@@ -97,11 +97,11 @@ class StepParts:
 
     @functools.cached_property
     def layer(self) -> LayerCompute:
-        return layer_compute(self.shape, self.cluster, self.parallelism)
+        return layer_compute(self.work, self.cluster, self.parallelism)
 
     @functools.cached_property
     def sent(self) -> LayerTraffic:
-        return layer_traffic(self.shape, self.parallelism, self.levels)
+        return layer_traffic(self.work, self.parallelism, self.levels)
 
     @functools.cached_property
     def passes(self) -> tuple[dict[str, LayerPass], dict[str, Floats]]:
@@ -110,14 +110,14 @@ class StepParts:
 
     @functools.cached_property
     def stages(self) -> StageLayers:
-        return StageLayers.of(self.shape, self.parallelism)
+        return StageLayers.of(self.work, self.parallelism)
 
     @functools.cached_property
     def state(self) -> StateTraffic:
-        return state_traffic(self.shape, self.parallelism, self.levels)
+        return state_traffic(self.work, self.parallelism, self.levels)
 
 
-def step_cost(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> StepSeconds:
+def step_cost(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> StepSeconds:
     """Predicted seconds of a step.
 
     Args:
@@ -126,7 +126,7 @@ def step_cost(shape: ModelShape, cluster: Cluster, parallelism: Parallelism) -> 
     Returns:
       Terms whose sum is the step.
     """
-    return cost_of_parts(StepParts(shape, cluster, parallelism))
+    return cost_of_parts(StepParts(work, cluster, parallelism))
 
 
 def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
@@ -136,7 +136,7 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
       waits: False leaves out the pipeline bubble, and what ranks gather and reduce within ticks,
         for a lower bound that needs no table.
     """
-    shape, cluster, parallelism = parts.shape, parts.cluster, parts.parallelism
+    work, cluster, parallelism = parts.work, parts.cluster, parts.parallelism
     layer, state, stages = parts.layer, parts.state, parts.stages
     passes, beside = parts.passes
     pipe = pipeline_overhead(parallelism, passes, layer, parts.sent, stages, waits)
@@ -145,22 +145,22 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
         fsdp = fsdp + tick_seconds(parallelism, tick_collectives(parallelism, state))
     m, layers = np.asarray(parallelism.microbatches, float), stages.busiest
     hidden = {name: m * layers * seconds for name, seconds in beside.items()} | more
-    work = passes["forward"].work + passes["input"].work + passes["weights"].work
+    spent = passes["forward"].work + passes["input"].work + passes["weights"].work
     head = (layer.head_forward + layer.head_backward) * pipe.head_here
     recompute = passes["recompute"]
-    optimizer = optimizer_seconds(shape, cluster, parallelism)
-    host = offload_seconds(shape, cluster, parallelism, passes, stages)
-    sums = accumulate_seconds(shape, cluster, parallelism)
+    optimizer = optimizer_seconds(work, cluster, parallelism)
+    host = offload_seconds(work, cluster, parallelism, passes, stages)
+    sums = accumulate_seconds(work, cluster, parallelism)
 
     def communication(name: str) -> Floats:
         return m * layers * sum(getattr(one, name) for one in passes.values())
 
     terms = {
-        "matmul": m * (layers * work.matmul + head.matmul),
-        "attention": m * (layers * work.attention + head.attention),
-        "elementwise": m * (layers * work.elementwise + head.elementwise),
-        "weights": sums + weight_cast_seconds(shape, cluster, parallelism),
-        "waiting": m * (layers * work.waiting + head.waiting),
+        "matmul": m * (layers * spent.matmul + head.matmul),
+        "attention": m * (layers * spent.attention + head.attention),
+        "elementwise": m * (layers * spent.elementwise + head.elementwise),
+        "weights": sums + weight_cast_seconds(work, cluster, parallelism),
+        "waiting": m * (layers * spent.waiting + head.waiting),
         "recompute": m * layers * recompute.work.seconds,
         "tensor": communication("tensor"),
         "context": communication("context"),

@@ -1,13 +1,14 @@
 """What tensor parallelism of rows x columns sends (AxoNN, arXiv 2305.13525) in our layers: see
 `ops.tensor_parallel`."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.config.layout import Layout
 from jaxscale.planner.model.layout_batch import LayoutBatch
-from jaxscale.planner.model.shape import ModelShape
+from jaxscale.sharding.model_trace import ModelWork, StackWork
 
 WIDTH = 2
 """Bytes of an activation."""
@@ -42,15 +43,23 @@ def stream_collectives(layout: Layout | LayoutBatch) -> StreamCollectives:
     )
 
 
-def recomputed_features(shape: ModelShape, layout: Layout | LayoutBatch) -> tuple[float, float]:
-    """Features of a token that a layer's matmuls out of the stream have, and how many of them are
+def recomputed_features(stack: StackWork, layout: Layout | LayoutBatch) -> tuple[float, float]:
+    """Features of a token that a layer's matmuls out of the stream make, and how many of them are
     recomputed."""
-    policy = layout.remat_policy
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    made = {"query": queries, "key": keys, "value": keys}
-    made |= dict.fromkeys(("mlp_up", "mlp_gate")[: 1 + shape.gated], shape.d_ff)
-    again = sum(size for name, size in made.items() if name not in policy.names)
-    return sum(made.values()), again * policy.by_names
+    policy, made, again = layout.remat_policy, 0.0, 0.0
+    for one in stack.matmuls:
+        if one.over != "outputs":
+            continue
+        named = itertools.zip_longest(one.outputs, one.names)
+        for (units, each), name in named:
+            made += units * each * one.tokens * one.share
+            again += units * each * one.tokens * one.share * (name not in policy.names)
+    return made, again * policy.by_names
+
+
+def returned_features(stack: StackWork) -> float:
+    """Features of a token that matmuls back into the stream take."""
+    return sum(one.inputs * one.tokens * one.share for one in stack.matmuls if one.over == "inputs")
 
 
 class TensorVolumes(NamedTuple):
@@ -60,25 +69,24 @@ class TensorVolumes(NamedTuple):
     columns: float  # gathers and scatters over columns
 
 
-def layer_volumes(shape: ModelShape, layout: Layout, sequences: int) -> TensorVolumes:
-    """Of one layer of a decoder without experts, and one micro-batch.
+def layer_volumes(work: ModelWork, layout: Layout, sequences: int) -> TensorVolumes:
+    """Of one layer of a model with one stack, and one micro-batch.
 
     Args:
       sequences: of the global batch.
     """
     r, c = layout.tensor_rows, layout.tensor_columns
     shards = layout.batch_shards * layout.microbatches * layout.context
-    stream = sequences * shape.seq_len / shards * shape.d_model  # elements, on all ranks of tensor
-    feature = stream / shape.d_model
-    gradients = shape.heads * shape.head_dim + shape.d_ff
-    over_rows = sum(recomputed_features(shape, layout)) + gradients
+    feature = sequences * work.seq_len / shards  # elements, on all ranks of tensor
+    stream, stack = feature * work.width, work.stacks[0]
+    over_rows = sum(recomputed_features(stack, layout)) + returned_features(stack)
     return TensorVolumes(
         WIDTH * 2 * (1 - 1 / r) * feature * over_rows / c,
         WIDTH * (1 - 1 / c) * stream / r * float(sum(stream_collectives(layout))),
     )
 
 
-def step_volumes(shape: ModelShape, layout: Layout, sequences: int) -> TensorVolumes:
+def step_volumes(work: ModelWork, layout: Layout, sequences: int) -> TensorVolumes:
     """Of all layers of a device and all micro-batches; without embedding and head."""
-    count = shape.layers / layout.pipeline * layout.microbatches
-    return TensorVolumes(*(count * size for size in layer_volumes(shape, layout, sequences)))
+    count = work.layers / layout.pipeline * layout.microbatches
+    return TensorVolumes(*(count * size for size in layer_volumes(work, layout, sequences)))

@@ -21,10 +21,10 @@ from jaxscale.planner.cost.step import (
     message_seconds,
 )
 from jaxscale.planner.model.parallelism import Parallelism
-from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
 from jaxscale.planner.tables.state_ticks import TickCollectives, state_ticks
 from jaxscale.planner.tables.table_makespan import TableSpec
+from jaxscale.sharding.model_trace import ModelWork
 
 Layers = tuple[int, ...]  # of each virtual stage
 
@@ -63,10 +63,10 @@ class UnevenPipelineCost:
 
     @classmethod
     def of(
-        cls, shape: ModelShape, cluster: Cluster, parallelism: Parallelism
+        cls, work: ModelWork, cluster: Cluster, parallelism: Parallelism
     ) -> "UnevenPipelineCost":
         """Of pipelines whose string settings are equal."""
-        parts = StepParts(shape, cluster, parallelism)
+        parts = StepParts(work, cluster, parallelism)
         seconds = cost_of_parts(parts, waits=False)
         terms, total = seconds.terms, np.atleast_1d(seconds.step_seconds)
         stragglers = np.atleast_1d(terms["stragglers"])
@@ -75,12 +75,13 @@ class UnevenPipelineCost:
         even = [np.atleast_2d(one) for one in end_operation_seconds(parts)]
         layers = seconds_of(*(one[:, :1] for one in even))
         sent = np.atleast_2d(message_seconds(parts)).T
-        stacks = [StackCost(shape.layers, layers)]
-        if shape.encoder_layers:
-            encoder = end_operation_seconds(StepParts(shape.encoder, cluster, parallelism))
-            encoder = seconds_of(*(np.atleast_2d(one)[:, :1] for one in encoder))
-            decoder = seconds_of(*(both - one for both, one in zip(layers, encoder)))
-            stacks = [StackCost(shape.encoder_layers, encoder), StackCost(shape.layers, decoder)]
+        stacks = [StackCost(work.layers, layers)]
+        if work.source_len:
+            stacks = []
+            for stack in work.stacks:
+                alone = end_operation_seconds(StepParts(work.alone(stack), cluster, parallelism))
+                alone = seconds_of(*(np.atleast_2d(one)[:, :1] for one in alone))
+                stacks.append(StackCost(stack.num_layers, alone))
         return cls(
             seconds,
             stragglers / (total - stragglers),

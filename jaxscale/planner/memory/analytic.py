@@ -55,7 +55,7 @@ class _Step:
         m, zero = np.asarray(parallelism.microbatches, float), np.asarray(parallelism.zero_stage)
         group = m if parallelism.accumulation == "layered" else np.ones_like(m)
         single = (p == 1) & (m / group == 1)
-        layer = local_params(shape, parallelism)[0] * p / shape.layers
+        layer = local_params(shape.work, parallelism)[0] * p / shape.layers
         tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
         return cls(
             pipelined=p > 1,

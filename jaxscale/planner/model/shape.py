@@ -6,12 +6,10 @@ Sizes alone describe a model to the planner, so models that this package cannot 
 Letters: D d_model, H heads, K kv_heads, E head_dim, F d_ff.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from jaxscale.config import Config
-from jaxscale.config.model import ModelConfig
-from jaxscale.planner.model.traces import model_trace
+from jaxscale.sharding.model_trace import Attention, Matmul, ModelWork, RoutedExperts, StackWork
 
 
 @dataclass(frozen=True)
@@ -75,52 +73,6 @@ class ModelShape:
     head_passes: int = 1  # more where such modules are among the layers
     encoder_layers: int = 0
     encoder_seq_len: int = 0
-
-    @classmethod
-    def of(cls, config: Config) -> "ModelShape":
-        """The shape of a configuration's model at its sequence length. Modules that predict further
-        tokens are layers at its end; what merges their inputs counts as the head's."""
-        model = config.model
-        windows = [model.window(index) for index in range(model.num_layers)]
-        shape = cls(
-            layers=model.num_layers + model.prediction_depth,
-            head_passes=1 + model.prediction_depth,
-            d_model=model.d_model,
-            heads=model.num_heads,
-            kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            d_ff=model.d_ff,
-            gated=model.gated,
-            vocab=model.padded_vocab_size,
-            tied=model.tied_embeddings,
-            seq_len=config.data.output_len,
-            causal=model.causal,
-            window=max(windows),
-            windowed_share=sum(map(bool, windows)) / len(windows),
-            biases=model.norm == "layer",
-            learned_positions=model.positions == "learned",
-            head_transform=model.head_transform,
-            encoder_layers=model.num_encoder_layers,
-            encoder_seq_len=config.data.seq_len if model.num_encoder_layers else 0,
-            **_expert_sizes(model),
-            latent=_latent_sizes(model),
-        )
-        trace = model_trace(model)
-        usual, layers = shape.block_params, trace.stack_layers
-        found = sum(array.size * layers.get(array.part, 0) for array in trace.parameters)
-        unused = (model.max_seq_len - shape.seq_len) * shape.d_model * shape.learned_positions
-        shape = replace(shape, extra_params=(found - usual) // shape.layers)
-        return replace(shape, extra_head_params=trace.num_params - unused - shape.num_params)
-
-    @property
-    def encoder(self) -> "ModelShape":
-        """The encoder's layers as a model of their own, which shares its embedding and has no
-        head."""
-        if not self.encoder_layers:
-            raise ValueError("the model has no encoder")
-        lengths = {"layers": self.encoder_layers, "seq_len": self.encoder_seq_len}
-        alone = {"causal": False, "encoder_layers": 0, "encoder_seq_len": 0}
-        return replace(self, **lengths, **alone)
 
     # Layers of each kind.
 
@@ -337,24 +289,143 @@ class ModelShape:
         extra = self.extra_predictions * self.layer_forward_flops
         return 3 * (self.block_flops + extra + each * self.head_flops)
 
+    # What the planner prices.
 
-def _expert_sizes(model: ModelConfig) -> dict[str, Any]:
-    if not model.num_experts:
-        return {}
-    return {
-        "experts": model.num_experts,
-        "top_k": model.experts_per_token,
-        "expert_ff": model.expert_d_ff or model.d_ff,
-        "shared_experts": int(model.shared_d_ff > 0),
-        "shared_ff": model.shared_d_ff,
-        "expert_gated": model.gated,
-        "dense_layers": model.num_layers - model.num_expert_layers,
-    }
+    @property
+    def work(self) -> ModelWork:
+        """The work of a mean layer, and what the model holds."""
+        stacks = (self._decoder_work,)
+        if self.encoder_layers:
+            stacks += (self._encoder_work,)
+        return ModelWork(
+            stacks,
+            self.layers,
+            self.seq_len,
+            self.d_model,
+            self.vocab,
+            block_params=self.block_params,
+            routed_params=self.routed_params,
+            embedding_params=self.embedding_params,
+            head_params=self.head_params,
+            tied=self.tied,
+            head_passes=self.head_passes,
+            transform_flops=2.0 * self.d_model**2 * self.head_transform,
+            extra_predictions=self.extra_predictions,
+        )
+
+    @property
+    def _encoder_work(self) -> StackWork:
+        lengths = {"layers": self.encoder_layers, "seq_len": self.encoder_seq_len}
+        alone = replace(self, **lengths, causal=False, encoder_layers=0, encoder_seq_len=0)
+        return replace(alone._decoder_work, name="encoder")
+
+    @property
+    def _decoder_work(self) -> StackWork:
+        layers, d, gate = self.layers, self.d_model, 1 + self.gated
+        moe, dense = self.expert_layers / layers, (self.with_mlp - self.expert_layers) / layers
+        shared, opens = self.shared_width, 1 + self.expert_gated
+        heads, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        hidden, opened = self.d_ff * dense + shared * moe, 0.0
+        opened = (opens if self.experts else gate) * hidden
+        cross = self.encoder_layers > 0
+        experts = RoutedExperts(
+            self.experts, self.top_k, self.routed_width, self.expert_ff, self.expert_gated, moe
+        )
+        return StackWork(
+            "layers",
+            layers,
+            self.seq_len,
+            tuple(self._matmuls()),
+            tuple(self._attention()),
+            (experts,) * (moe > 0),
+            branches=3 if cross else 2,
+            sent=(self.attending + self.with_mlp + (self.mixer.layers if self.mixer else 0))
+            / layers
+            + cross,
+            rotated=0 if self.learned_positions else heads + keys,
+            opened=opened,
+            hidden=hidden,
+            read=2 * d + heads + hidden,
+            made=2 * d + heads + 2 * keys + opened,
+            **self._scan(),
+        )
+
+    def _matmuls(self) -> Iterator[Matmul]:
+        layers, d, heads = self.layers, self.d_model, self.heads
+        attending = self.attending / layers
+        projected = ((heads, self.head_dim), *((self.kv_heads, self.head_dim),) * 2)
+        back = Matmul(
+            heads * self.head_dim, ((d, 1),), "inputs", ("attention_out",), share=attending
+        )
+        if self.latent:
+            rank = self.latent
+            down = ((rank.query_rank + rank.kv_rank + rank.rope_dim, 1),)
+            queries = ((heads, rank.nope_dim + rank.rope_dim),)
+            yield Matmul(d, down, "", ("compressed",), share=attending)
+            yield Matmul(rank.query_rank or d, queries, "outputs", ("query",), share=attending)
+            opened = ((heads, rank.nope_dim), (heads, rank.value_dim))
+            yield Matmul(rank.kv_rank, opened, "outputs", ("key", "value"), share=attending)
+            yield replace(back, inputs=heads * rank.value_dim)
+        else:
+            yield Matmul(d, projected, "outputs", ("query", "key", "value"), share=attending)
+            yield back
+        if dense := (self.with_mlp - self.expert_layers) / layers:
+            yield from _mlp(d, self.d_ff, self.gated, dense)
+        if self.expert_layers:
+            moe = self.expert_layers / layers
+            if self.shared_experts:
+                yield from _mlp(d, self.shared_width, self.expert_gated, moe, SHARED_NAMES)
+            if self.expert_width:
+                yield Matmul(d, ((self.expert_width, 1),), "", share=moe)
+                yield Matmul(self.expert_width, ((d, 1),), "", share=moe)
+        if self.mixer:
+            inner, share = self.mixer.heads * self.mixer.head_dim, self.mixer.layers / layers
+            entry = 2 * inner + 2 * self.mixer.groups * self.mixer.state + self.mixer.heads
+            yield Matmul(d, ((entry, 1),), "outputs", share=share)
+            yield Matmul(inner, ((d, 1),), "inputs", share=share)
+        if self.encoder_layers:
+            source = self.encoder_seq_len / self.seq_len
+            yield Matmul(d, projected[:1], "outputs", ("query",))
+            yield Matmul(d, projected[1:], "outputs", ("key", "value"), source)
+            yield Matmul(heads * self.head_dim, ((d, 1),), "inputs", ("attention_out",))
+
+    def _attention(self) -> Iterator[Attention]:
+        features, values = self.head_dim, self.head_dim
+        if self.latent:
+            features = self.latent.nope_dim + self.latent.rope_dim
+            values = self.latent.value_dim
+        keys = self.mean_keys
+        length = 2 * keys if self.causal else keys
+        kv_heads = self.heads if self.latent else self.kv_heads
+        own = Attention(self.heads, kv_heads, features, values, keys, length)
+        yield replace(own, share=self.attending / self.layers)
+        if source := self.encoder_seq_len:
+            yield replace(own, keys=source, length=source)
+
+    def _scan(self) -> dict[str, float]:
+        """FLOPs and bytes of state-space mixers: convolution, scan with its 32-bit states, and
+        gated norm."""
+        if not self.mixer:
+            return {}
+        inner, share = self.mixer.heads * self.mixer.head_dim, self.mixer.layers / self.layers
+        states = 2 * self.mixer.groups * self.mixer.state
+        convolution = 4 * (inner + states)
+        scan = 2 * (2 * inner + states) + 3 * 4 * inner * self.mixer.state / SCAN_CHUNK
+        return {
+            "scan_flops": share * (self.mixer_flops - 2.0 * self.mixer_params),
+            "scan_bytes": share * (convolution + scan + 6 * inner),
+        }
 
 
-def _latent_sizes(model: ModelConfig) -> LatentAttention | None:
-    if not model.kv_rank:
-        return None
-    turned = model.rope_head_dim
-    plain, values = model.head_dim - turned, model.value_dim
-    return LatentAttention(model.query_rank, model.kv_rank, plain, turned, values)
+MLP_NAMES = ("mlp_up", "mlp_gate", "mlp_down")
+SHARED_NAMES = ("shared_up", "shared_gate", "shared_down")
+SCAN_CHUNK = 128
+"""Chunk length of a state-space scan, whose states are written (Mamba-2's SSD kernels)."""
+
+
+def _mlp(
+    width: int, hidden: int, gated: bool, share: float, names: tuple[str, ...] = MLP_NAMES
+) -> Iterator[Matmul]:
+    """The matmuls of an MLP."""
+    yield Matmul(width, ((hidden, 1),) * (1 + gated), "outputs", names[: 1 + gated], share=share)
+    yield Matmul(hidden, ((width, 1),), "inputs", names[2:], share=share)

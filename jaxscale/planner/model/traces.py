@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from jaxscale.config.model import ModelSettings, is_own_family
-from jaxscale.sharding.model_trace import ModelTrace, ParamShape, StackTrace
+from jaxscale.sharding.model_trace import ModelTrace, ModelWork, ParamShape, StackTrace
 from jaxscale.storage import durable
 from jaxscale.storage.untrusted import load_json
 
@@ -43,6 +43,14 @@ def model_trace(settings: ModelSettings) -> ModelTrace:
     except OSError:
         pass  # a folder that cannot be written to: it is traced again the next time
     return trace
+
+
+@functools.lru_cache(maxsize=256)
+def model_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelWork:
+    """What a model computes for a sequence: see `training.trace_work`."""
+    from jaxscale.training.trace_work import trace_work  # noqa: PLC0415 (imports JAX)
+
+    return trace_work(settings, seq_len, output_len)
 
 
 def _trace(settings: ModelSettings) -> ModelTrace:

@@ -166,7 +166,7 @@ def _timeline(plan: Plan) -> str:
     spec = TableSpec.of(layout)
     ranks, chunks = spec.ranks, spec.virtual_stages
     count = min(layout.microbatches, SHOWN_MICROBATCHES * ranks)
-    costs = UnevenPipelineCost.of(plan.planned_model.shape, plan.cluster, plan.parallelism).costs(
+    costs = UnevenPipelineCost.of(plan.planned_model.work, plan.cluster, plan.parallelism).costs(
         [0], plan.layers
     )
     table = pipeline_table(spec._replace(microbatches=count))

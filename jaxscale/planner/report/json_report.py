@@ -13,7 +13,7 @@ def ranking_json(answer: RankedPlans) -> dict[str, Any]:
     model = answer.query.planned_model
     return {
         "params": model.num_params,
-        "active_params": model.shape.active_params,
+        "active_params": model.num_active_params,
         "note": answer.note,
         "hardware": answer.query.cluster.name,
         "devices": answer.query.cluster.num_devices,
@@ -58,4 +58,4 @@ def _tensor_bytes(one: Plan) -> dict[str, float]:
     model = one.planned_model
     if not model.has_tensor_rows:
         return {}
-    return step_volumes(model.shape, one.layout, model.sequences)._asdict()
+    return step_volumes(model.work, one.layout, model.sequences)._asdict()

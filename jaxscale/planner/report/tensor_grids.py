@@ -22,8 +22,8 @@ def grids_text(query: Query, plan: Plan) -> str:
         layout = dataclasses.replace(chosen, tensor_rows=across)
         if model.refusal(layout)[0]:
             continue
-        each = layer_volumes(query.shape, layout, model.sequences)
-        whole = step_volumes(query.shape, layout, model.sequences)
+        each = layer_volumes(query.work, layout, model.sequences)
+        whole = step_volumes(query.work, layout, model.sequences)
         asked = predict_plan(query, layout)
         here = " (this)" if layout == chosen else "" if asked.fits else " (does not fit)"
         sizes = (gigabytes(size) for size in (*each, *whole))

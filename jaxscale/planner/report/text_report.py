@@ -174,8 +174,8 @@ def _pair(first: float, second: float) -> tuple[str, str, str]:
 
 def params_text(model: TrainableModel | SizedModel) -> str:
     """ "46.7 B parameters, 12.9 B active per token"."""
-    active = f", {_count(model.shape.active_params)} active per token"
-    return f"{_count(model.num_params)} parameters{active if model.shape.experts else ''}"
+    active = f", {_count(model.num_active_params)} active per token"
+    return f"{_count(model.num_params)} parameters{active if model.work.num_experts else ''}"
 
 
 def _count(params: float) -> str:
@@ -184,9 +184,9 @@ def _count(params: float) -> str:
 
 def batch_text(model: TrainableModel | SizedModel) -> str:
     """ "512 sequences of 8192 tokens"."""
-    shape = model.shape
-    source = f" and {shape.encoder_seq_len} encoder tokens" if shape.encoder_layers else ""
-    return f"{model.sequences} sequences of {shape.seq_len} tokens{source}"
+    work = model.work
+    source = f" and {work.source_len} encoder tokens" if work.source_len else ""
+    return f"{model.sequences} sequences of {work.seq_len} tokens{source}"
 
 
 def known(value: float) -> str:
@@ -234,7 +234,7 @@ def ranking_text(answer: RankedPlans) -> str:
             )
         )
     good = answer.plans[0].run_cost(tokens).goodput
-    seen = "causal attention" if model.shape.causal else "attention to all tokens"
+    seen = "causal attention" if model.causal else "attention to all tokens"
     billions = f"{tokens / 1e9:,.0f}" if tokens >= 1e12 else f"{tokens / 1e9:.4g}"
     lines = [
         f"{params_text(model)} on {query.cluster.num_devices} {query.cluster.name}, "

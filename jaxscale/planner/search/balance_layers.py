@@ -44,7 +44,7 @@ def balance_by_seconds(query: Query, plan: Plan) -> tuple[int, ...]:
     """Moves layers between the stages of a stack, the move that shortens the step most, until none
     does; from every number of stages that a stack may have."""
     costs, spec = (
-        UnevenPipelineCost.of(query.shape, query.cluster, plan.parallelism),
+        UnevenPipelineCost.of(query.work, query.cluster, plan.parallelism),
         TableSpec.of(plan.layout),
     )
     stacks = plan.planned_model.stacks

@@ -149,11 +149,11 @@ def batch_step_seconds(
         cost = uneven_cost(query, layouts)
         return cost.step_seconds(pipelines.specs, pipelines.layers, pipelines.index)
     parallelism = query.planned_model.parallelism(layouts)
-    seconds = step_cost(query.shape, query.cluster, parallelism).step_seconds
+    seconds = step_cost(query.work, query.cluster, parallelism).step_seconds
     return np.broadcast_to(seconds, (len(layouts),))
 
 
 def uneven_cost(query: Query, layouts: LayoutBatch) -> UnevenPipelineCost:
     """The cost model of layouts with a pipeline."""
     parallelism = query.planned_model.parallelism(layouts)
-    return UnevenPipelineCost.of(query.shape, query.cluster, parallelism)
+    return UnevenPipelineCost.of(query.work, query.cluster, parallelism)

@@ -179,12 +179,12 @@ def predict_plan(query: Query, layout: Layout) -> Plan:
     parallelism = model.parallelism(layout)
     layers, buffers = (), None
     if layout.pipeline == 1:
-        seconds = step_cost(query.shape, query.cluster, parallelism)
+        seconds = step_cost(query.work, query.cluster, parallelism)
         terms = {name: float(value) for name, value in seconds.terms.items()}
     else:
         pipeline, given = TableSpec.of(layout), layout.schedule_spec.layers
         layers = given or default_stage_layers(pipeline, model.stacks, model.head_cost)
-        costs = UnevenPipelineCost.of(query.shape, query.cluster, parallelism)
+        costs = UnevenPipelineCost.of(query.work, query.cluster, parallelism)
         seconds, terms = costs.seconds, costs.terms(pipeline, layers)
         buffers = busiest_rank_buffers(pipeline, layers, model.stacks)
     hidden = {name: float(value) for name, value in seconds.hidden.items()}

@@ -17,10 +17,10 @@ from jaxscale.planner.memory import analytic
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.parallelism import Parallelism
-from jaxscale.planner.model.remat_flops import recomputed_flops
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables.pipeline_slots import RankBuffers
 from jaxscale.sharding.layout_checks import ulysses_refusal
+from jaxscale.sharding.model_trace import ModelWork
 
 REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attention,attention_out")
 """Policies whose saved bytes are known for a layer of any kind
@@ -84,6 +84,21 @@ class SizedModel:
         )
 
     @property
+    def work(self) -> ModelWork:
+        """What the model computes."""
+        return self.shape.work
+
+    @property
+    def causal(self) -> bool:
+        """Whether tokens attend to those before them only."""
+        return self.shape.causal
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that one token uses."""
+        return self.shape.active_params
+
+    @property
     def num_params(self) -> int:
         return self.shape.num_params
 
@@ -116,7 +131,9 @@ class SizedModel:
         """Of training, with recompute; `recomputed` is the share of a pipeline's passes that R
         operations recompute."""
         in_table = recomputed * self.shape.block_flops
-        return self.shape.flops_per_token + (in_table or recomputed_flops(self.shape, remat))
+        return self.shape.flops_per_token + (
+            in_table or self.work.recomputed_flops(remat) / self.shape.seq_len
+        )
 
     def parallelism(self, layout: Layout | LayoutBatch) -> Parallelism:
         """A layout, or a batch of them, as the cost formulas read it."""

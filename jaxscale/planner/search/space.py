@@ -35,11 +35,11 @@ from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.memory.at_rest import check_param_groups
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
-from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.search.sized_model import NO_HALVES, NO_RING, SizedModel
 from jaxscale.planner.search.trainable_model import TrainableModel
 from jaxscale.planner.tables.pipeline_slots import most_slots
 from jaxscale.planner.tables.table_makespan import TableSpec
+from jaxscale.sharding.model_trace import ModelWork
 
 CPU = "CPU"
 """The name of a cluster of virtual devices on this machine's processor."""
@@ -134,9 +134,9 @@ class Query:
         return needs.host_stash + optimizer <= HOST_MEMORY_BYTES
 
     @property
-    def shape(self) -> ModelShape:
-        """The shape of the model."""
-        return self.planned_model.shape
+    def work(self) -> ModelWork:
+        """What the model computes."""
+        return self.planned_model.work
 
 
 def enumerate_sizes(
@@ -148,7 +148,7 @@ def enumerate_sizes(
     rows, model = [], query.planned_model
     given = {name: query.pins.get(name, False) for name in (*OVERLAPS, "unroll_layers")}
     method = query.pins.get("context_method", "gather")  # which spreads what "ring" does
-    for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.shape.experts):
+    for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.work.num_experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for stage, across in itertools.product(
             _stages(query.pins, mesh["fsdp"] * mesh["context"]),
@@ -191,7 +191,7 @@ def grid_rows(model: TrainableModel | SizedModel, sizes: Mapping[str, int]) -> l
       sizes: of the mesh axes.
     """
     alone = sizes["context"] == sizes["expert"] == 1
-    if not (alone and model.has_tensor_rows) or model.shape.experts:
+    if not (alone and model.has_tensor_rows) or model.work.num_experts:
         return [1]
     return [n for n in divisors(sizes["tensor"]) if n * n <= sizes["tensor"]]
 
@@ -411,7 +411,7 @@ def check_pins(query: Query) -> None:
             f"--pin microbatches={count}: a step's {sequences} sequences do not divide into as "
             f"many micro-batches; the nearest: {nearest_divisors(sequences, count)}"
         )
-    experts = query.shape.experts
+    experts = query.work.num_experts
     if next(iter(mesh_shapes(query.cluster.num_devices, query.pins, experts)), None) is None:
         sizes = " x ".join(
             f"{name} {size}" for name, size in query.pins.items() if isinstance(size, int)
@@ -428,6 +428,6 @@ def _nearest(query: Query) -> str:
     for axis in MESH_AXES:
         size = query.pins.get(axis, 1)
         if devices % size:
-            whole = _sizes(axis, devices, query.shape.experts)[-1]
+            whole = _sizes(axis, devices, query.work.num_experts)[-1]
             found.append(f"{axis} = {nearest_divisors(whole, size)}")
     return f"; the nearest: {', '.join(found)}" if found else ""

@@ -16,9 +16,7 @@ from jaxscale.planner.memory.saved_activations import stash_refusal
 from jaxscale.planner.memory.step import Memory, step_memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
-from jaxscale.planner.model.remat_flops import recomputed_flops
-from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.model.traces import model_trace
+from jaxscale.planner.model.traces import model_trace, model_work
 from jaxscale.planner.search import sized_model
 from jaxscale.planner.search.muon_matrices import muon_matrices
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, stack_layers
@@ -32,7 +30,7 @@ from jaxscale.sharding.layout_checks import (
     check_tensor_rows,
     check_ulysses,
 )
-from jaxscale.sharding.model_trace import itemsize
+from jaxscale.sharding.model_trace import ModelWork, itemsize
 from jaxscale.sharding.rules import REPLICATED_WEIGHTS, WEIGHTS, mesh_axes, with_whole_kv_heads
 
 REMATS = (
@@ -114,9 +112,23 @@ class TrainableModel:
             traits = dataclasses.replace(traits, matmul="fp8")
         return Parallelism.of(layout, self.sequences, traits=traits)
 
-    @functools.cached_property
-    def shape(self) -> ModelShape:
-        return ModelShape.of(self.config)
+    @property
+    def work(self) -> ModelWork:
+        """What the model computes."""
+        data = self.config.data
+        return model_work(self.config.model, data.seq_len, data.output_len)
+
+    @property
+    def causal(self) -> bool:
+        """Whether tokens attend to those before them only."""
+        return self.config.model.causal
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that one token uses."""
+        choices = [one.choices for stack in self.work.stacks for one in stack.experts]
+        trace = model_trace(self.config.model)
+        return trace.num_active_params(choices[0]) if choices else trace.num_params
 
     @property
     def num_params(self) -> int:
@@ -165,23 +177,20 @@ class TrainableModel:
         return sized_model.OFFLOADS if self._has_encoder else OFFLOADS
 
     @property
-    def _predicted_share(self) -> float:
-        """Of a step's tokens, those of the decoder: the FLOPs of a shape are for each of them."""
-        return self.sequences * self.shape.seq_len / self.step_tokens
-
-    @property
     def flops_per_token(self) -> float:
         """Of training, without recompute, attention over visible keys only."""
         if self._has_encoder:
-            return self.shape.flops_per_token * self._predicted_share
+            return 3 * self.work.sequence_flops * self.sequences / self.step_tokens
         return self.config.model.flops_per_token(self.config.data.seq_len)
 
     def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
         """Of training, with recompute; `recomputed` is the share of a pipeline's passes that R
         operations recompute."""
         if self._has_encoder:
-            again = recomputed * self.shape.block_flops or recomputed_flops(self.shape, remat)
-            return (self.shape.flops_per_token + again) * self._predicted_share
+            work = self.work
+            layers = work.sequence_flops - work.seq_len * work.head_flops
+            again = recomputed * layers or work.recomputed_flops(remat)
+            return self.flops_per_token + again * self.sequences / self.step_tokens
         return self.config.model.hardware_flops_per_token(
             self.config.data.seq_len, remat=remat, recomputed=recomputed
         )

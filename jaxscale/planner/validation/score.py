@@ -131,7 +131,7 @@ def validate(path: str | pathlib.Path, seed: int = 0) -> Report:
 
 def _predict(row: Row) -> _Result:
     seconds = (
-        step_cost(row.shape, row.cluster, row.parallelism).step_seconds
+        step_cost(row.shape.work, row.cluster, row.parallelism).step_seconds
         if row.step_seconds
         else np.nan
     )

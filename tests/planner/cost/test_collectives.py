@@ -11,7 +11,7 @@ from jaxscale.planner.cost import collectives
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.communication import state_traffic
 from jaxscale.planner.model.parallelism import Parallelism
-from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.search.trainable_model import TrainableModel
 from jaxscale.planner.validation.trainers import MEGATRON_CORE
 
 
@@ -68,10 +68,10 @@ def test_gradients_that_are_not_scattered_cross_twice():
     """Stage 0 sums whole gradients, which is a reduce-scatter and an all-gather (arXiv 1910.02054,
     section 7): twice the time of stage 2's, but for what does not depend on the bytes."""
     machine = make_cluster("h100", 64, network_latency_seconds=0.0, node_latency_seconds=0.0)
-    shape = ModelShape.of(load("configs/llama2_7b.py"))
+    work = TrainableModel(load("configs/llama2_7b.py")).work
     for sizes in ({"fsdp": 64}, {"fsdp": 8, "tensor": 8}):
         parallelism = Parallelism(**sizes)
-        sent = state_traffic(shape, parallelism, collectives.axis_levels(machine, parallelism))
+        sent = state_traffic(work, parallelism, collectives.axis_levels(machine, parallelism))
         assert sent.whole == pytest.approx(2 * sent.scatter, rel=0.01)
         assert sent.update == pytest.approx(
             sent.scatter * 2 / parallelism.traits.gradient_bytes, rel=0.01

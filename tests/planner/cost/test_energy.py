@@ -7,9 +7,9 @@ from jaxscale.planner.cost import energy
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.model.parallelism import Parallelism
-from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.search.trainable_model import TrainableModel
 
-LLAMA = ModelShape.of(load("configs/llama2_7b.py"))
+LLAMA = TrainableModel(load("configs/llama2_7b.py")).work
 
 
 @pytest.mark.parametrize(

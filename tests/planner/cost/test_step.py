@@ -15,21 +15,23 @@ from jaxscale.planner.cost.pipeline import stage_operation_seconds
 from jaxscale.planner.cost.step import StepParts, cost_of_parts, step_cost
 from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
 from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.search.trainable_model import TrainableModel
 from jaxscale.planner.tables import table_makespan
 from jaxscale.planner.tables.state_ticks import TickCollectives, state_ticks
 from jaxscale.planner.tables.table_makespan import TableSpec
 from jaxscale.planner.validation.trainers import MEGATRON_CORE
 
-LLAMA = ModelShape.of(load("configs/llama2_70b.py"))
-SMALL = ModelShape.of(load("configs/llama2_7b.py"))
-MOE = replace(SMALL, experts=64, top_k=4, expert_ff=2048)
+LLAMA = TrainableModel(load("configs/llama2_70b.py")).work
+SMALL = TrainableModel(load("configs/llama2_7b.py")).work
+SHAPE = ModelShape(32, 4096, 32, 32, 128, 11008, gated=True, vocab=32000, tied=False, seq_len=4096)
+MOE = replace(SHAPE, experts=64, top_k=4, expert_ff=2048).work
 H100 = make_cluster("h100", 512)
 V5P = make_cluster("v5p", 512)
 ASAP = replace(JAXSCALE, lockstep=False)
 
 
-def seconds(shape, machine, **parallelism):
-    return step_cost(shape, machine, Parallelism(**parallelism)).step_seconds
+def seconds(work, machine, **parallelism):
+    return step_cost(work, machine, Parallelism(**parallelism)).step_seconds
 
 
 @pytest.mark.parametrize("machine", [H100, V5P], ids=["h100", "v5p"])
@@ -45,12 +47,20 @@ def seconds(shape, machine, **parallelism):
     ],
 )
 def test_terms_add_up_and_never_beat_the_peak(machine, parallelism):
-    shape, found = LLAMA, step_cost(LLAMA, machine, Parallelism(**parallelism))
+    work, found = LLAMA, step_cost(LLAMA, machine, Parallelism(**parallelism))
     assert sum(map(float, found.terms.values())) == pytest.approx(found.step_seconds)
     assert all(float(value) >= 0 for value in found.terms.values())
     assert all(np.all(np.asarray(value) >= 0) for value in found.hidden.values())
-    tokens = float(Parallelism(**parallelism).global_batch) * shape.seq_len
-    mfu = shape.flops_per_token * tokens / found.step_seconds / 512 / machine.peak_flops()
+    tokens = float(Parallelism(**parallelism).global_batch) * work.seq_len
+    mfu = (
+        3
+        * work.sequence_flops
+        / work.seq_len
+        * tokens
+        / found.step_seconds
+        / 512
+        / machine.peak_flops()
+    )
     assert 0.03 < mfu < 0.75
 
 
@@ -102,7 +112,7 @@ def test_closed_forms_of_pipelines_are_the_tables_own(schedule):
     """Where a rank goes on as soon as it can, without messages and with equal stages."""
     v = 1 if schedule in ("1f1b", "gpipe") else 2
     fast = make_cluster("h100", 64, network_bytes_per_second=1e18, network_latency_seconds=0.0)
-    shape = replace(SMALL, vocab=1)  # no head
+    work = replace(SMALL, vocab=1)  # no head
     parallelism = Parallelism(
         pipeline=4,
         tensor=8,
@@ -112,7 +122,7 @@ def test_closed_forms_of_pipelines_are_the_tables_own(schedule):
         fused=True,
         traits=ASAP,
     )
-    parts = StepParts(shape, fast, parallelism)
+    parts = StepParts(work, fast, parallelism)
     found = cost_of_parts(parts)
     passes, _ = parts.passes
     costs = stage_operation_seconds(parts.stages, parallelism, passes, parts.layer, 0.0, 4 * v)
@@ -281,7 +291,7 @@ def test_chunks_of_tensor_hide_behind_matmuls():
 
 
 def test_keys_that_go_round_hide_behind_attention_within_a_node():
-    long = replace(SMALL, seq_len=131072)
+    long = replace(SHAPE, seq_len=131072).work
     ring, gather = (
         step_cost(long, H100, Parallelism(fsdp=64, context=8, context_method=method))
         for method in ("ring", "gather")

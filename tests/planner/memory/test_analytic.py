@@ -123,13 +123,13 @@ def test_dense_models_come_out_near_their_exact_memory(fields):
     query = Query(llama(), H100S, memory_bytes=1e15)
     layout = Layout(**{"data": 1, **fields})
     exact = predict_plan(query, layout)
-    shape = SizedModel(ModelShape.of(llama()), llama().data.global_batch_size)
+    shape = SizedModel(NAMED["llama3-8b"], llama().data.global_batch_size)
     found = predict_plan(dataclasses.replace(query, model=shape), layout)
     for name in ("parameters", "gradients"):
         assert getattr(found.memory, name) == pytest.approx(getattr(exact.memory, name), rel=1e-3)
     assert found.memory.optimizer == pytest.approx(exact.memory.optimizer, rel=1e-3)
     assert 0.9 * exact.memory_bytes < found.memory_bytes < 1.5 * exact.memory_bytes
-    assert found.step_seconds == pytest.approx(exact.step_seconds, rel=1e-9)
+    assert found.step_seconds == pytest.approx(exact.step_seconds, rel=1e-4)
 
 
 @pytest.mark.parametrize(

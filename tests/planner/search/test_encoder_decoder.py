@@ -15,10 +15,7 @@ from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.step import StepParts, end_operation_seconds
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
 from jaxscale.planner.memory.room import check_room
-from jaxscale.planner.model.named_models import NAMED
 from jaxscale.planner.model.parallelism import Parallelism
-from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.planner.report import text_report
 from jaxscale.planner.search.balance_layers import rebalance_layers
@@ -33,15 +30,6 @@ XXL = load("configs/mt5_xxl.py", ["optimizer.name=adamw"])
 
 def with_layout(config: Config, **layout) -> Config:
     return dataclasses.replace(config, layout=Layout(data=1, **layout))
-
-
-def test_its_shape_is_the_named_one_with_its_lengths():
-    shape, named = ModelShape.of(XXL), NAMED["mt5-xxl"]
-    lengths = {"seq_len": 256, "encoder_seq_len": 1024}
-    tables = 2 * 32 * 64  # the biases of two stacks, which the named shape does not count
-    ours = {"windowed_share": 0.0, "extra_head_params": tables}
-    assert shape == dataclasses.replace(named, **lengths, **ours)
-    assert shape.num_params == model_trace(XXL.model).num_params
 
 
 @pytest.mark.proof
@@ -79,7 +67,7 @@ PIPELINE = Layout(pipeline=4, data=1, microbatches=8, remat="full")
 def test_a_pipelines_step_is_its_table_with_layers_of_two_kinds(chunks):
     layout = dataclasses.replace(PIPELINE, **chunks)
     plan = predict_plan(QUERY, layout)
-    parts = UnevenPipelineCost.of(QUERY.shape, QUERY.cluster, plan.parallelism)
+    parts = UnevenPipelineCost.of(QUERY.work, QUERY.cluster, plan.parallelism)
     costs = parts.costs([0], plan.layers)
     # An encoder's layer has four times as many tokens, and no cross attention to the encoder's.
     assert 1.8 < costs.f[0, 0] / costs.f[0, -1] < 2.5
@@ -93,8 +81,8 @@ def test_a_pipelines_step_is_its_table_with_layers_of_two_kinds(chunks):
 
 def test_layers_of_both_kinds_together_take_what_all_layers_take():
     parallelism = Parallelism.of(PIPELINE, 64)
-    parts = UnevenPipelineCost.of(QUERY.shape, QUERY.cluster, parallelism)
-    every = end_operation_seconds(StepParts(QUERY.shape, QUERY.cluster, parallelism))
+    parts = UnevenPipelineCost.of(QUERY.work, QUERY.cluster, parallelism)
+    every = end_operation_seconds(StepParts(QUERY.work, QUERY.cluster, parallelism))
     for name in ("f", "w", "r"):
         both = sum(getattr(stack.share, name)[0, 0] for stack in parts.stacks)
         assert both == pytest.approx(getattr(every, name)[..., 0])

@@ -26,7 +26,7 @@ PINS = {"offload": "none", "remat": "full", "context": 1, "tensor": 1}
 
 def test_ranks_of_experts_divide_the_experts():
     query = Query(MIXTRAL, make_cluster("h100", 64), PINS)
-    sizes = {shape[3] for shape in mesh_shapes(64, PINS, query.shape.experts)}
+    sizes = {shape[3] for shape in mesh_shapes(64, PINS, query.work.num_experts)}
     assert sizes == {1, 2, 4, 8}
     message = TrainableModel(MIXTRAL).refusal(Layout(data=1, expert=16))[1]
     assert "model.num_experts = 8 does not divide over layout.expert = 16" in message
@@ -67,11 +67,11 @@ def test_a_pipeline_of_experts_is_planned_and_written(tmp_path):
 
 
 def test_without_ranks_of_experts_nothing_is_exchanged():
-    cluster, shape = make_cluster("h100", 64), TrainableModel(MIXTRAL).shape
+    cluster, work = make_cluster("h100", 64), TrainableModel(MIXTRAL).work
 
     def terms(**layout):
         one = Layout(data=1, microbatches=16, **layout)
-        return step_cost(shape, cluster, Parallelism.of(one, 1024)).terms
+        return step_cost(work, cluster, Parallelism.of(one, 1024)).terms
 
     sent = {remat: terms(fsdp=8, expert=8, remat=remat)["expert"] for remat in ("none", "full")}
     assert terms(fsdp=64, remat="full")["expert"] == 0

@@ -38,11 +38,11 @@ def test_steps_of_newton_schulz_take_seconds_that_adamw_does_not():
     flops = 5 * (4 * (wide + narrow) + 2 * 7 * 4096**3)
     parallelism = model.parallelism(layout)
     assert update_flops(parallelism) == flops
-    seconds = optimizer_seconds(model.shape, machine, parallelism)
+    seconds = optimizer_seconds(model.work, machine, parallelism)
     adamw = TrainableModel(load("llama2_7b")).parallelism(layout)
-    rest = optimizer_seconds(model.shape, machine, adamw)
+    rest = optimizer_seconds(model.work, machine, adamw)
     assert rest == pytest.approx(
-        memory_seconds(machine, OPTIMIZER_BYTES * model.shape.num_params / 64), rel=0.01
+        memory_seconds(machine, OPTIMIZER_BYTES * model.num_params / 64), rel=0.01
     )
     # TF32 has half of the rate of bfloat16.
     assert seconds - rest == pytest.approx(2 * flops / (989.4e12 * 0.803))

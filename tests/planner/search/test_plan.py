@@ -376,7 +376,7 @@ def test_a_pipeline_is_timed_by_the_table_that_the_engine_runs(remat):
     layout = dataclasses.replace(PIPELINE, schedule="1f1b", remat=remat)
     plan = predict_plan(QUERY, layout)
     table = open_stages(layout, CONFIG.model.num_layers, QUERY.planned_model.head_cost).table
-    parts = UnevenPipelineCost.of(QUERY.shape, QUERY.cluster, plan.parallelism)
+    parts = UnevenPipelineCost.of(QUERY.work, QUERY.cluster, plan.parallelism)
     costs = parts.costs([0], plan.layers)
     run = simulate(table, Costs(*(tuple(np.ravel(cost).tolist()) for cost in costs)))
     assert (table.ops.kind == R).any() == (remat == "full")

@@ -103,7 +103,7 @@ def test_the_halves_depend_on_the_seed_alone():
 
 def test_a_perfect_planner_scores_perfectly(monkeypatch):
     measured = {
-        (row.shape, row.cluster.chip.name, row.parallelism): row.step_seconds
+        (row.shape.work, row.cluster.chip.name, row.parallelism): row.step_seconds
         for row in read_runs(PATH).runs
     }
 
@@ -129,5 +129,7 @@ def test_predictions_do_not_read_what_was_measured(tmp_path):
     for row in read_runs(PATH).runs:
         if row.step_seconds:
             same = other[row.id]
-            expected = step_cost(row.shape, row.cluster, row.parallelism).step_seconds
-            assert step_cost(same.shape, same.cluster, same.parallelism).step_seconds == expected
+            expected = step_cost(row.shape.work, row.cluster, row.parallelism).step_seconds
+            assert (
+                step_cost(same.shape.work, same.cluster, same.parallelism).step_seconds == expected
+            )

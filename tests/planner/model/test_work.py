@@ -1,0 +1,109 @@
+"""The work of a traced model, and that of one given by its sizes."""
+
+import dataclasses
+
+import pytest
+
+from jaxscale.config import Config, DataConfig, load
+from jaxscale.config.model import ModelConfig
+from jaxscale.model_families.shipped import PLANNED
+from jaxscale.planner.model.named_models import NAMED
+from jaxscale.planner.search.trainable_model import TrainableModel
+
+POLICIES = (
+    "none",
+    "full",
+    "save_all_but_attention",
+    "save:query,key,value,attention,attention_out",
+)
+SHARED = ("attention_out", "mlp_up", "mlp_gate", "mlp_down")
+
+
+def work_of(name, *overrides):
+    return TrainableModel(load(name, list(overrides))).work
+
+
+def plain(stack):
+    """Without names, which two shapes of a model may give in other words, and in one order."""
+    parts = [(one.inputs, one.features, one.tokens * one.share, one.over) for one in stack.matmuls]
+    return sorted(parts), [dataclasses.astuple(one) for one in stack.experts], stack.seq_len
+
+
+@pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b"])
+def test_a_traced_model_does_the_work_of_its_published_sizes(name):
+    work = work_of(name)
+    named = {"llama3_8b": "llama3-8b", "mixtral_8x7b": "mixtral-8x7b"}[name]
+    shape = dataclasses.replace(NAMED[named], seq_len=work.seq_len)
+    (traced,), (given,) = work.stacks, shape.work.stacks
+    assert plain(traced) == plain(given)
+    for field in ("branches", "sent", "rotated", "opened", "hidden"):
+        assert getattr(traced, field) == pytest.approx(getattr(given, field)), field
+    assert traced.flops == pytest.approx(given.flops, rel=1e-3)  # a query sees itself, too
+    for field in ("block_params", "routed_params", "embedding_params", "head_params"):
+        assert getattr(work, field) == pytest.approx(getattr(shape.work, field), rel=1e-3), field
+
+
+@pytest.mark.parametrize("family", PLANNED, ids=lambda family: family.name)
+def test_operations_are_those_of_every_decoder(family):
+    sizes = {"num_layers": 8, "d_model": 256, "sliding_window": 64, "d_ff": 512, "vocab_size": 384}
+    if "sliding_window" not in family.settings:
+        del sizes["sliding_window"]
+    model = ModelConfig(family=family.name, **sizes, max_seq_len=128)
+    objective = "causal" if model.causal else "masked"
+    config = Config(model=model, data=DataConfig(objective=objective))
+    work = TrainableModel(config).work
+    found = 3 * work.sequence_flops / work.seq_len
+    assert found == pytest.approx(model.flops_per_token(128), rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["llama2_7b", "gpt_22b", "mixtral_8x7b", "deepseek_v3"])
+def test_policies_repeat_what_the_config_counts(name):
+    """Here the vocabulary has its padding."""
+    config = load(name)
+    model, work, length = config.model, TrainableModel(config).work, config.data.seq_len
+    for remat in POLICIES:
+        hardware = (3 * work.sequence_flops + work.recomputed_flops(remat)) / length
+        wanted = model.hardware_flops_per_token(length, remat=remat)
+        assert hardware == pytest.approx(wanted, rel=3e-4), remat
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v3", "mt5-xxl", "nemotron-3-super"])
+def test_no_policy_repeats_more_than_a_forward_pass(name):
+    work = NAMED[name].work
+    none, full, attention, names = map(work.recomputed_flops, POLICIES)
+    assert none == 0 < min(attention, names)
+    assert max(attention, names, attention + names) < full < work.sequence_flops
+
+
+def test_experts_repeat_what_a_token_meets():
+    """Two of three matrices of the two experts of a token, and the router."""
+    work = NAMED["mixtral-8x7b"].work
+    each = 2 * 2 * 4096 * 14336 * 2 + 2 * 4096 * 8
+    repeated = work.recomputed_flops(POLICIES[3]) / work.seq_len
+    assert repeated == pytest.approx(32 * each)
+
+
+def test_layers_that_alternate_share_their_experts():
+    work = work_of("qwen3_30b_a3b", "model.num_layers=12", "model.expert_pattern=DDE")
+    (stack,) = work.stacks
+    assert (stack.num_layers, [one.share for one in stack.experts]) == (12, [1 / 3])
+    assert stack.branches == pytest.approx(2)
+
+
+def test_windows_are_seen_by_layer():
+    config = load("tiny", ["model.family=gemma3", "model.num_layers=12", "data.seq_len=4096"])
+    (stack,) = TrainableModel(config).work.stacks
+    seen = {one.keys: one.share for one in stack.attention}
+    assert max(seen) == 4097 / 2
+    assert sum(seen.values()) == pytest.approx(1)
+    assert len(seen) == 2
+
+
+def test_an_encoder_is_a_stack_of_its_own_length():
+    work = work_of("mt5_base", "data.target_len=256")
+    encoder, decoder = work.stacks
+    assert (encoder.seq_len, decoder.seq_len, work.layers) == (1024, 256, 12)
+    assert (encoder.branches, decoder.branches) == (2, 3)
+    assert [one.keys for one in decoder.attention] == [257 / 2, 1024]
+    read = [one for one in decoder.matmuls if one.names == ("key", "value")]
+    assert [one.tokens for one in read] == [4]
