@@ -1,7 +1,7 @@
 """Memory per device that our engine would need for a model known only by its sizes.
 
 State follows ZeRO (arXiv 1910.02054) in float32, sharded as in the engine; activations of a layer
-are those of `other_trainers.layer_bytes` (after arXiv 2205.05198); pipeline slots are those of the
+are those of `layer_activations` (after arXiv 2205.05198); pipeline slots are those of the
 schedule's table. The phases of a step are those of `memory.step`, which has the sizes of a
 config's own layers; the suite compares the two on dense models.
 """
@@ -15,7 +15,7 @@ from jaxscale.config.layout import parse_remat
 from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.planner.cost.communication import local_params
 from jaxscale.planner.memory.at_rest import BATCH_BYTES
-from jaxscale.planner.memory.other_trainers import layer_bytes
+from jaxscale.planner.memory.layer_activations import layer_bytes
 from jaxscale.planner.memory.step import Memory
 from jaxscale.planner.memory.transients import TRANSIENTS, Transients
 from jaxscale.planner.model.parallelism import Parallelism

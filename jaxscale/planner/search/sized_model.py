@@ -23,7 +23,7 @@ from jaxscale.sharding.layout_checks import ulysses_refusal
 
 REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attention,attention_out")
 """Policies whose saved bytes are known for a layer of any kind
-(`memory.other_trainers.layer_bytes`)."""
+(`memory.layer_activations.layer_bytes`)."""
 
 OFFLOADS = ("none", "optimizer")
 """Without activations: there is no formula for what they would transfer."""

@@ -18,7 +18,7 @@ from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables import table_makespan
 from jaxscale.planner.tables.state_ticks import TickCollectives, state_ticks
 from jaxscale.planner.tables.table_makespan import TableSpec
-from jaxscale.planner.validation.trainers import MEGATRON_CORE
+from tools.planner_validation.trainers import MEGATRON_CORE
 
 LLAMA = ModelShape.of(load("configs/llama2_70b.py"))
 SMALL = ModelShape.of(load("configs/llama2_7b.py"))
