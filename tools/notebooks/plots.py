@@ -1,4 +1,4 @@
-"""Figures of layouts for notebooks and talks: placement, traffic, losses, step time, memory.
+"""Figures of layouts for notebooks: placement, traffic, losses, step time, memory.
 
 A notebook shows them after `%matplotlib inline`; without it, a cell ends in the size of its figure.
 Colours are the colour-blind-safe palette of Okabe and Ito.
@@ -394,8 +394,3 @@ def _stacked(
         columnspacing=1.2,
     )
     return figure
-
-
-def save_figure(figure: Figure, path: str, **settings: Any) -> None:
-    """Writes a figure as PNG."""
-    figure.savefig(path, format="png", **settings)
