@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale import config as configs
 from jaxscale.compiled.collectives import KINDS
 from jaxscale.config.layout import Layout
+from jaxscale.planner.memory.terms import GROUPS
 from jaxscale.planner.plan_layouts import plan_layouts
-from jaxscale.planner.report import text_report
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 from tools.notebooks import plots
@@ -203,5 +203,4 @@ def test_every_term_of_a_plan_has_a_colour():
     assert float(labels[1][0]) == pytest.approx(best.memory_bytes / 1e9, rel=0.01)
     named = {name for _, names in plots.SECONDS.values() for name in names}
     assert set(best.seconds.terms) == named
-    held = {name for _, names in plots.BYTES.values() for name in names}
-    assert held == set(text_report.PARTS)
+    assert set(plots.BYTES) == set(GROUPS.values())

@@ -19,6 +19,7 @@ def layer_bytes(shape: ModelShape, parallelism: Parallelism, remat: str | None =
     """Saved activations of one layer and micro-batch.
 
     >>> gpt = ModelShape(48, 6144, 64, 64, 96, 24576, False, 51200, True, 2048, biases=True)
+    >>> from jaxscale.planner.model.parallelism import TrainerTraits
     >>> traits = TrainerTraits(sequence_parallel=False, attention="written", dropout=True)
     >>> megatron = Parallelism(tensor=8, microbatch=4, traits=traits)
     >>> round(48 * layer_bytes(gpt, megatron) / 2**30, 2)

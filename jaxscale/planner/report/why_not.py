@@ -11,7 +11,8 @@ from jaxscale.config.layout import MESH_AXES, OFFLOADS, PIPELINE_GATHERS, READ_W
 from jaxscale.formatting import gigabytes
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.shipped import RUNNABLE
-from jaxscale.planner.report.text_report import PARTS, comparison, layout_text
+from jaxscale.planner.memory.terms import TEXTS
+from jaxscale.planner.report.text_report import comparison, layout_text
 from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
 from jaxscale.planner.search.search import SearchResult, search_layouts
 from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query, check_pins
@@ -145,7 +146,7 @@ def why_infeasible(query: Query, layout: Layout) -> str:
     return (
         f"it does not fit: {gigabytes(plan.memory_bytes)} per device, "
         f"{gigabytes(plan.memory_bytes - plan.limit_bytes)} more than {gigabytes(plan.limit_bytes)}"
-        f"; the largest part is {PARTS[name]}, {gigabytes(size)}"
+        f"; the largest part is {TEXTS[name]}, {gigabytes(size)}"
     )
 
 

@@ -13,7 +13,7 @@ from jaxscale.choices import nearest_divisors
 from jaxscale.config.layout import Layout
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory import analytic
-from jaxscale.planner.memory.step import Memory
+from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.remat_flops import recomputed_flops

@@ -33,7 +33,7 @@ from jaxscale.pipeline.partition import has_layers
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, SHIPPED, find_schedule, is_foreign
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.memory.at_rest import check_param_groups
-from jaxscale.planner.memory.step import Memory
+from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.search.sized_model import NO_HALVES, NO_RING, SizedModel

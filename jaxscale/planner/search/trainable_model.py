@@ -13,7 +13,8 @@ from jaxscale.config import Config
 from jaxscale.config.layout import OFFLOADS, Layout
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory.saved_activations import stash_refusal
-from jaxscale.planner.memory.step import Memory, step_memory
+from jaxscale.planner.memory.step import step_memory
+from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
 from jaxscale.planner.model.param_shapes import itemsize, parameters
