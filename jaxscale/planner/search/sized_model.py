@@ -14,7 +14,6 @@ from jaxscale.config.layout import Layout
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory import analytic
 from jaxscale.planner.memory.terms import Memory
-from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.remat_flops import recomputed_flops
 from jaxscale.planner.model.shape import ModelShape
@@ -117,7 +116,7 @@ class SizedModel:
         in_table = recomputed * self.shape.block_flops
         return self.shape.flops_per_token + (in_table or recomputed_flops(self.shape, remat))
 
-    def parallelism(self, layout: Layout | LayoutBatch) -> Parallelism:
+    def parallelism(self, layout: Layout) -> Parallelism:
         """A layout, or a batch of them, as the cost formulas read it."""
         return Parallelism.of(layout, self.sequences)
 
@@ -251,9 +250,7 @@ class SizedModel:
                 )
             size //= ranks
 
-    def memory(
-        self, layouts: LayoutBatch | Layout, buffers: RankBuffers | None, back_end: str
-    ) -> Memory:
+    def memory(self, layouts: Layout, buffers: RankBuffers | None, back_end: str) -> Memory:
         """Of a device; fields are numbers, or float [N].
 
         Args:

@@ -128,7 +128,7 @@ class Query:
         """Whether one layout, or each of a batch, fits in device memory."""
         return needs.peak <= self.limit_bytes
 
-    def fits_host(self, needs: Memory, layout: Layout | LayoutBatch) -> Any:
+    def fits_host(self, needs: Memory, layout: Layout) -> Any:
         """Whether what is offloaded fits in host memory."""
         optimizer = needs.host_optimizer if layout.offloads("optimizer") else 0
         return needs.host_stash + optimizer <= HOST_MEMORY_BYTES
@@ -320,7 +320,7 @@ def _runnable(
     spec, v = layouts.schedule_spec, int(layouts.virtual_stages)
     schedule = find_schedule(spec.name)
     # Layouts that differ in other axes have the same pipeline: each is looked at once.
-    ranks, base = np.asarray(layouts.pipeline), int(layouts.microbatches.max()) + 1
+    ranks, base = np.asarray(layouts.pipeline), int(np.max(layouts.microbatches)) + 1
     keys, index, count = np.unique(
         ranks * base + layouts.microbatches, return_inverse=True, return_counts=True
     )

@@ -15,7 +15,6 @@ from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory.saved_activations import stash_refusal
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.memory.terms import Memory
-from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
 from jaxscale.planner.model.param_shapes import itemsize, parameters
 from jaxscale.planner.model.remat_flops import recomputed_flops
@@ -100,7 +99,7 @@ class TrainableModel:
         """Axes that have no formula, and why."""
         return {"context": sized_model.NO_CROSS_CONTEXT} if self._has_encoder else {}
 
-    def parallelism(self, layout: Layout | LayoutBatch) -> Parallelism:
+    def parallelism(self, layout: Layout) -> Parallelism:
         """A layout, or a batch of them, as the cost formulas read it."""
         width = itemsize(self.config.optimizer.reduced_in)
         model = self.config.model
@@ -249,9 +248,7 @@ class TrainableModel:
                 )
         return ""
 
-    def memory(
-        self, layouts: LayoutBatch | Layout, buffers: RankBuffers | None, back_end: str
-    ) -> Memory:
+    def memory(self, layouts: Layout, buffers: RankBuffers | None, back_end: str) -> Memory:
         """Of a device; fields are int, or int [N].
 
         Args:
@@ -285,7 +282,7 @@ class _ConfigBatch:
 
 def batch_memory(
     config: Config,
-    layouts: LayoutBatch | Layout,
+    layouts: Layout,
     buffers: RankBuffers | None,
     back_end: str,
     *,
