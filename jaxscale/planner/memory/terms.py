@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from jaxscale.planner.model.param_shapes import Ints, maximum
+from jaxscale.sharding.model_trace import Ints, maximum
 
 FORWARD, HEAD, ACTIVATIONS, ATTENTION, GRADIENTS, LOOP_END, STEP_END = PHASES = (
     "forward",

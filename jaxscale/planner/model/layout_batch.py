@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from jaxscale.config.layout import Layout
-from jaxscale.planner.model.param_shapes import Ints
+from jaxscale.sharding.model_trace import Ints
 
 INTEGER_FIELDS = tuple(one.name for one in dataclasses.fields(Layout) if one.type is int)
 SETTINGS = tuple(one.name for one in dataclasses.fields(Layout) if one.type is not int)
