@@ -29,7 +29,8 @@ from jaxscale.config.layout import (
     parse_schedule,
 )
 from jaxscale.hardware import GPU_MEMORY_FRACTION, check_matmul_units, gpu_memory_fraction
-from jaxscale.pipeline.partition import has_layers
+from jaxscale.pipeline.partition import StackLayers, has_layers
+from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, SHIPPED, find_schedule, is_foreign
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.memory.at_rest import check_param_groups
@@ -343,6 +344,26 @@ def _runnable(
         good = more
     good = good[index]
     return layouts.take(good) if good.any() else None
+
+
+def pipeline_refusal(model: TrainableModel | SizedModel, layout: Layout) -> str:
+    """Why a resolved layout has no pipeline of the layers; "" where it has one, or needs none."""
+    if layout.pipeline == 1:
+        return ""
+    # Remat policies without recompute operations do not change the table.
+    remat = "none" if layout.remat_policy.kept_passes is None else layout.remat
+    read = {name: getattr(layout, name) for name in ("pipeline", "schedule", "virtual_stages")}
+    pipeline = Layout(**read, microbatches=layout.microbatches, remat=remat)
+    return _stages_refusal(pipeline, model.stacks)
+
+
+@functools.cache
+def _stages_refusal(layout: Layout, stacks: tuple[StackLayers, ...]) -> str:
+    try:
+        open_stages(layout, stacks)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def check_fields(pins: Mapping[str, Any], flag: str) -> None:
