@@ -37,13 +37,15 @@ divisors of an arbitrary number can take forever to find."""
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns the status of the process."""
     words = sys.argv[1:] if argv is None else argv
+    heads = {word.partition("=")[0].partition(".")[0] for word in words}
+    if "--validate" in heads:
+        command_line.refuse(
+            "--validate is a tool of the repository: python tools/planner_validation/score.py CSV"
+        )
     options, overrides = command_line.parse(_parser(), words, configs.leaves())
     with command_line.refusals():
-        heads = {word.partition("=")[0].partition(".")[0] for word in words}
         _check_read([name for name in vars(options) if f"--{name}" in heads], overrides)
         _check(options)
-        if options.validate:
-            return _validate(options)
         if options.measure:
             return _measure(options, overrides)
         for name in ("hardware", "devices"):
@@ -94,11 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-READ = {
-    "validate": ("json",),
-    "measure": ("config", "pin", "trials", "storage", "trial_seconds", "json"),
-}
-"""Flags that rank nothing, and those that are read with them."""
+READ_BY_MEASURE = ("measure", "config", "pin", "trials", "storage", "trial_seconds", "json")
+"""Flags that are read with --measure, which ranks nothing."""
 
 READ_WITH = {
     "trials": "measure",
@@ -119,9 +118,8 @@ def _check_read(given: Sequence[str], overrides: Sequence[str]) -> None:
       ValueError: names the flag, and what to give instead.
     """
     for name in given:
-        for alone, read in READ.items():
-            if alone in given and name not in (alone, *read):
-                raise ValueError(f"--{name} is not read with --{alone}; leave one of them out")
+        if "measure" in given and name not in READ_BY_MEASURE:
+            raise ValueError(f"--{name} is not read with --measure; leave one of them out")
         if name in READ_WITH and READ_WITH[name] not in given:
             raise ValueError(
                 f"--{name} is read with --{READ_WITH[name]}; add that, or leave it out"
@@ -287,7 +285,7 @@ def _add_report_flags(add: Callable[..., Any]) -> None:
 
 
 def _add_check_flags(add: Callable[..., Any]) -> None:
-    """Predictions against the compiler, measured runs, or trials on the local devices."""
+    """Predictions against the compiler, or trials on the local devices."""
     add(
         "--prove",
         type=command_line.whole(1, 1000),
@@ -296,7 +294,6 @@ def _add_check_flags(add: Callable[..., Any]) -> None:
         help="compile the best N plans",
     )
     add("--topology", default="", metavar="NAME", help="the topology to compile for: h100:64x8")
-    add("--validate", default="", metavar="CSV", help="score predictions against measured runs")
     add(
         "--measure",
         action="store_true",
@@ -419,16 +416,6 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     command_line.log_to_stdout()
     return run.measure(options, config, parse_pins(options.pin))
-
-
-def _validate(options: argparse.Namespace) -> int:
-    from jaxscale.planner.validation.score import validate  # noqa: PLC0415
-
-    scores = validate(options.validate)
-    print(scores.text())
-    if options.json:
-        options.json.write_text(json.dumps(scores.as_json(), indent=2) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ import pytest
 
 from jaxscale import aot
 from jaxscale.compiled import compile_ahead, hlo, topology
-from jaxscale.compiled.bytes_moved import updates_in_place
 from jaxscale.compiled.collectives import collectives
 from jaxscale.compiled.compile_ahead import CompileReport, compile_for
 from jaxscale.compiled.flops import FLASH_MATMULS
 from jaxscale.config import from_dict
 from jaxscale.planner.model.traces import model_trace
 from jaxscale.training import accumulation
+from tools.bench.bytes_moved import updates_in_place
 
 # Which attention on GPUs is written for.
 pytestmark = [

@@ -104,7 +104,10 @@ def test_the_command_ranks_and_writes(tmp_path, capsys):
         (["--storage=a.db"], "--storage is read with --measure"),
         (["--topology", "h100:2x8"], "--topology is read with --prove"),
         (["--measure"], "--hardware is not read with --measure"),
-        (["--validate=runs.csv"], "--config is not read with --validate"),
+        (
+            ["--validate=runs.csv"],
+            "python tools/planner_validation/score.py CSV",
+        ),
         (["--config.layout.tensor=4"], "the planner chooses it; use --pin tensor=4"),
         (["--config.layout=auto"], "the planner chooses it; leave it out"),
         (["--prove", "2"], "--prove 2: plans 1 to 1 are shown; raise --top for more"),

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from jaxscale import command_line
-from jaxscale.plots import save_figure
 
 PANELS = {
     "loss": "training loss, nats per token",
@@ -40,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
         panel.set(xlabel="step", title=title)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False)
-    save_figure(figure, options.png)
+    figure.savefig(options.png, format="png")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,14 @@ docs/zb_h1.png is drawn by the schedule command: `zb_h1 --stages 4 --microbatche
 
 import argparse
 import pathlib
-
-from jaxscale import plots
-from jaxscale.planner.plan_layouts import plan_layouts
+import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+
+from jaxscale.planner.plan_layouts import plan_layouts  # noqa: E402
+from tools.notebooks import plots  # noqa: E402
+
 PINS = {
     "fsdp 64": {"fsdp": 64},
     "fsdp 8 x tensor 8": {"fsdp": 8, "tensor": 8},
@@ -29,7 +32,7 @@ def main() -> None:
         ).plans[0]
         for title, pins in PINS.items()
     }
-    plots.save_figure(plots.step_time_figure(plans), str(ROOT / "docs" / "waterfall.png"))
+    plots.step_time_figure(plans).savefig(ROOT / "docs" / "waterfall.png")
 
 
 if __name__ == "__main__":

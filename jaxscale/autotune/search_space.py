@@ -1,12 +1,12 @@
 """The layouts that a search by measuring may try, each as the values of a few settings."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxscale.choices import divisors
 from jaxscale.config import Config
 from jaxscale.config.layout import (
     ACCUMULATIONS,
@@ -16,12 +16,9 @@ from jaxscale.config.layout import (
     parse_schedule,
     unread_settings,
 )
-from jaxscale.pipeline.partition import StackLayers
-from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, find_schedule, is_foreign
 from jaxscale.planner.search import space
 from jaxscale.planner.search.trainable_model import TrainableModel
-from jaxscale.planner.tables.pipeline_slots import stack_layers
 
 Candidate = Mapping[str, Any]
 """Field of a layout -> its value, None where the layout does not read it."""
@@ -111,11 +108,8 @@ def candidates(
 
 def refusal(config: Config, layout: Layout) -> str:
     """Why a resolved layout cannot run this config, without building anything; "" if it can."""
-    try:
-        _check_pipeline(config, layout)
-    except ValueError as error:
-        return str(error)
-    return TrainableModel(config).refusal(layout)[1]
+    model = TrainableModel(config)
+    return space.pipeline_refusal(model, layout) or model.refusal(layout)[1]
 
 
 def _schedules(wanted: str) -> list[tuple[str, int]]:
@@ -152,23 +146,17 @@ def _mesh_candidates(
 ) -> Iterator[Candidate]:
     """The candidates on one mesh."""
     each, rest = divmod(config.data.global_batch_size, mesh.batch_shards)
-    microbatches = (
-        [] if rest else [n for n in range(1, min(each, MOST_MICROBATCHES) + 1) if each % n == 0]
-    )
+    microbatches = [] if rest else [n for n in divisors(each) if n <= MOST_MICROBATCHES]
     stages = (1, 2, 3) if mesh.zero_ranks > 1 else (None,)
     piped = mesh.pipeline > 1
+    sizes = {name: getattr(mesh, name) for name in (*MESH_AXES, "tensor_rows") if name != "data"}
     pipelines = schedules if piped else ((None, None),)
     for count, stage, (schedule, chunks), remat in itertools.product(
         microbatches, stages, pipelines, REMATS
     ):
         for accumulation in (None,) if piped or count == 1 else ACCUMULATIONS:
             yield {
-                "pipeline": mesh.pipeline,
-                "fsdp": mesh.fsdp,
-                "expert": mesh.expert,
-                "context": mesh.context,
-                "tensor": mesh.tensor,
-                "tensor_rows": mesh.tensor_rows,
+                **sizes,
                 "zero_stage": stage,
                 "microbatches": count,
                 "accumulation": accumulation,
@@ -176,39 +164,6 @@ def _mesh_candidates(
                 "virtual_stages": chunks,
                 "remat": remat,
             }
-
-
-def _check_pipeline(config: Config, layout: Layout) -> None:
-    if layout.pipeline > 1:
-        # Remat policies without recompute operations do not change the table.
-        remat = "none" if layout.remat_policy.kept_passes is None else layout.remat
-        _open(
-            layout.pipeline,
-            layout.schedule,
-            layout.virtual_stages,
-            layout.microbatches,
-            remat,
-            stack_layers(config.model),
-        )
-
-
-@functools.cache
-def _open(
-    pipeline: int,
-    schedule: str,
-    chunks: int,
-    microbatches: int,
-    remat: str,
-    stacks: tuple[StackLayers, ...],
-) -> None:
-    layout = Layout(
-        pipeline=pipeline,
-        schedule=schedule,
-        virtual_stages=chunks,
-        microbatches=microbatches,
-        remat=remat,
-    )
-    open_stages(layout, stacks)
 
 
 def _virtual_stages(layout: Layout) -> int:

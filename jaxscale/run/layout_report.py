@@ -21,7 +21,8 @@ from jaxscale.pipeline.layer_placement import stack_of
 from jaxscale.pipeline.simulator import simulate
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.planner.memory.at_rest import sides
-from jaxscale.planner.memory.step import Memory, is_predicted, step_memory
+from jaxscale.planner.memory.step import is_predicted, step_memory
+from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.search.trainable_model import check_parameters
 from jaxscale.sharding.resolve import is_axes, layer_rules, leaf_name, resolve

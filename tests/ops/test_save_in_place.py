@@ -10,12 +10,12 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.compiled import compile_ahead, hlo, topology
-from jaxscale.compiled.bytes_moved import bytes_moved
 from jaxscale.config import Config, from_dict
 from jaxscale.data.synthetic import synthetic_batch
 from jaxscale.ops.save_in_place import save_in_place
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import accumulation, engine, layer_loop
+from tools.bench.bytes_moved import bytes_moved
 
 pytestmark = pytest.mark.compiles
 

@@ -56,6 +56,7 @@ def test_help_needs_no_optional_library(library, script, wrong):
         ("bench/layouts.py --json no/x", "--json: no/x: there is no folder no"),
         ("bench/pipeline.py --microbatches 2,x", "--microbatches: 'x' is not a whole number"),
         ("routing.py --steps 0", "--steps: 0 is not from 1 to 1000"),
+        ("planner_validation/score.py {root}/uv.lock", "it is not a file of measured runs"),
         ("chaos/kills.py --processes 0", "--processes = 0; at least 1"),
         ("chaos/kills.py --address file:///tmp", "--address file:///tmp exists; give one that"),
     ],

@@ -26,10 +26,10 @@ sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
 from jaxscale import command_line  # noqa: E402
 from jaxscale.compiled import hlo, topology  # noqa: E402
-from jaxscale.compiled.bytes_moved import bytes_moved  # noqa: E402
 from jaxscale.compiled.flops import computation_costs, instruction_cycles  # noqa: E402
 from jaxscale.ops.loss import _reduced_at_once, cross_entropy  # noqa: E402
 from jaxscale.ops.loss_kernel import LogitBlock, log_z_and_target  # noqa: E402
+from tools.bench.bytes_moved import bytes_moved  # noqa: E402
 
 SIZES = {"num_tokens": 16_384, "features": 2_048, "vocab": 128_256}  # llama32_1b, 4 sequences
 HEADS = {"llama32_1b": (2_048, 128_256), "llama3_8b": (4_096, 128_256)}

@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def environment() -> dict[str, str]:
-    """What a notebook's kernel is started with."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """What a notebook's kernel is started with; Jupyter imports from a notebook's folder, too."""
+    paths = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "JAX_NUM_CPU_DEVICES": "8",
         "JAX_PLATFORMS": "cpu",

@@ -1,7 +1,7 @@
 """Memory per device that our engine would need for a model known only by its sizes.
 
 State follows ZeRO (arXiv 1910.02054) in float32, sharded as in the engine; activations of a layer
-are those of `other_trainers.layer_bytes` (after arXiv 2205.05198); pipeline slots are those of the
+are those of `layer_activations` (after arXiv 2205.05198); pipeline slots are those of the
 schedule's table. The phases of a step are those of `memory.step`, which has the sizes of a
 config's own layers; the suite compares the two on dense models.
 """
@@ -16,8 +16,8 @@ from jaxscale.config.layout import parse_remat
 from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.planner.cost.communication import local_params
 from jaxscale.planner.memory.at_rest import BATCH_BYTES
-from jaxscale.planner.memory.other_trainers import layer_bytes
-from jaxscale.planner.memory.step import Memory
+from jaxscale.planner.memory.layer_activations import layer_bytes
+from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.memory.transients import TRANSIENTS, Transients
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
@@ -131,7 +131,6 @@ def analytic_memory(
             rows * group * kept,
         ),
         layer_weights=NARROW * np.where(step.gathers, np.where(pipelined, held, 2 * layer), layer),
-        zeros=0,
         outer_gradients=_outer_gradients(step, z, transients.late),
         group=together * (group * (kept + 3 * stream) + 2 * WIDE * layer),
         working_set=working,
@@ -140,15 +139,12 @@ def analytic_memory(
         forward_loop=together * group * (2 * kept + 5 * stream),
         head=_head(shape, parallelism, step, transients),
         head_sums=np.where(step.single & in_place, 0.0, gradients),
-        reduction=np.where(
+        end=np.where(
             pipelined,
             _sums(shape, parallelism, step, rows),
             2 * WIDE * (layer + step.outer) * (reduces & np.logical_not(shards)),
         ),
-        update=0,
-        moments_copy=0,
         host_optimizer=moments,
-        host_stash=0,
         messages=np.where(pipelined, (buffers.inbox + buffers.input + 2) * stream, 0.0),
         reduced_gradients=late * WIDE * step.stack / z,
         kept_weights=NARROW

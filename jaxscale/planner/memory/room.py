@@ -7,7 +7,8 @@ from jaxscale.choices import divisors
 from jaxscale.config import Config
 from jaxscale.formatting import gigabytes
 from jaxscale.planner.memory.experts import rows_of_token
-from jaxscale.planner.memory.step import Memory, is_predicted, step_memory
+from jaxscale.planner.memory.step import is_predicted, step_memory
+from jaxscale.planner.memory.terms import Memory
 from jaxscale.sharding.model_trace import itemsize
 
 MARGIN = 1.15

@@ -10,7 +10,6 @@ an accumulation group.
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from jaxscale.config import Config
 from jaxscale.config.layout import parse_remat
@@ -47,6 +46,7 @@ from jaxscale.planner.memory.stacks import (
     larger,
     stacks_outer_gradients,
 )
+from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.memory.transients import (
     TRANSIENTS,
     Transients,
@@ -60,131 +60,6 @@ from jaxscale.planner.memory.transients import (
 from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, config_buffers
 from jaxscale.sharding.model_trace import Ints, Rows, maximum, select
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device.
-
-    `arguments` are live throughout; the temporaries are those of the largest phase.
-    """
-
-    # Between steps.
-    parameters: Ints
-    optimizer: Ints  # its state on the device
-    batch: Ints  # and the step counter
-    # In every phase but the last.
-    gradients: Ints  # accumulators: whole, or reduce-scattered shards
-    stash: Ints  # saved activations on the device
-    # During the layers.
-    layer_weights: Ints  # in the compute type; where gathered, also the next layer's
-    zeros: Ints  # accumulators of attention in the layer outside the loop
-    outer_gradients: Ints  # of embedding and head, until the update
-    group: Ints  # inputs and outputs of one layer for G micro-batches, and its accumulators
-    working_set: Ints  # activations and their gradients, at the MLP's activation
-    layer_gradients: Ints  # of the weights, with what is left of the working set
-    forward_loop: Ints  # outputs of G micro-batches in the forward pass
-    # During the head.
-    head: Ints  # logits of a chunk, the gathered matrix, its gradient, the stream
-    head_sums: Ints  # accumulators as above, without those that are not allocated yet
-    # At the end.
-    reduction: Ints  # outputs of reductions over replicas
-    update: Ints  # temporaries of the optimizer
-    moments_copy: Ints  # throughout: Lion's update and its next moments read the same ones
-    # In host memory, where the back end has one.
-    host_optimizer: Ints
-    host_stash: Ints
-    # In a pipeline, in every phase but the last.
-    messages: Ints = 0  # received activations and gradients, and send buffers
-    outer_weights: Ints = 0  # gathered embedding, head and chunk
-    pending: Ints = 0  # gradients of a chunk before reduction
-    # In ZeRO stages 1 and 2, in every phase but the last.
-    kept_weights: Ints = 0  # gathered, in the compute type
-    reduced_gradients: Ints = 0  # stage 1: shards that the last visit leaves beside whole sums
-    # What the TPU's compiler adds.
-    converted: Ints = 0  # sharded parameters of the layers, cast to the compute type
-    carried: Ints = 0  # gradients of the previous layer, before and after reduction
-    walk_end: Ints = 0  # gradients queued for reduction at the end of the loop
-    restacked: Ints = 0  # gradients of experts, laid out for their reduce-scatter
-    # With an encoder.
-    attention: Ints = 0  # activations and their gradients, at attention's kernel
-    between_stacks: Ints = 0  # its output and last layer; the gradients of what the decoder read
-    received: Ints = 0  # in a pipeline, the streams that passes began with, for their W
-
-    @property
-    def arguments(self) -> Ints:
-        return self.parameters + self.optimizer + self.batch
-
-    @property
-    def phases(self) -> dict[str, Ints]:
-        """Temporaries of each phase."""
-        return {name: sum(getattr(self, part) for part in parts) for name, parts in PHASES.items()}
-
-    @property
-    def end(self) -> Ints:
-        """Beside the gradients, after all micro-batches."""
-        return maximum(self.reduction, self.update)
-
-    @property
-    def at_peak(self) -> dict[str, int]:
-        """Parts of one layout's peak by field, without those of 0 bytes."""
-        phase = max(self.phases, key=lambda name: self.phases[name])
-        parts = ("parameters", "optimizer", "batch", *PHASES[phase])
-        sizes = {part: int(getattr(self, part)) for part in parts}
-        return {part: size for part, size in sizes.items() if size}
-
-    @property
-    def temporaries(self) -> Ints:
-        return maximum(*self.phases.values())
-
-    @property
-    def peak(self) -> Ints:
-        return self.arguments + self.temporaries
-
-
-_ALWAYS = (
-    "gradients",
-    "stash",
-    "zeros",
-    "moments_copy",
-    "messages",
-    "outer_weights",
-    "pending",
-    "kept_weights",
-    "converted",
-    "between_stacks",
-    "received",
-)
-_LAYER = (
-    *_ALWAYS,
-    "reduced_gradients",
-    "layer_weights",
-    "outer_gradients",
-    "carried",
-    "restacked",
-)
-PHASES = {
-    "forward": (*_LAYER, "forward_loop"),
-    "head": (*(part for part in _ALWAYS if part != "gradients"), "head", "head_sums"),
-    "activations of a layer": (*_LAYER, "group", "working_set"),
-    "attention of a layer": (*_LAYER, "group", "attention"),
-    "gradients of a layer": (*_LAYER, "group", "layer_gradients"),
-    "end of the layer loop": (
-        "gradients",
-        "reduced_gradients",
-        "moments_copy",
-        "kept_weights",
-        "walk_end",
-    ),
-    "end of the step": (
-        "gradients",
-        "reduced_gradients",
-        "outer_gradients",
-        "moments_copy",
-        "end",
-    ),
-}
-"""The parts that are live in each phase of a step, beside the arguments."""
 
 
 def is_predicted(config: Config) -> bool:
@@ -286,8 +161,7 @@ def _stack_memory(
         head=head_bytes(config, loop, transients) if is_last else 0,
         # In a single visit nothing is added to them before the layers' backward pass.
         head_sums=select(loop.single & transients.in_place, 0, gradients),
-        reduction=reduction_bytes(config, loop, transients, rows),
-        update=update_bytes(config, rows),
+        end=maximum(reduction_bytes(config, loop, transients, rows), update_bytes(config, rows)),
         moments_copy=moments if config.optimizer.name == "lion" else 0,
         host_optimizer=host_optimizer,
         host_stash=host_stash,

@@ -7,52 +7,22 @@ from typing import Any, Self
 
 import numpy as np
 
-from jaxscale.config.layout import MESH_AXES, Layout
+from jaxscale.config.layout import Layout
 from jaxscale.sharding.model_trace import Ints
 
-INTEGER_FIELDS = (
-    *MESH_AXES,
-    "tensor_rows",
-    "zero_stage",
-    "microbatches",
-    "virtual_stages",
-    "sequence_chunks",
-)
+INTEGER_FIELDS = tuple(one.name for one in dataclasses.fields(Layout) if one.type is int)
+SETTINGS = tuple(one.name for one in dataclasses.fields(Layout) if one.type is not int)
+"""Fields that all layouts of a batch have in common."""
 
 
 @dataclass(frozen=True)
-class LayoutBatch:
-    """N layouts: the fields of `Layout`, each integer an int or int [N]. Nothing is checked."""
+class LayoutBatch(Layout):
+    """N layouts: each integer of `Layout` is an int or int [N]. Nothing is checked."""
 
-    pipeline: Ints = 1
     data: Ints = 1
-    fsdp: Ints = 1
-    expert: Ints = 1
-    context: Ints = 1
-    tensor: Ints = 1
-    tensor_rows: Ints = 1
-    zero_stage: Ints = 3
-    microbatches: Ints = 1
-    virtual_stages: Ints = 0
-    sequence_chunks: Ints = 1
-    accumulation: str = "sequential"
-    schedule: str = "1f1b"
-    pipeline_gather: str = "chunk"
-    context_method: str = "ring"
-    overlap_experts: bool = False
-    overlap_tensor: bool = False
-    unroll_layers: bool = False
-    remat: str = "none"
-    offload: str = "none"
 
-    schedule_spec = Layout.schedule_spec
-    remat_policy = Layout.remat_policy
-    offloads = Layout.offloads
-    batch_shards = Layout.batch_shards
-    zero_ranks = Layout.zero_ranks
-    num_groups = Layout.num_groups
-    casts_once = Layout.casts_once
-    tensor_columns = Layout.tensor_columns
+    def __post_init__(self) -> None:
+        pass
 
     def __len__(self) -> int:
         return max(np.size(value) for value in vars(self).values())
@@ -73,37 +43,20 @@ class LayoutBatch:
         Raises:
           ValueError: `Layout` refuses its fields.
         """
-        fields: dict[str, Any] = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(Layout)
-        }
+        one: dict[str, Any] = {name: getattr(self, name) for name in SETTINGS}
         for name in INTEGER_FIELDS:
-            fields[name] = int(np.broadcast_to(fields[name], (len(self),))[n])
-        return Layout(**fields)
+            one[name] = int(np.broadcast_to(getattr(self, name), (len(self),))[n])
+        return Layout(**one)
 
 
-SETTINGS = tuple(
-    field.name for field in dataclasses.fields(LayoutBatch) if field.name not in INTEGER_FIELDS
-)
-"""Fields that all layouts of a batch have in common."""
+def stack_layouts(layouts: Sequence[Layout]) -> LayoutBatch:
+    """The layouts, or those of several batches, with the other settings of the first."""
 
+    def size(one: Layout) -> int:
+        return len(one) if isinstance(one, LayoutBatch) else 1
 
-def stack_layouts(layouts: list[Layout]) -> LayoutBatch:
-    """A batch of layouts whose settings are equal but for integer ones."""
-    common: dict[str, Any] = {
-        field.name: getattr(layouts[0], field.name)
-        for field in dataclasses.fields(Layout)
-        if field.name not in INTEGER_FIELDS
-    }
     integers: dict[str, Any] = {
-        name: np.array([getattr(one, name) for one in layouts]) for name in INTEGER_FIELDS
-    }
-    return LayoutBatch(**common, **integers)
-
-
-def join_batches(batches: Sequence[LayoutBatch]) -> LayoutBatch:
-    """The layouts of several batches, with the other settings of the first."""
-    integers: dict[str, Any] = {
-        name: np.concatenate([np.broadcast_to(getattr(one, name), (len(one),)) for one in batches])
+        name: np.concatenate([np.broadcast_to(getattr(one, name), size(one)) for one in layouts])
         for name in INTEGER_FIELDS
     }
-    return dataclasses.replace(batches[0], **integers)
+    return LayoutBatch(**{name: getattr(layouts[0], name) for name in SETTINGS}, **integers)

@@ -85,14 +85,12 @@ class Parallelism(LayoutBatch):
     traits: TrainerTraits = field(default=JAXSCALE)
 
     @classmethod
-    def of(
-        cls, layout: Layout | LayoutBatch, global_batch_size: int, **changes: Any
-    ) -> "Parallelism":
-        """Of a resolved `Layout` or a `LayoutBatch`; `changes` are fields of this class."""
+    def of(cls, layout: Layout, global_batch_size: int, **changes: Any) -> "Parallelism":
+        """Of a resolved `Layout`, or a batch; `changes` are fields of this class."""
         schedule, remat = layout.schedule_spec, layout.remat_policy
         return cls(
             **{
-                **{one.name: getattr(layout, one.name) for one in fields(LayoutBatch)},
+                **{one.name: getattr(layout, one.name) for one in fields(Layout)},
                 "virtual_stages": np.maximum(1, layout.virtual_stages),
                 "microbatch": np.maximum(
                     1, global_batch_size // (layout.batch_shards * layout.microbatches)

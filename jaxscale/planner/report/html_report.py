@@ -9,8 +9,8 @@ from jaxscale.formatting import gigabytes
 from jaxscale.pipeline.draw import COLORS, WORDS
 from jaxscale.pipeline.simulator import Costs, simulate
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
+from jaxscale.planner.memory.terms import TEXTS
 from jaxscale.planner.report.text_report import (
-    PARTS,
     TERMS,
     batch_text,
     known,
@@ -154,7 +154,7 @@ def _stack(plan: Plan) -> str:
         left, y = (n % 2) * WIDTH // 2, 44 + n // 2 * 18
         marks.append(
             f'<rect x="{left}" y="{y}" width="11" height="11" fill="{_color(n)}"/>'
-            f'<text x="{left + 17}" y="{y + 10}">{PARTS[name]}, {gigabytes(size)}'
+            f'<text x="{left + 17}" y="{y + 10}">{TEXTS[name]}, {gigabytes(size)}'
             "</text>"
         )
     return _svg("stack", marks, 50 + (len(parts) + 1) // 2 * 18)

@@ -5,6 +5,7 @@ import math
 from jaxscale.config.layout import Layout
 from jaxscale.formatting import gigabytes, table
 from jaxscale.planner.cost.energy import BUILDING
+from jaxscale.planner.memory.terms import TEXTS
 from jaxscale.planner.search.plan import Plan, RankedPlans
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.trainable_model import TrainableModel
@@ -33,37 +34,6 @@ TERMS = {
     "offload": "host offload, exposed",
     "stragglers": "stragglers",
     "end": "fixed cost per step",
-}
-
-PARTS = {
-    "parameters": "weights",
-    "optimizer": "optimizer state",
-    "batch": "batch",
-    "gradients": "gradients",
-    "stash": "saved activations",
-    "reduced_gradients": "gradients, reduced",
-    "kept_weights": "weights in use, kept for the step",
-    "converted": "weights cast to the compute type",
-    "layer_weights": "gathered weights of a layer",
-    "outer_weights": "gathered embedding and head",
-    "outer_gradients": "gradients of embedding and head",
-    "messages": "pipeline send and receive buffers",
-    "received": "streams kept for weight gradients",
-    "pending": "gradients of a chunk before reduction",
-    "carried": "gradients of the previous layer",
-    "walk_end": "gradients waiting for reduction",
-    "zeros": "attention accumulators",
-    "restacked": "gradients of experts, for their reduce-scatter",
-    "between_stacks": "between stacks, as of an encoder or dense layers",
-    "attention": "activations of attention's backward",
-    "moments_copy": "copy of the moments",
-    "group": "accumulation group of micro-batches",
-    "working_set": "activations of one layer's backward",
-    "layer_gradients": "weight gradients of one layer",
-    "forward_loop": "activations of one layer's forward",
-    "head": "logits and head",
-    "head_sums": "gradients",
-    "end": "gradient reduction and update",
 }
 
 
@@ -116,12 +86,12 @@ def memory_text(plan: Plan) -> str:
     """What a device holds at its peak, largest first."""
     parts = sorted(plan.memory.at_peak.items(), key=lambda item: -item[1])
     most = max(size for _, size in parts)
-    rows = [(PARTS[name], gigabytes(size), "#" * round(BAR * size / most)) for name, size in parts]
+    rows = [(TEXTS[name], gigabytes(size), "#" * round(BAR * size / most)) for name, size in parts]
     rows.append(("peak", gigabytes(plan.memory_bytes), f"of {gigabytes(plan.limit_bytes)}"))
     if plan.memory.host_optimizer and plan.layout.offloads("optimizer"):
-        rows.append(("in host memory: optimizer state", gigabytes(plan.memory.host_optimizer), ""))
+        rows.append((TEXTS["host_optimizer"], gigabytes(plan.memory.host_optimizer), ""))
     if plan.memory.host_stash:
-        rows.append(("in host memory: activations", gigabytes(plan.memory.host_stash), ""))
+        rows.append((TEXTS["host_stash"], gigabytes(plan.memory.host_stash), ""))
     return "\n".join([table(rows), *_stages(plan)])
 
 
@@ -153,7 +123,7 @@ def comparison(a: Plan, b: Plan) -> str:
         sizes[0] | sizes[1], key=lambda name: -abs(sizes[1].get(name, 0) - sizes[0].get(name, 0))
     ):
         first, second = (size.get(name, 0) for size in sizes)
-        rows.append((PARTS[name], gigabytes(first), gigabytes(second), gigabytes(second - first)))
+        rows.append((TEXTS[name], gigabytes(first), gigabytes(second), gigabytes(second - first)))
     rows.append(
         (
             "peak",

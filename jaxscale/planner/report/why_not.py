@@ -9,12 +9,12 @@ from typing import Any
 from jaxscale.choices import divisors
 from jaxscale.config.layout import MESH_AXES, OFFLOADS, PIPELINE_GATHERS, READ_WITH, Layout
 from jaxscale.formatting import gigabytes
-from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.shipped import RUNNABLE
-from jaxscale.planner.report.text_report import PARTS, comparison, layout_text
+from jaxscale.planner.memory.terms import TEXTS
+from jaxscale.planner.report.text_report import comparison, layout_text
 from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
 from jaxscale.planner.search.search import SearchResult, search_layouts
-from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query, check_pins
+from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query, check_pins, pipeline_refusal
 
 
 def explain_why_not(answer: RankedPlans, pins: dict[str, Any]) -> str:
@@ -130,8 +130,8 @@ def pin_text(pins: Mapping[str, Any]) -> str:
 
 def why_infeasible(query: Query, layout: Layout) -> str:
     """Why a layout is infeasible for the model on the cluster; "" where it is feasible."""
-    said = query.planned_model.refusal(layout)[1] or _pipeline_problem(query, layout)
-    if said:
+    model = query.planned_model
+    if said := model.refusal(layout)[1] or pipeline_refusal(model, layout):
         return said
     plan = predict_plan(query, layout)
     if plan.host_bytes > HOST_MEMORY_BYTES:
@@ -145,18 +145,8 @@ def why_infeasible(query: Query, layout: Layout) -> str:
     return (
         f"it does not fit: {gigabytes(plan.memory_bytes)} per device, "
         f"{gigabytes(plan.memory_bytes - plan.limit_bytes)} more than {gigabytes(plan.limit_bytes)}"
-        f"; the largest part is {PARTS[name]}, {gigabytes(size)}"
+        f"; the largest part is {TEXTS[name]}, {gigabytes(size)}"
     )
-
-
-def _pipeline_problem(query: Query, layout: Layout) -> str:
-    if layout.pipeline == 1:
-        return ""
-    try:
-        open_stages(layout, query.planned_model.stacks, query.planned_model.head_cost)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def smallest_change(query: Query, layout: Layout) -> tuple[str, Plan] | None:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
-from jaxscale.planner.model.layout_batch import SETTINGS, LayoutBatch, join_batches
+from jaxscale.planner.model.layout_batch import SETTINGS, LayoutBatch, stack_layouts
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import Query
 from jaxscale.planner.search.trainable_model import TrainableModel
@@ -56,7 +56,7 @@ def least_seconds(query: Query, batches: Sequence[LayoutBatch]) -> list[np.ndarr
     """For each batch float [N]: seconds that a step takes at least, as if no rank ever idled."""
     found = []
     for several in _alike(batches, lambda layouts: layouts.schedule_spec.name):
-        found += _split(uneven_cost(query, join_batches(several)).bound(), several)
+        found += _split(uneven_cost(query, stack_layouts(several)).bound(), several)
     return found
 
 
@@ -65,7 +65,7 @@ def least_peaks(query: Query, batches: Sequence[LayoutBatch]) -> list[np.ndarray
     the layers, by tables of few micro-batches."""
     model, found = query.planned_model, []
     for several in _alike(batches):
-        joined = join_batches(several)
+        joined = stack_layouts(several)
         buffers = join_buffers([_least_buffers(model, layouts) for layouts in several])
         peaks = model.memory(joined, buffers, query.back_end).peak
         found += _split(np.broadcast_to(peaks, (len(joined),)), several)

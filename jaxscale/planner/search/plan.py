@@ -11,7 +11,7 @@ from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.energy import RunCost, mean_watts, run_cost
 from jaxscale.planner.cost.step import StepSeconds, step_cost
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
-from jaxscale.planner.memory.step import Memory
+from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.search.search import SearchResult
 from jaxscale.planner.search.sized_model import SizedModel

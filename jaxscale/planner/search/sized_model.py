@@ -14,8 +14,7 @@ from jaxscale.config import zero_stage
 from jaxscale.config.layout import Layout
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory import analytic
-from jaxscale.planner.memory.step import Memory
-from jaxscale.planner.model.layout_batch import LayoutBatch
+from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables.pipeline_slots import RankBuffers
@@ -24,7 +23,7 @@ from jaxscale.sharding.model_trace import ModelWork
 
 REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attention,attention_out")
 """Policies whose saved bytes are known for a layer of any kind
-(`memory.other_trainers.layer_bytes`)."""
+(`memory.layer_activations.layer_bytes`)."""
 
 OFFLOADS = ("none", "optimizer")
 """Without activations: there is no formula for what they would transfer."""
@@ -135,7 +134,7 @@ class SizedModel:
             in_table or self.work.recomputed_flops(remat) / self.shape.seq_len
         )
 
-    def parallelism(self, layout: Layout | LayoutBatch) -> Parallelism:
+    def parallelism(self, layout: Layout) -> Parallelism:
         """A layout, or a batch of them, as the cost formulas read it."""
         return Parallelism.of(layout, self.sequences)
 
@@ -269,9 +268,7 @@ class SizedModel:
                 )
             size //= ranks
 
-    def memory(
-        self, layouts: LayoutBatch | Layout, buffers: RankBuffers | None, back_end: str
-    ) -> Memory:
+    def memory(self, layouts: Layout, buffers: RankBuffers | None, back_end: str) -> Memory:
         """Of a device; fields are numbers, or float [N].
 
         Args:

@@ -29,11 +29,12 @@ from jaxscale.config.layout import (
     parse_schedule,
 )
 from jaxscale.hardware import GPU_MEMORY_FRACTION, check_matmul_units, gpu_memory_fraction
-from jaxscale.pipeline.partition import has_layers
+from jaxscale.pipeline.partition import StackLayers, has_layers
+from jaxscale.pipeline.stages import open_stages
 from jaxscale.pipeline_schedules.shipped import RUNNABLE, SHIPPED, find_schedule, is_foreign
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.memory.at_rest import check_param_groups
-from jaxscale.planner.memory.step import Memory
+from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.search.sized_model import NO_HALVES, NO_RING, SizedModel
 from jaxscale.planner.search.trainable_model import TrainableModel
@@ -128,7 +129,7 @@ class Query:
         """Whether one layout, or each of a batch, fits in device memory."""
         return needs.peak <= self.limit_bytes
 
-    def fits_host(self, needs: Memory, layout: Layout | LayoutBatch) -> Any:
+    def fits_host(self, needs: Memory, layout: Layout) -> Any:
         """Whether what is offloaded fits in host memory."""
         optimizer = needs.host_optimizer if layout.offloads("optimizer") else 0
         return needs.host_stash + optimizer <= HOST_MEMORY_BYTES
@@ -320,7 +321,7 @@ def _runnable(
     spec, v = layouts.schedule_spec, int(layouts.virtual_stages)
     schedule = find_schedule(spec.name)
     # Layouts that differ in other axes have the same pipeline: each is looked at once.
-    ranks, base = np.asarray(layouts.pipeline), int(layouts.microbatches.max()) + 1
+    ranks, base = np.asarray(layouts.pipeline), int(np.max(layouts.microbatches)) + 1
     keys, index, count = np.unique(
         ranks * base + layouts.microbatches, return_inverse=True, return_counts=True
     )
@@ -343,6 +344,26 @@ def _runnable(
         good = more
     good = good[index]
     return layouts.take(good) if good.any() else None
+
+
+def pipeline_refusal(model: TrainableModel | SizedModel, layout: Layout) -> str:
+    """Why a resolved layout has no pipeline of the layers; "" where it has one, or needs none."""
+    if layout.pipeline == 1:
+        return ""
+    # Remat policies without recompute operations do not change the table.
+    remat = "none" if layout.remat_policy.kept_passes is None else layout.remat
+    read = {name: getattr(layout, name) for name in ("pipeline", "schedule", "virtual_stages")}
+    pipeline = Layout(**read, microbatches=layout.microbatches, remat=remat)
+    return _stages_refusal(pipeline, model.stacks)
+
+
+@functools.cache
+def _stages_refusal(layout: Layout, stacks: tuple[StackLayers, ...]) -> str:
+    try:
+        open_stages(layout, stacks)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def check_fields(pins: Mapping[str, Any], flag: str) -> None:

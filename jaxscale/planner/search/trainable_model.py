@@ -13,8 +13,8 @@ from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import OFFLOADS, Layout
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory.saved_activations import stash_refusal
-from jaxscale.planner.memory.step import Memory, step_memory
-from jaxscale.planner.model.layout_batch import LayoutBatch
+from jaxscale.planner.memory.step import step_memory
+from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
 from jaxscale.planner.model.traces import model_trace, model_work
 from jaxscale.planner.search import sized_model
@@ -98,7 +98,7 @@ class TrainableModel:
         """Axes that have no formula, and why."""
         return {"context": sized_model.NO_CROSS_CONTEXT} if self._has_encoder else {}
 
-    def parallelism(self, layout: Layout | LayoutBatch) -> Parallelism:
+    def parallelism(self, layout: Layout) -> Parallelism:
         """A layout, or a batch of them, as the cost formulas read it."""
         width = itemsize(self.config.optimizer.reduced_in)
         model = self.config.model
@@ -258,9 +258,7 @@ class TrainableModel:
                 )
         return ""
 
-    def memory(
-        self, layouts: LayoutBatch | Layout, buffers: RankBuffers | None, back_end: str
-    ) -> Memory:
+    def memory(self, layouts: Layout, buffers: RankBuffers | None, back_end: str) -> Memory:
         """Of a device; fields are int, or int [N].
 
         Args:
@@ -295,7 +293,7 @@ class _ConfigBatch:
 
 def batch_memory(
     config: Config,
-    layouts: LayoutBatch | Layout,
+    layouts: Layout,
     buffers: RankBuffers | None,
     back_end: str,
     *,

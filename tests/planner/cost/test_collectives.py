@@ -12,7 +12,7 @@ from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.communication import state_traffic
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.search.trainable_model import TrainableModel
-from jaxscale.planner.validation.trainers import MEGATRON_CORE
+from tools.planner_validation.trainers import MEGATRON_CORE
 
 
 def levels(name, devices, axis, **sizes):

@@ -19,7 +19,7 @@ from jaxscale.planner.search.trainable_model import TrainableModel
 from jaxscale.planner.tables import table_makespan
 from jaxscale.planner.tables.state_ticks import TickCollectives, state_ticks
 from jaxscale.planner.tables.table_makespan import TableSpec
-from jaxscale.planner.validation.trainers import MEGATRON_CORE
+from tools.planner_validation.trainers import MEGATRON_CORE
 
 LLAMA = TrainableModel(load("configs/llama2_70b.py")).work
 SMALL = TrainableModel(load("configs/llama2_7b.py")).work

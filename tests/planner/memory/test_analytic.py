@@ -10,7 +10,7 @@ import pytest
 from jaxscale import config as configs
 from jaxscale.config.layout import Layout
 from jaxscale.planner.cost.cluster import make_cluster
-from jaxscale.planner.memory.step import Memory
+from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.model.layout_batch import stack_layouts
 from jaxscale.planner.model.named_models import NAMED
 from jaxscale.planner.model.shape import ModelShape
@@ -57,8 +57,8 @@ def test_gradients_that_are_not_scattered_are_there_twice_while_they_are_summed(
     dense = dataclasses.replace(NAMED["llama3-8b"], seq_len=8192)
     outer = dense.embedding_params + dense.head_params
     last = dense.block_params / dense.layers + outer
-    assert needs(dense, 64, fsdp=64, zero_stage=0).reduction == pytest.approx(2 * 4 * last)
-    assert needs(dense, 64, fsdp=64, zero_stage=2).reduction == 0
+    assert needs(dense, 64, fsdp=64, zero_stage=0).end == pytest.approx(2 * 4 * last)
+    assert needs(dense, 64, fsdp=64, zero_stage=2).end == 0
 
 
 def test_ranks_of_expert_do_not_shrink_activations():

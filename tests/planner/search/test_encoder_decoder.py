@@ -15,6 +15,7 @@ from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.step import StepParts, end_operation_seconds
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
 from jaxscale.planner.memory.room import check_room
+from jaxscale.planner.memory.terms import TEXTS
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.planner.report import text_report
@@ -116,7 +117,7 @@ def test_a_plan_trains_and_says_what_is_not_validated():
     assert best.config.layout == best.layout
     assert best.tokens_per_second == XXL.data.tokens_per_step / best.step_seconds
     # The layers with experts of a DeepSeek-V3 follow others, too, and none of them is an encoder.
-    assert text_report.PARTS["between_stacks"] == "between stacks, as of an encoder or dense layers"
+    assert TEXTS["between_stacks"] == "between stacks, as of an encoder or dense layers"
     text = text_report.ranking_text(answer)
     assert "1024 sequences of 256 tokens and 1024 encoder tokens per step" in text
     assert text.count("Seconds of an encoder with a decoder are not validated") == 1

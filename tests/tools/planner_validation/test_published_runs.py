@@ -5,10 +5,11 @@ import pathlib
 
 import pytest
 
-from jaxscale.planner.memory import other_trainers
+from jaxscale.planner.memory.layer_activations import layer_bytes
 from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.validation import published_runs
-from jaxscale.planner.validation.parse_run import Columns, UnhandledError
+from tools.planner_validation import published_runs
+from tools.planner_validation.parse_run import Columns, UnhandledError
+from tools.planner_validation.trainer_memory import trainer_memory
 
 EVERY_COLUMN = {
     "id": "R1",
@@ -52,7 +53,7 @@ EVERY_COLUMN = {
     "notes": "",
 }
 
-PATH = pathlib.Path(__file__).with_name("rows.csv")
+PATH = pathlib.Path(__file__).parents[3] / "tools/planner_validation/rows.csv"
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_tokens_a_second_become_a_step(texts):
     [
         ({"layers": "", "model": "a secret"}, "dimensions of a secret are not given"),
         ({"seq": ""}, "no sequence length"),
-        ({"framework": "abacus"}, "abacus is not in planner/validation/trainers.py"),
+        ({"framework": "abacus"}, "abacus is not in trainers.py"),
         ({"hardware": "H101"}, "device 'H101' is not known; it can be"),
         ({"TP": "4096"}, "needs more than the"),
         ({"TP": "eight"}, "TP is 'eight', not a number"),
@@ -181,7 +182,7 @@ def test_memory_is_of_what_was_read(texts):
     ]
     assert (device.memory_bytes, allocated.memory_bytes) == (20e9, 20e9)
     assert allocator.memory_bytes == 20 * 2**30
-    found = other_trainers.trainer_memory(device.shape, device.parallelism)
+    found = trainer_memory(device.shape, device.parallelism)
     assert found.read("device") == found.reserved
     assert found.read("device") - found.read("allocator") == found.context
     assert found.read("allocator") > found.read("allocated")
@@ -264,7 +265,7 @@ def test_a_maxtext_policy_keeps_what_its_names_say(texts):
             Columns({**by_model(texts, "llama3-70b", framework="MaxText"), "recompute": word})
         )
         assert row.parallelism.remat_share == 1
-        return row, other_trainers.trainer_memory(row.shape, row.parallelism).needed
+        return row, trainer_memory(row.shape, row.parallelism).needed
 
     order = [
         "full",
@@ -288,7 +289,7 @@ def test_a_maxtext_policy_keeps_what_its_names_say(texts):
     elements = 2 * shape.d_model + 2 * shape.head_dim * (shape.heads + shape.kv_heads)
     elements += 2 * shape.heads + 2 * shape.d_ff
     tokens = float(parallelism.microbatch) * shape.seq_len
-    assert other_trainers.layer_bytes(shape, parallelism) == tokens * 2 * elements
+    assert layer_bytes(shape, parallelism) == tokens * 2 * elements
 
 
 def test_another_file_is_refused(tmp_path):

@@ -1,24 +1,56 @@
 """The planner's errors on published runs: by source, of rankings, of memory.
 
+python tools/planner_validation/score.py ROWS.csv [--json FILE]
+
+`rows.csv` shows the columns. Needs no device.
+
 Physical: constants of hardware and software only. Calibrated: one factor for each machine (a
 source's runs on one kind of device), fitted on a random half of its rows and scored on the other
 half. No row is dropped silently.
 """
 
+import argparse
 import dataclasses
 import itertools
+import json
 import pathlib
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.planner.cost.cluster import find_device
-from jaxscale.planner.cost.energy import run_joules
-from jaxscale.planner.cost.step import step_cost
-from jaxscale.planner.memory import other_trainers
-from jaxscale.planner.validation.published_runs import Bill, Row, read_runs
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # a checkout need not be installed
+
+from jaxscale import command_line  # noqa: E402
+from jaxscale.planner.cost.cluster import find_device  # noqa: E402
+from jaxscale.planner.cost.energy import run_joules  # noqa: E402
+from jaxscale.planner.cost.step import step_cost  # noqa: E402
+from tools.planner_validation.published_runs import Bill, Row, read_runs  # noqa: E402
+from tools.planner_validation.trainer_memory import (  # noqa: E402
+    published_size,
+    trainer_memory,
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the scores."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rows", metavar="ROWS.csv", help="a file of measured runs")
+    parser.add_argument(
+        "--json", type=command_line.output_file, metavar="FILE", help="write the numbers to a file"
+    )
+    options, _ = command_line.parse(parser, argv)
+    with command_line.refusals():
+        report = validate(options.rows)
+    print(report.text())
+    if options.json:
+        options.json.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    return 0
 
 
 @dataclass(frozen=True)
@@ -135,13 +167,10 @@ def _predict(row: Row) -> _Result:
         if row.step_seconds
         else np.nan
     )
-    memory = other_trainers.trainer_memory(row.shape, row.parallelism)
+    memory = trainer_memory(row.shape, row.parallelism)
     ratio = seconds / row.step_seconds if row.step_seconds else np.nan
     needed, taken = float(memory.needed), float(memory.read(row.reading))
-    sizes = [
-        other_trainers.published_size(row.shape, row.parallelism, name) / n
-        for name, n in row.sizes.items()
-    ]
+    sizes = [published_size(row.shape, row.parallelism, name) / n for name, n in row.sizes.items()]
     if row.memory_bytes:
         sizes.append(min(taken, row.cluster.memory_bytes) / row.memory_bytes)
     return _Result(row, float(ratio), np.nan, needed, tuple(sizes), float(seconds))
@@ -258,3 +287,7 @@ def _ranking(results: list[_Result], by_precision: bool) -> tuple[list[float], l
             if predicted[i] != predicted[j] and measured[i] != measured[j]:
                 pairs.append(bool((predicted[i] < predicted[j]) == (measured[i] < measured[j])))
     return regrets, pairs
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxscale.planner.cost.step import step_cost
-from jaxscale.planner.validation import score as validation
-from jaxscale.planner.validation.published_runs import read_runs
-from jaxscale.planner.validation.score import validate
+from tools.planner_validation import score as validation
+from tools.planner_validation.published_runs import read_runs
+from tools.planner_validation.score import validate
 
-PATH = pathlib.Path(__file__).with_name("rows.csv")
+PATH = pathlib.Path(__file__).parents[3] / "tools/planner_validation/rows.csv"
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxscale.planner.model.parallelism import TrainerTraits
-from jaxscale.planner.validation.nvidia_recipes import RECIPES, recipe_of
+from tools.planner_validation.nvidia_recipes import RECIPES, recipe_of
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jaxscale.planner.cost.cluster import Cluster, make_cluster
-from jaxscale.planner.memory import other_trainers
 from jaxscale.planner.model.named_models import published_shape
 from jaxscale.planner.model.parallelism import Parallelism, TrainerTraits
 from jaxscale.planner.model.shape import LatentAttention, ModelShape
-from jaxscale.planner.validation.nvidia_recipes import Recipe, recipe_of
-from jaxscale.planner.validation.trainers import MEGATRON_2021, policy_of, traits_of
+from tools.planner_validation.nvidia_recipes import Recipe, recipe_of
+from tools.planner_validation.trainer_memory import trainer_memory
+from tools.planner_validation.trainers import MEGATRON_2021, policy_of, traits_of
 
 
 class UnhandledError(ValueError):
@@ -112,9 +112,7 @@ def to_traits(get: Columns) -> TrainerTraits:
     if traits is None and "tensor-parallel" in notes:
         traits = MEGATRON_2021
     if traits is None:
-        raise UnhandledError(
-            f"{get('framework') or 'its trainer'} is not in planner/validation/trainers.py"
-        )
+        raise UnhandledError(f"{get('framework') or 'its trainer'} is not in trainers.py")
     changes = {}
     if get("SP") not in ("", "0", "1"):
         raise UnhandledError(f"SP is {get('SP')!r}, not 0 or 1")
@@ -298,7 +296,7 @@ def fitting(
     room = ROOM * machine.memory_bytes
 
     def needed(**changes: str) -> float:
-        return float(other_trainers.trainer_memory(shape, replace(parallelism, **changes)).needed)
+        return float(trainer_memory(shape, replace(parallelism, **changes)).needed)
 
     needs = [needed(remat=remat) for remat in policies]
     if needs[0] < room:

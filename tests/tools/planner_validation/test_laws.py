@@ -8,10 +8,10 @@ import pytest
 from jaxscale.planner.cost import energy
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.step import step_cost
-from jaxscale.planner.memory import other_trainers
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.validation.trainers import MEGATRON_2021, MEGATRON_DEEPSPEED, TORCH_FSDP
+from tools.planner_validation.trainer_memory import trainer_memory
+from tools.planner_validation.trainers import MEGATRON_2021, MEGATRON_DEEPSPEED, TORCH_FSDP
 
 FRONTIER = replace(MEGATRON_DEEPSPEED, attention="flash2", attention_seen=True)
 
@@ -215,7 +215,7 @@ def test_layered_accumulation_with_modular_pipelines_halves_the_shortest_time():
             pipeline=ranks, microbatches=counts, tensor=8, remat="full", traits=traits, **layout
         )
         seconds = step_cost(shape.work, make_cluster("a100-80", 8), parallelism).step_seconds
-        fits = other_trainers.trainer_memory(shape, parallelism).needed < 80e9
+        fits = trainer_memory(shape, parallelism).needed < 80e9
         return seconds[fits & (parallelism.num_devices <= 8 * batch)].min()
 
     plain = shortest(data=batch // counts, zero_stage=0)

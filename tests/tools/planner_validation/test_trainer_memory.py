@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from jaxscale.planner.memory import other_trainers
+from jaxscale.planner.memory.layer_activations import layer_bytes
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.validation.trainers import BY_FRAMEWORK, MEGATRON_2021, MEGATRON_DEEPSPEED
+from tools.planner_validation.trainer_memory import passes_in_flight, published_size, trainer_memory
+from tools.planner_validation.trainers import BY_FRAMEWORK, MEGATRON_2021, MEGATRON_DEEPSPEED
 
 
 def gpt(layers, d_model, heads):
@@ -50,9 +51,7 @@ def test_korthikantis_eight_sizes_to_a_thousandth(row):
     )
     shape = gpt(layers, d_model, heads)
     for name, gib in (("activations", plain), ("selective", selective)):
-        assert other_trainers.published_size(shape, parallelism, name) / 2**30 == pytest.approx(
-            gib, rel=1e-3
-        )
+        assert published_size(shape, parallelism, name) / 2**30 == pytest.approx(gib, rel=1e-3)
 
 
 def test_frontiers_stages_to_a_hundredth():
@@ -63,12 +62,10 @@ def test_frontiers_stages_to_a_hundredth():
         pipeline=16, tensor=4, fsdp=2, zero_stage=1, microbatches=640, remat="full", traits=traits
     )
     for stage in range(1, 15):
-        found = other_trainers.trainer_memory(shape, parallelism, stage=stage)
+        found = trainer_memory(shape, parallelism, stage=stage)
         allocated = found.needed - found.context - found.fragments
         assert allocated / 2**20 == pytest.approx(26935.49 + 300 * (16 - stage), rel=0.01)
-    first, second = (
-        other_trainers.trainer_memory(shape, parallelism, stage=n).activations for n in (1, 2)
-    )
+    first, second = (trainer_memory(shape, parallelism, stage=n).activations for n in (1, 2))
     assert (first - second) / 2**20 == pytest.approx(300)
 
 
@@ -90,7 +87,7 @@ def test_states_by_stage_are_zeros():
         encoder_seq_len=512,
     )
     for stage, gigabytes in enumerate((206.7, 71.1, 48.5, 25.8)):
-        found = other_trainers.trainer_memory(
+        found = trainer_memory(
             shape, Parallelism(fsdp=8, zero_stage=stage, traits=replace(MEGATRON_2021))
         )
         state = found.weights + found.gradients + found.optimizer
@@ -99,12 +96,12 @@ def test_states_by_stage_are_zeros():
 
 def test_a_schedule_keeps_what_is_in_flight():
     one = Parallelism(pipeline=8, microbatches=64)
-    assert other_trainers.passes_in_flight(one) == 8
-    assert other_trainers.passes_in_flight(one, 7) == 1
-    assert other_trainers.passes_in_flight(replace(one, microbatches=4)) == 4
-    assert other_trainers.passes_in_flight(replace(one, schedule="gpipe")) == 64
+    assert passes_in_flight(one) == 8
+    assert passes_in_flight(one, 7) == 1
+    assert passes_in_flight(replace(one, microbatches=4)) == 4
+    assert passes_in_flight(replace(one, schedule="gpipe")) == 64
     looped = replace(one, schedule="interleaved", virtual_stages=4)
-    assert other_trainers.passes_in_flight(looped) == pytest.approx(8 * (1 + 7 / 32))
+    assert passes_in_flight(looped) == pytest.approx(8 * (1 + 7 / 32))
 
 
 def test_every_remedy_takes_less():
@@ -113,15 +110,15 @@ def test_every_remedy_takes_less():
     shared = replace(parallelism, traits=replace(MEGATRON_2021, sequence_parallel=True))
     core = "save_all_but_attention"
     kept = [
-        other_trainers.layer_bytes(shape, parallelism, "none"),
-        other_trainers.layer_bytes(shape, parallelism, core),
-        other_trainers.layer_bytes(shape, shared, core),
-        other_trainers.layer_bytes(shape, shared, "full"),
+        layer_bytes(shape, parallelism, "none"),
+        layer_bytes(shape, parallelism, core),
+        layer_bytes(shape, shared, core),
+        layer_bytes(shape, shared, "full"),
     ]
     assert kept == sorted(kept, reverse=True)
-    half = other_trainers.trainer_memory(shape, replace(parallelism, remat="full", remat_share=0.5))
-    full = other_trainers.trainer_memory(shape, replace(parallelism, remat="full"))
-    none = other_trainers.trainer_memory(shape, parallelism)
+    half = trainer_memory(shape, replace(parallelism, remat="full", remat_share=0.5))
+    full = trainer_memory(shape, replace(parallelism, remat="full"))
+    none = trainer_memory(shape, parallelism)
     assert full.activations < half.activations < none.activations
 
 
@@ -132,8 +129,8 @@ def test_modules_are_gathered_for_less_than_layers():
         fsdp=640, zero_stage=3, microbatch=4, remat="full", traits=BY_FRAMEWORK["deepspeed"]
     )
     layers = replace(modules, traits=replace(modules.traits, gather_params=0.0))
-    assert other_trainers.trainer_memory(shape, layers).gathered > 20e9
-    assert other_trainers.trainer_memory(shape, modules).gathered == pytest.approx(
+    assert trainer_memory(shape, layers).gathered > 20e9
+    assert trainer_memory(shape, modules).gathered == pytest.approx(
         2 * (1e9 + 4 * 20480**2), rel=1e-3
     )
 
@@ -145,8 +142,8 @@ def test_a_sum_in_32_bits_costs_a_copy_of_the_largest_gradient():
     )
     full = replace(half, traits=replace(MEGATRON_DEEPSPEED, gradient_bytes=4))
     more = [
-        float(other_trainers.trainer_memory(shape, full, stage=stage).working)
-        - float(other_trainers.trainer_memory(shape, half, stage=stage).working)
+        float(trainer_memory(shape, full, stage=stage).working)
+        - float(trainer_memory(shape, half, stage=stage).working)
         for stage in (0, 5)
     ]
     table = 4 * max(shape.embedding_params, 4 * 14336**2) / 4

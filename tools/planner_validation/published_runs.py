@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
-from jaxscale.planner.validation.parse_run import (
+from tools.planner_validation.parse_run import (
     Columns,
     UnhandledError,
     fitting,

@@ -1,7 +1,7 @@
 """Bytes that kernels move, from the text of a program as XLA writes it for GPUs."""
 
 from jaxscale.compiled import hlo
-from jaxscale.compiled.bytes_moved import bytes_moved
+from tools.bench.bytes_moved import bytes_moved
 
 LOOP = """
 %slice_of (stack: f32[4,100], i: s32[]) -> f32[1,100] {

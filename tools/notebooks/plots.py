@@ -1,4 +1,4 @@
-"""Figures of layouts for notebooks and talks: placement, traffic, losses, step time, memory.
+"""Figures of layouts for notebooks: placement, traffic, losses, step time, memory.
 
 A notebook shows them after `%matplotlib inline`; without it, a cell ends in the size of its figure.
 Colours are the colour-blind-safe palette of Okabe and Ito.
@@ -19,6 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import KINDS, Collective, collectives
 from jaxscale.formatting import human_bytes
+from jaxscale.planner.memory.terms import GROUPS
 from jaxscale.planner.search.plan import Plan
 from jaxscale.sharding.resolve import leaf_name, resolve
 from jaxscale.sharding.rules import Axes, Rules
@@ -305,29 +306,14 @@ SECONDS = {
 """Groups of terms of a step: label -> colour, terms."""
 
 BYTES = {
-    "weights": ("blue", ("parameters", "kept_weights", "converted")),
-    "gradients": (
-        "green",
-        (
-            "gradients",
-            "reduced_gradients",
-            "pending",
-            "outer_gradients",
-            "layer_gradients",
-            "carried",
-            "walk_end",
-            "restacked",
-            "head_sums",
-        ),
-    ),
-    "optimizer state": ("orange", ("optimizer", "moments_copy")),
-    "saved activations": ("sky", ("stash", "group", "messages", "received", "between_stacks")),
-    "gathered weights": ("purple", ("layer_weights", "outer_weights")),
-    "temporaries": (
-        "gray",
-        ("working_set", "attention", "forward_loop", "head", "end", "zeros", "batch"),
-    ),
+    "weights": "blue",
+    "gradients": "green",
+    "optimizer state": "orange",
+    "saved activations": "sky",
+    "gathered weights": "purple",
+    "temporaries": "gray",
 }
+"""Group of terms of a device's memory -> colour."""
 
 
 def step_time_figure(plans: Mapping[str, Plan]) -> Figure:
@@ -343,7 +329,9 @@ def memory_figure(plans: Mapping[str, Plan]) -> Figure:
     """Peak memory of a device by part: a bar per plan, and the limit of its device."""
     _check_some("plans", plans)
     bars = {title: one.memory.at_peak for title, one in plans.items()}
-    figure = _stacked(bars, BYTES, 1e-9, "GB")
+    names = {label: tuple(n for n, group in GROUPS.items() if group == label) for label in BYTES}
+    groups = {label: (color, names[label]) for label, color in BYTES.items()}
+    figure = _stacked(bars, groups, 1e-9, "GB")
     panel = figure.axes[0]
     limits = [plan.limit_bytes / 1e9 for plan in plans.values()]
     panel.set_xlabel("GB per device")
@@ -394,8 +382,3 @@ def _stacked(
         columnspacing=1.2,
     )
     return figure
-
-
-def save_figure(figure: Figure, path: str, **settings: Any) -> None:
-    """Writes a figure as PNG."""
-    figure.savefig(path, format="png", **settings)
