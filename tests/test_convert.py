@@ -15,7 +15,7 @@ from tokenizers import models, pre_tokenizers
 
 import jaxscale
 from jaxscale import convert, evaluate, generate, train
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import Checkpoints
 from jaxscale.config import from_dict
 from jaxscale.data.loader import batches
 from jaxscale.models.decoder import Decoder, plain_kernels
@@ -25,7 +25,7 @@ from jaxscale.run.pretrained import Pretrained
 from jaxscale.run.setup.layout import open_engine
 from jaxscale.run.setup.text import open_text, open_tokenizer
 from jaxscale.run_folder import load_config
-from jaxscale.storage.tiers import CHECKPOINTS
+from jaxscale.storage.local_tier import CHECKPOINTS
 from jaxscale.training.engine import Engine
 from tests.hugging_face import tiny_llama
 from tests.hugging_face.test_round_trip import load_all

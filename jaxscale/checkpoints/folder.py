@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath, epy
 
+from jaxscale.checkpoints.description import write_description
 from jaxscale.checkpoints.differences import array_differences
 from jaxscale.storage import durable
-from jaxscale.storage.description import write_description
-from jaxscale.storage.tiers import FROZEN, MARKER, local_steps
+from jaxscale.storage.local_tier import FROZEN, MARKER, local_steps
 
 with epy.lazy_imports():  # by a run, while its step is compiled
     import orbax.checkpoint as ocp

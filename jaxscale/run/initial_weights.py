@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale import config as configs
-from jaxscale.checkpoints.both_tiers import bring_newest
-from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.checkpoints.folder import named_arrays
+from jaxscale.checkpoints.save import Checkpoints
+from jaxscale.checkpoints.tiers import bring_newest
 from jaxscale.config import Config
 from jaxscale.config.model import ModelConfig, is_own_family
 from jaxscale.config.model.lora import LORA, to_ranges
@@ -35,7 +35,7 @@ from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.run_folder import TOKENIZERS, folder_of
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.sharding.rules import Axes
-from jaxscale.storage.tiers import CHECKPOINTS, fetch_files, fetching
+from jaxscale.storage.local_tier import CHECKPOINTS, fetch_files, fetching
 from jaxscale.training.engine import Engine
 from jaxscale.training.optimizer import is_schedule
 from jaxscale.training.step import TrainState

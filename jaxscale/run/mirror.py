@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from jaxscale.formatting import duration, human_bytes
 from jaxscale.run import signals
 from jaxscale.run.lock import leased
-from jaxscale.storage import durable, tiers
+from jaxscale.storage import durable
+from jaxscale.storage import local_tier as tiers
 from jaxscale.storage.object_store import ObjectStore
 
 if TYPE_CHECKING:  # it imports JAX, which takes seconds
-    from jaxscale.checkpoints.checkpoint import Checkpoints
+    from jaxscale.checkpoints.save import Checkpoints
 
 log = logging.getLogger("jaxscale")
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxscale import config as configs
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import Checkpoints
 from jaxscale.config import Config
 from jaxscale.data.skipped_ranges import ranges_of
 from jaxscale.distributed import phases, processes

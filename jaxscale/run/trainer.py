@@ -17,9 +17,9 @@ import jax
 
 from jaxscale import config as configs
 from jaxscale.batch import ShardedBatch
-from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.checkpoints.differences import describe_difference
 from jaxscale.checkpoints.folder import named_arrays
+from jaxscale.checkpoints.save import Checkpoints
 from jaxscale.choices import check_kind
 from jaxscale.config import Config, DataConfig, RunConfig
 from jaxscale.config.model import is_own_family
@@ -28,11 +28,14 @@ from jaxscale.distributed import phases, processes
 from jaxscale.formatting import duration, human_bytes
 from jaxscale.run.compilation_cache import programs_read
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
-from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.metrics import METRICS, heldout_losses, read
 from jaxscale.run.mirror import Mirror
 from jaxscale.run.recorder import is_summarised
-from jaxscale.run.resume import (
+from jaxscale.run.saves import unchanged_params
+from jaxscale.run.setup.layout import resolve_layout
+from jaxscale.run.setup.layout_report import describe_layout
+from jaxscale.run.setup.memory_check import check_host_room, check_memory
+from jaxscale.run.setup.resume import (
     Found,
     check_same_examples,
     check_same_model,
@@ -42,12 +45,9 @@ from jaxscale.run.resume import (
     set_aside,
     with_stored_type,
 )
-from jaxscale.run.saves import unchanged_params
-from jaxscale.run.setup.layout import resolve_layout
-from jaxscale.run.setup.memory_check import check_host_room, check_memory
 from jaxscale.run.setup.text import Text, open_text
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.storage.tiers import CHECKPOINTS, LAST_SAVED, check_free, store_of
+from jaxscale.storage.local_tier import CHECKPOINTS, LAST_SAVED, check_free, store_of
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.learning_rate import early_end, with_schedule
 from jaxscale.training.optimizer import lost_updates

@@ -16,15 +16,15 @@ from typing import Any, NoReturn
 import jax
 
 from jaxscale import config as configs
-from jaxscale.checkpoints.checkpoint import Checkpoints, NotFiniteError, best_step
+from jaxscale.checkpoints.save import Checkpoints, NotFiniteError, best_step
 from jaxscale.choices import check_kind
 from jaxscale.distributed import hangs, phases, processes
 from jaxscale.run import signals
 from jaxscale.run.evaluation import device_batches, evaluate_loss
 from jaxscale.run.goodput import Account
 from jaxscale.run.recorder import BadStepsError, Recorder, tracing
-from jaxscale.run.resume import rewind
 from jaxscale.run.saves import SaveError, Saves, wait_for_write
+from jaxscale.run.setup.resume import rewind
 from jaxscale.run.setup.text import keep_tokenizer
 from jaxscale.run.trainer import Trainer
 from jaxscale.storage import durable

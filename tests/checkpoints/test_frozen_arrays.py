@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.checkpoints import checkpoint
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints import save as checkpoint
 from jaxscale.checkpoints.folder import DamagedError
+from jaxscale.checkpoints.save import Checkpoints
 from tests.checkpoints.test_checkpoint import LAYOUTS, abstract, assert_same_bits, shardings
 
 FROZEN = ("params/embed", "params/small")

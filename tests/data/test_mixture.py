@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.batch import Batch
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import Checkpoints
 from jaxscale.config import DataConfig, from_dict
 from jaxscale.config.model import ModelConfig
 from jaxscale.data import mixture

@@ -11,7 +11,7 @@ import pytest
 
 from jaxscale import command_line, evaluate, generate, train
 from jaxscale import config as configs
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import Checkpoints
 from jaxscale.config import DataConfig
 from jaxscale.config.layout import Layout
 from jaxscale.data.dataset import open_dataset

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import Checkpoints
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.protocol import Layer
 from jaxscale.sharding.mesh import make_mesh

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import Checkpoints
 from jaxscale.config import load
 from jaxscale.run.evaluation import device_batches
 from jaxscale.run.setup.layout import open_engine

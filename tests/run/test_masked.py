@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jaxscale import evaluate, generate, train
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import Checkpoints
 from jaxscale.config import load
 from jaxscale.run import trainer, training_loop
 from jaxscale.run.initial_weights import initial_state, open_initial

@@ -24,19 +24,20 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale import convert, evaluate, generate, train
-from jaxscale.checkpoints import checkpoint
 from jaxscale.checkpoints import folder as checkpoint_folder
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints import save as checkpoint
 from jaxscale.checkpoints.folder import DamagedError, UnreadableError, named_arrays
+from jaxscale.checkpoints.save import Checkpoints
 from jaxscale.data.skipped_ranges import ranges_of
 from jaxscale.distributed import phases
 from jaxscale.planner.memory import at_rest
-from jaxscale.run import metrics, recorder, resume, saves, trainer, training_loop
+from jaxscale.run import metrics, recorder, saves, trainer, training_loop
 from jaxscale.run.evaluation import device_batches
-from jaxscale.run.resume import find_newest
 from jaxscale.run.saves import SaveError
+from jaxscale.run.setup import resume
 from jaxscale.run.setup.layout import resolve_layout
 from jaxscale.run.setup.restore import check_tokenizer_of, held_checkpoint
+from jaxscale.run.setup.resume import find_newest
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.supervise import newest_step
 from jaxscale.training.engine import make_engine
@@ -541,7 +542,7 @@ LIMITED = """
 import pathlib, resource, sys, threading
 import numpy as np
 from jaxscale import command_line
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import Checkpoints
 
 def refused(thread):
     raise RuntimeError("can't start new thread")

@@ -16,11 +16,11 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale import train
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import Checkpoints
 from jaxscale.run import notices, signals, trainer, training_loop
 from jaxscale.run.metrics import TrackerError
 from jaxscale.run.setup.text import UnusableTokensError
-from jaxscale.storage import tiers
+from jaxscale.storage import local_tier
 from jaxscale.training.step import StepMetrics
 
 SETTINGS = ["model.num_layers=1", "data.seq_len=32", "run.steps=6", "run.eval_every=3"]
@@ -121,12 +121,12 @@ def test_a_failure_of_one_process_waits_for_no_other(error, monkeypatch, tmp_pat
     def fail(*_, **__):
         raise error("a worker was killed")
 
-    monkeypatch.setenv(tiers.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(local_tier.VARIABLE, str(tmp_path))
     monkeypatch.setattr(trainer, "open_trainer", lambda *_, **__: object())
     monkeypatch.setattr(training_loop, "fit", fail)
     monkeypatch.setattr(train.processes, "from_first", lambda *_: pytest.fail("waits"))
     options = train._parser().parse_args(["--config", "configs/tiny.py"])
-    workdir = tiers.local_tier("memory://bucket/fails")
+    workdir = local_tier.local_tier("memory://bucket/fails")
     with pytest.raises(SystemExit):
         train._train(options, configs.load("configs/tiny.py"), workdir, 0.0, None, "")
     assert capsys.readouterr().err == "error: a worker was killed\n"

@@ -16,7 +16,7 @@ import pytest
 
 import jaxscale
 from jaxscale import config as configs
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import Checkpoints
 from jaxscale.config import from_dict, load
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.run import recorder, trainer, training_loop

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from provenance import provenance
 
 from jaxscale import command_line
-from jaxscale.checkpoints import checkpoint
+from jaxscale.checkpoints import save as checkpoint
 from jaxscale.storage import durable
 
 ARRAYS = 8

@@ -58,9 +58,9 @@ def campaign(folder: pathlib.Path, flips: int, draw: random.Random) -> dict[str,
     import numpy as np  # noqa: PLC0415
 
     from jaxscale import config as configs  # noqa: PLC0415
-    from jaxscale.checkpoints.checkpoint import Checkpoints  # noqa: PLC0415
+    from jaxscale.checkpoints.save import Checkpoints  # noqa: PLC0415
     from jaxscale.run import trainer, training_loop  # noqa: PLC0415
-    from jaxscale.run.resume import find_newest, resume  # noqa: PLC0415
+    from jaxscale.run.setup.resume import find_newest, resume  # noqa: PLC0415
 
     config = configs.load("tiny", SETTINGS)
     run = trainer.open_trainer(config, folder / "run")

@@ -79,7 +79,7 @@ def campaign(folder: pathlib.Path) -> dict[str, Any]:
     import jax  # noqa: PLC0415 - after the environment is set
     import numpy as np  # noqa: PLC0415
 
-    from jaxscale.checkpoints.checkpoint import Checkpoints  # noqa: PLC0415
+    from jaxscale.checkpoints.save import Checkpoints  # noqa: PLC0415
     from jaxscale.config import from_dict  # noqa: PLC0415
     from jaxscale.data.synthetic import synthetic_batch  # noqa: PLC0415
     from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415

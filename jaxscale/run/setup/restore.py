@@ -5,14 +5,14 @@ import pathlib
 from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
-from jaxscale.checkpoints.both_tiers import all_steps, bring, bring_newest
-from jaxscale.checkpoints.checkpoint import Checkpoints, best_step
+from jaxscale.checkpoints.description import check_metadata
+from jaxscale.checkpoints.save import Checkpoints, best_step
+from jaxscale.checkpoints.tiers import all_steps, bring, bring_newest
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.distributed import processes
 from jaxscale.run.metrics import METRICS, evaluated_steps, heldout_losses, read
 from jaxscale.run_folder import BEST
-from jaxscale.storage.description import check_metadata
-from jaxscale.storage.tiers import CHECKPOINTS
+from jaxscale.storage.local_tier import CHECKPOINTS
 from jaxscale.training.engine import Engine
 
 

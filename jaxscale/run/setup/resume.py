@@ -11,16 +11,16 @@ from typing import Any
 import jax
 
 from jaxscale import config as configs
-from jaxscale.checkpoints.both_tiers import (
+from jaxscale.checkpoints.differences import describe_difference
+from jaxscale.checkpoints.folder import DamagedError
+from jaxscale.checkpoints.save import Checkpoints, read_everywhere
+from jaxscale.checkpoints.tiers import (
     all_steps,
     fetch_everywhere,
     make_intact,
     set_aside_everywhere,
     steps_at_address,
 )
-from jaxscale.checkpoints.checkpoint import Checkpoints, read_everywhere
-from jaxscale.checkpoints.differences import describe_difference
-from jaxscale.checkpoints.folder import DamagedError
 from jaxscale.config import Config
 from jaxscale.config.model import ModelConfig
 from jaxscale.config.optimizer import OptimizerConfig

@@ -28,10 +28,11 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.checkpoints import array_sums, checkpoint
+from jaxscale.checkpoints import array_sums
 from jaxscale.checkpoints import folder as checkpoint_folder
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints import save as checkpoint
 from jaxscale.checkpoints.differences import describe_difference
+from jaxscale.checkpoints.save import Checkpoints
 from jaxscale.storage import durable
 
 METADATA = {"config": {"model": {"d_model": 16, "axes": ("a", "b")}}, "data": {"examples": 96}}
@@ -534,7 +535,7 @@ def test_unknown_step(saved: Checkpoints) -> None:
 ENDLESS = """
 import sys
 import jax.numpy as jnp
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import Checkpoints
 checkpoints = Checkpoints(sys.argv[1], keep_last=2, report=lambda line: print(line, flush=True))
 step = checkpoints.latest() or 0
 while True:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.checkpoints.folder import DamagedError
+from jaxscale.checkpoints.save import Checkpoints
 from jaxscale.distributed import processes
 from jaxscale.formatting import duration
-from jaxscale.storage import durable, tiers
+from jaxscale.storage import durable
+from jaxscale.storage import local_tier as tiers
 from jaxscale.storage.object_store import StoreError
 
 log = logging.getLogger("jaxscale")

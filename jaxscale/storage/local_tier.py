@@ -20,9 +20,9 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxscale.checkpoints.description import read_description, safe_name
 from jaxscale.formatting import human_bytes
 from jaxscale.storage import durable
-from jaxscale.storage.description import read_description, safe_name
 from jaxscale.storage.object_store import ObjectStore, StoreError, open_store
 
 log = logging.getLogger("jaxscale")

@@ -22,6 +22,7 @@ from typing import Any, cast
 import jax
 
 from jaxscale.checkpoints.array_sums import array_sums
+from jaxscale.checkpoints.description import read_description
 from jaxscale.checkpoints.differences import array_differences, describe_difference, listing
 from jaxscale.checkpoints.folder import (
     ArrayWriter,
@@ -41,8 +42,7 @@ from jaxscale.checkpoints.folder import (
 )
 from jaxscale.distributed import processes
 from jaxscale.storage import durable
-from jaxscale.storage.description import read_description
-from jaxscale.storage.tiers import FROZEN, MARKER, local_steps
+from jaxscale.storage.local_tier import FROZEN, MARKER, local_steps
 
 LOOK_SECONDS = 5.0
 """Between looks at how much is written, by one who waits for it."""
