@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxscale import run_folder
-from jaxscale.checkpoints.save import Checkpoints, best_step
+from jaxscale.checkpoints.retention import best_step
+from jaxscale.checkpoints.tiers import Checkpoints
 from jaxscale.run import mirror, training_loop
 from jaxscale.run.evaluation import Evaluation
 from jaxscale.run.metrics import METRICS, heldout_losses

@@ -70,7 +70,11 @@ def test_a_relative_address_is_another_place_in_each_folder(tmp_path, monkeypatc
     monkeypatch.setenv(local_tier.VARIABLE, str(tmp_path / "tiers"))
     here = local_tier.local_tier("file://run")
     monkeypatch.chdir(tmp_path)
-    assert local_tier.local_tier("file://run") == local_tier.local_tier(f"file://{tmp_path}/run") != here
+    assert (
+        local_tier.local_tier("file://run")
+        == local_tier.local_tier(f"file://{tmp_path}/run")
+        != here
+    )
 
 
 @pytest.mark.parametrize("address", ["memory://b//run/", "memory://b/./run", "memory://b/a/../run"])

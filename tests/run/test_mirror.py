@@ -15,15 +15,16 @@ import pytest
 
 from jaxscale import command_line, evaluate, run_folder, supervise, train
 from jaxscale import config as configs
-from jaxscale.checkpoints import tiers as both_tiers
-from jaxscale.checkpoints.folder import DamagedError
-from jaxscale.checkpoints.save import Checkpoints
+from jaxscale.checkpoints import folder, remote
+from jaxscale.checkpoints.errors import DamagedError
+from jaxscale.checkpoints.restore import restore
+from jaxscale.checkpoints.retention import Retention
+from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.distributed import processes
 from jaxscale.run import lock, metrics, mirror, signals, trainer, training_loop
-from jaxscale.run.setup import preflight, resume
+from jaxscale.run.setup import preflight
 from jaxscale.run.setup.restore import restore_params
-from jaxscale.storage import durable
-from jaxscale.storage import local_tier
+from jaxscale.storage import durable, local_tier, untrusted
 from jaxscale.storage.object_store import ObjectStore, StoreError
 from jaxscale.training.step import StepMetrics
 from tests.run.conftest import move_to
@@ -47,11 +48,8 @@ def without_pauses(monkeypatch):
 
 def open_checkpoints(place):
     workdir = run_folder.folder(place)
-    return Checkpoints(
-        workdir / "checkpoints",
-        keep_last=2,
-        report=lambda line: None,
-        newest_file=workdir / local_tier.LAST_SAVED,
+    return CheckpointWriter(
+        workdir / "checkpoints", Retention(2), newest_file=workdir / local_tier.LAST_SAVED
     )
 
 
@@ -74,12 +72,12 @@ def newest(place, **options):
     with contextlib.closing(open_checkpoints(place)) as checkpoints:
         with local_tier.fetching(workdir, training=True) as store:
             local_tier.fetch_files(store, workdir, nested=True)
-        found = resume.find_newest(checkpoints, **options)
+        found = checkpoints.newest_intact(**options)
         wanted = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in STATE.items()}
         if found.step:
-            read = checkpoints.restore(found.step, wanted, part=True)
+            read = restore(checkpoints, found.step, wanted, part=True)
             jax.tree.map(np.testing.assert_array_equal, read, STATE)
-        resume.set_aside(checkpoints, found.damaged, found.step)
+        checkpoints.set_aside(found.damaged, found.step)
         return found.step
 
 
@@ -180,7 +178,7 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
     assert newest(address) == 4
     assert save(address, 5) == ""
     assert local_tier.stored_steps(store) == [4, 5]
-    assert local_tier.unfinished_steps(store) == []
+    assert remote.unfinished_steps(store) == []
     assert not [name for name in store.sizes("checkpoints") if name.startswith("checkpoints/6/")]
 
 
@@ -228,7 +226,7 @@ def test_a_removal_that_was_killed_leaves_no_checkpoint(address, monkeypatch):
     save(address, 2)
     store, removed = local_tier.open_store(address), []
     monkeypatch.setattr(ObjectStore, "remove", lambda store, names: removed.append(list(names)))
-    local_tier.remove_checkpoint(store, 2)
+    remote.remove_checkpoint(store, 2)
     assert removed[0] == [f"checkpoints/2/{local_tier.MARKER}"]
     assert local_tier.MARKER not in " ".join(removed[1])
 
@@ -296,11 +294,11 @@ def test_a_damaged_one_here_is_replaced_by_the_one_there(address, lines):
 
     with contextlib.closing(open_checkpoints(address)) as checkpoints:
         problem = DamagedError("bits of w changed", "bits of w changed")
-        both_tiers.fetch_everywhere(checkpoints, 6, problem)
+        checkpoints.replace(6, problem)
         assert (here / "checkpoints" / "6.damaged2").is_dir()
-        local_tier.remove_checkpoint(local_tier.open_store(address), 6)
+        remote.remove_checkpoint(local_tier.open_store(address), 6)
         with pytest.raises(DamagedError, match="bits of w changed"):
-            both_tiers.fetch_everywhere(checkpoints, 6, problem)
+            checkpoints.replace(6, problem)
 
 
 def test_newer_ones_here_are_used_and_put_there(address, monkeypatch):
@@ -381,15 +379,15 @@ def test_a_stop_waits_no_longer_than_it_may(address, monkeypatch):
 
 
 def test_a_checkpoint_is_not_deleted_while_it_is_put_there(address, monkeypatch):
-    before, kept = local_tier.send_checkpoint, []
+    before, kept = remote.send_checkpoint, []
 
     def send(store, folder, step):
         with contextlib.closing(open_checkpoints(address)) as other:
-            other.remove(step)
+            folder.remove(other.directory / str(step))
         kept.append((folder / str(step)).is_dir())
         return before(store, folder, step)
 
-    monkeypatch.setattr(tiers, "send_checkpoint", send)
+    monkeypatch.setattr(remote, "send_checkpoint", send)
     assert save(address, 2) == ""
     assert kept == [True]
 
@@ -402,14 +400,14 @@ def test_a_reader_takes_nothing_from_there_beside_a_run_and_drops_old_copies(
     move_to(monkeypatch, tmp_path / "second_machine")
     workdir = run_folder.folder(address)
     with contextlib.closing(open_checkpoints(address)) as checkpoints:
-        both_tiers.bring_newest(checkpoints)
+        checkpoints.fetch()
         assert checkpoints.steps() == [4]
         move_to(monkeypatch, first)
         save(address, 6, 8)
         with lock.locked(workdir):
-            both_tiers.bring_newest(checkpoints)
+            checkpoints.fetch()
             assert checkpoints.steps() == [4]
-        both_tiers.bring_newest(checkpoints)
+        checkpoints.fetch()
         assert checkpoints.steps() == [8]
 
 
@@ -427,7 +425,7 @@ def test_a_reader_keeps_what_is_still_to_be_put_there(address, tmp_path, monkeyp
         patch.setattr(mirror, "FIRST_PAUSE_SECONDS", 60.0)
         assert save(address, 4, 6).startswith("checkpoint 4 could not be put at memory://")
     with contextlib.closing(open_checkpoints(address)) as checkpoints:
-        both_tiers.bring_newest(checkpoints)
+        checkpoints.fetch()
         assert checkpoints.steps() == [4, 6]
     assert save(address) == ""
     assert local_tier.stored_steps(local_tier.open_store(address)) == [4, 6]
@@ -435,7 +433,7 @@ def test_a_reader_keeps_what_is_still_to_be_put_there(address, tmp_path, monkeyp
 
 def test_a_lost_folder_of_checkpoints_at_the_address_is_no_new_run(address, tmp_path, monkeypatch):
     save(address, 2)
-    local_tier.remove_checkpoint(local_tier.open_store(address), 2)
+    remote.remove_checkpoint(local_tier.open_store(address), 2)
     assert newest(address) == 2, "still here"
     move_to(monkeypatch, tmp_path / "second_machine")
     with pytest.raises(ValueError, match=r"holds no checkpoint, and step 2 was saved there"):
@@ -457,7 +455,7 @@ def test_no_room_in_the_local_tier_is_one_line(address, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a//x", "a\\x", "", "."])
 def test_names_stay_in_their_folder(name):
     with pytest.raises(ValueError, match="is not the name of a file in a run's folder"):
-        local_tier.safe_name(name)
+        untrusted.safe_name(name)
 
 
 def refused(command, capsys, *arguments, expected=2):
