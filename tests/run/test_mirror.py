@@ -15,8 +15,9 @@ import pytest
 
 from jaxscale import command_line, evaluate, run_folder, supervise, train
 from jaxscale import config as configs
-from jaxscale.checkpoints import folder, remote
+from jaxscale.checkpoints import remote
 from jaxscale.checkpoints.errors import DamagedError
+from jaxscale.checkpoints.folder import remove
 from jaxscale.checkpoints.restore import restore
 from jaxscale.checkpoints.retention import Retention
 from jaxscale.checkpoints.save import CheckpointWriter
@@ -383,7 +384,7 @@ def test_a_checkpoint_is_not_deleted_while_it_is_put_there(address, monkeypatch)
 
     def send(store, folder, step):
         with contextlib.closing(open_checkpoints(address)) as other:
-            folder.remove(other.directory / str(step))
+            remove(other.directory / str(step))
         kept.append((folder / str(step)).is_dir())
         return before(store, folder, step)
 

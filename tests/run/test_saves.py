@@ -23,7 +23,7 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale import convert, evaluate, generate, train
-from jaxscale.checkpoints import tiers
+from jaxscale.checkpoints import errors, tiers
 from jaxscale.checkpoints.errors import DamagedError, UnreadableError
 from jaxscale.checkpoints.folder import named_arrays
 from jaxscale.checkpoints.retention import Retention
