@@ -203,9 +203,9 @@ def _train(
     # JAX is imported only now, so that a typo is refused at once.
     from jaxscale.run import trainer, training_loop  # noqa: PLC0415
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
-    from jaxscale.run.metrics import TrackerError  # noqa: PLC0415
     from jaxscale.run.saves import SaveError  # noqa: PLC0415
     from jaxscale.run.setup.text import UnusableTokensError  # noqa: PLC0415
+    from jaxscale.run.trackers import TrackerError  # noqa: PLC0415
 
     failures = FloatingPointError, ChildProcessError, SaveError, TrackerError, UnusableTokensError
     with command_line.refusals():

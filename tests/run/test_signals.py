@@ -18,8 +18,8 @@ from jaxscale import config as configs
 from jaxscale import train
 from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.run import notices, signals, trainer, training_loop
-from jaxscale.run.metrics import TrackerError
 from jaxscale.run.setup.text import UnusableTokensError
+from jaxscale.run.trackers import TrackerError
 from jaxscale.storage import local_tier
 from jaxscale.training.step import StepMetrics
 
