@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
-from jaxscale.config import Config
+from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import Layout
 from jaxscale.config.model import ModelConfig
 from jaxscale.config.optimizer import (
@@ -74,7 +74,7 @@ def _bytes_of(arrays: Iterable[ParamShape], config: Config, rows: Rows) -> Ints:
     return sum(
         (max(width, 4) if array.name.endswith(BALANCED) or array.in_adapter else width)
         * _repeats(array, rows)
-        * array.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
+        * array.shard_size(layout, over_fsdp=zero_stage.shards_state(stage), at_rest=True)
         for array in _stacks(arrays)
     )
 
@@ -87,7 +87,7 @@ def moment_bytes(config: Config, rows: Rows) -> Ints:
     return sum(
         itemsize(width)
         * _repeats(moment, rows)
-        * moment.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
+        * moment.shard_size(layout, over_fsdp=zero_stage.shards_state(stage), at_rest=True)
         for array in _stacks(trained_parameters(config))
         for width, moments in zip(widths, _moments(optimizer.name, array), strict=True)
         for moment in moments
@@ -111,9 +111,11 @@ def batch_bytes(config: Config) -> Ints:
     source = data.global_batch_size * data.seq_len // shards
     # Nothing reads positions but barriers: before the layer loop gathers weights, and between
     # accumulation groups of which the first gathers, or the last reduces, what others do not.
-    gathers = (layout.zero_ranks > 1) & (layout.zero_stage >= 1)
+    several, stage = layout.zero_ranks > 1, layout.zero_stage
+    gathers = several & zero_stage.shards_state(stage)
     apart = (gathers | reduces_last(layout)) & (layout.num_groups > 1)
-    read = (gathers & (layout.zero_stage == 3) | apart) & (layout.pipeline == 1)
+    each = several & zero_stage.gathers_each_pass(stage)
+    read = (each | apart) & (layout.pipeline == 1)
     return found + SOURCE_BYTES * source - select(read, 0, POSITION_BYTES * (tokens + source))
 
 

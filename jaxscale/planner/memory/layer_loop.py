@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.config import Config
+from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import RematPolicy, parse_remat
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.at_rest import trained_parameters
@@ -67,6 +67,10 @@ class LayerLoop:
         layout, count = config.layout, config.layout.num_groups
         whole = layout.pipeline == 1
         several, stage, single = layout.zero_ranks > 1, layout.zero_stage, (count == 1) & whole
+        keeps, gathers = (
+            several & rule(stage) for rule in (zero_stage.keeps, zero_stage.gathers_each_pass)
+        )
+        scatters = several & zero_stage.leaves_shards(stage, single)
         shards = layout.batch_shards * layout.microbatches * layout.context
         data = config.data
         length = data.seq_len if stack.part == "encoder" else data.output_len
@@ -75,17 +79,15 @@ class LayerLoop:
         rows_here, turn = 0, turn_of(config.model, stack.part)
         if any(turn):
             rows_here = tokens * rows_of_token(config.model, layout, length)
-        gathers, keeps = several & (stage == 3), several & ((stage == 1) | (stage == 2))
-        scatters = several & ((stage >= 2) | ((stage == 1) & single))
         sums = sum(
             count * gradient_elements(config, part, scatters) for part, count in rows.items()
         )
         # With a single visit the gradients of embedding and head need no accumulator.
         sums = sums + select(single, 0, gradient_elements(config, "embed head", scatters))
         # The compiler reduces over context in each visit, whatever the engine does over fsdp.
-        late = (stage == 1) & np.logical_not(single)
+        late = zero_stage.scatters_last(stage) & np.logical_not(single)
         sums = sums // select(late, layout.context, 1)
-        early = (layout.fsdp > 1) & (stage >= 2) & whole
+        early = (layout.fsdp > 1) & zero_stage.scatters(stage) & whole
         remat, group = layout.remat_policy, layout.microbatches // count
         recomputes = remat.by_names & (not remat.names)
         shards_left = sum(
@@ -115,7 +117,7 @@ class LayerLoop:
             capacity=capacity,
             weights=elements(config, stack.part),
             gradients=gradients,
-            unreduced=gradients // select(stage >= 1, layout.context, 1),
+            unreduced=gradients // select(zero_stage.shards_state(stage), layout.context, 1),
             sums=sums,
             reduced=select(late & several & whole, shards_left),
         )

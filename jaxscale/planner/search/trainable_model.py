@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxscale.config import Config
+from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import OFFLOADS, Layout
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory.saved_activations import stash_refusal
@@ -266,7 +266,7 @@ def check_parameters(config: Config) -> None:
       ValueError: names the dimension and the nearest size of the axis.
     """
     layout = config.layout
-    rules = WEIGHTS if layout.zero_stage >= 1 else REPLICATED_WEIGHTS
+    rules = WEIGHTS if zero_stage.shards_state(layout.zero_stage) else REPLICATED_WEIGHTS
     for array in parameters(config.model):
         axes = with_whole_kv_heads(array.axes, array.shape, layout.sizes)
         mesh_axes(axes, rules, layout.sizes, array.shape, name=f"{array.part}/{array.name}")
