@@ -169,11 +169,17 @@ class CheckpointWriter(Checkpoints):
             self._commit(*arguments)
 
     def _clear_place(self, step: int) -> str:
-        """Removes what is in the way of a save; why the folder cannot be listed, "" if it can."""
+        """Removes what killed saves and deletions left, since nothing else is writing now; why the
+        folder cannot be listed, "" if it can."""
+        if jax.process_index() != 0:
+            return ""
         try:
-            if jax.process_index() == 0 and step in self.steps():
+            if step in self.steps():
                 raise ValueError(f"checkpoint {step} is already in {self.directory}")
-            self._remove_leftovers()
+            for path in self.directory.iterdir() if self.directory.is_dir() else ():
+                ended = path.suffix in (".deleted", ".unfinished")
+                if ended or ".orbax-checkpoint-tmp" in path.name:
+                    shutil.rmtree(path, ignore_errors=True)
         except OSError as error:
             return durable.reason(error)
         return ""
@@ -277,16 +283,12 @@ class CheckpointWriter(Checkpoints):
             with contextlib.suppress(OSError):  # else another attempt finds the step saved
                 target.rename(path)
             raise
-        if self._newest_file:
-            self._note_newest(self._newest_file, step)
-
-    def _note_newest(self, file: pathlib.Path, step: int) -> None:
-        """What cannot be written here costs only the notice that the folder was lost."""
-        try:
-            durable.replace_file(file, f"{step}\n".encode())
-        except OSError as error:
-            why = durable.reason(error)
-            log.info(f"warning: checkpoint {step} is saved, but {file} is not written ({why})")
+        if file := self._newest_file:
+            try:
+                durable.replace_file(file, f"{step}\n".encode())
+            except OSError as error:  # it costs only the notice that the folder was lost
+                why = durable.reason(error)
+                log.info(f"warning: checkpoint {step} is saved, but {file} is not written ({why})")
 
     def _unfinished(self, step: int) -> pathlib.Path:
         return self.directory / f"{step}.unfinished"
@@ -308,11 +310,3 @@ class CheckpointWriter(Checkpoints):
         steps = self.steps()
         for step in sorted(set(steps) - self.kept(steps)):
             remove(self.directory / str(step))
-
-    def _remove_leftovers(self) -> None:
-        """Removes what killed saves and deletions left; nothing else is writing now."""
-        if jax.process_index() == 0 and self.directory.is_dir():
-            for path in self.directory.iterdir():
-                ended = path.suffix in (".deleted", ".unfinished")
-                if ended or ".orbax-checkpoint-tmp" in path.name:
-                    shutil.rmtree(path, ignore_errors=True)

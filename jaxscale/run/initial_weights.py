@@ -22,7 +22,6 @@ from jaxscale.config.model import ModelConfig, is_own_family
 from jaxscale.config.model.lora import LORA, to_ranges
 from jaxscale.config.model.rope_scaling import SCALING, USUAL_TURNS
 from jaxscale.data.tokens.tokenizer import Tokenizer
-from jaxscale.distributed import processes
 from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face, open_model
 from jaxscale.models.lora import (
     only_adapters,
@@ -160,11 +159,10 @@ def open_weights(
         )
     config = configs.from_dict(given)
     checkpoints = Checkpoints(directory / CHECKPOINTS)
-    checkpoints.fetch()
-    step = processes.from_first("checkpoint of init_from", checkpoints.latest())
-    if step is None:
-        raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
-    metadata = checkpoints.metadata(step)
+    with checkpoints.reading() as step:
+        if step is None:
+            raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
+        metadata = checkpoints.metadata(step)
     context = max(config.data.seq_len, getattr(config.model, "max_seq_len", 0))
     return RunWeights(
         directory,

@@ -47,7 +47,7 @@ class Mirror:
 
     def __init__(self, store: ObjectStore, workdir: pathlib.Path) -> None:
         self.store, self.workdir = store, workdir
-        self._checkpoints: CheckpointWriter | None = None
+        self._checkpoints: CheckpointWriter  # of `start`
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
         self._given_up = threading.Event()
@@ -70,7 +70,6 @@ class Mirror:
         """
         if self._thread is None:
             return ""
-        assert self._checkpoints
         self._ending.set()
         begin, asked = time.monotonic(), None
         while self._thread.is_alive():
@@ -119,7 +118,6 @@ class Mirror:
 
     def _sync(self, ending: bool) -> None:
         """Puts the files and the kept checkpoints, the newest first; then removes others."""
-        assert self._checkpoints
         here = self._checkpoints.steps()
         if here == self._seen and not ending:
             return
@@ -142,12 +140,10 @@ class Mirror:
 
     def _missing(self, here: Sequence[int]) -> list[int]:
         """The steps that are still to be put at the address, the newest first."""
-        assert self._checkpoints
         wanted = self._checkpoints.kept({*here, *self._there})
         return sorted(wanted & set(here) - self._there, reverse=True)
 
     def _send_checkpoint(self, step: int) -> None:
-        assert self._checkpoints
         begin = time.monotonic()
         with self._checkpoints.held(step) as still_here:
             if not still_here:

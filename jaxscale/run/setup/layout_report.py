@@ -247,14 +247,8 @@ def _remats(engine: Engine) -> list[str]:
         model = find_model(config.model)(config.model, kernels)
         flops = step_flops(dataclasses.replace(config, layout=changed), model)
         more = flops.hardware / flops.model
-        rows.append(
-            (
-                f"{remat}{chosen}",
-                human_bytes(needs.stash),
-                human_bytes(needs.peak),
-                f"+{more - 1:.0%}",
-            )
-        )
+        held, peak = human_bytes(needs.stash), human_bytes(needs.peak)
+        rows.append((f"{remat}{chosen}", held, peak, f"+{more - 1:.0%}"))
     return ["layout.remat on each device\n" + table(rows)]
 
 
@@ -283,14 +277,8 @@ def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
         needs, slower = _predict(engine, remat=remat), ""
         if parse_remat(remat).kept_passes is not None:
             slower = f"+{seconds(open_with(remat)) / shortest - 1:.0%}"
-        rows.append(
-            (
-                remat + " *" * (remat == layout.remat),
-                human_bytes(needs.stash),
-                human_bytes(needs.peak),
-                slower,
-            )
-        )
+        held, peak = human_bytes(needs.stash), human_bytes(needs.peak)
+        rows.append((remat + " *" * (remat == layout.remat), held, peak, slower))
     return ["layout.remat on each device\n" + table(rows)]
 
 
@@ -320,15 +308,9 @@ def _parameters(engine: Engine) -> str:
     for name, axes, leaf in _leaves(engine):
         spec = leaf.sharding.spec
         mesh_axes = ", ".join("+".join(e) if isinstance(e, tuple) else e or "-" for e in spec)
-        rows.append(
-            (
-                name,
-                ", ".join(axes),
-                mesh_axes,
-                " x ".join(map(str, leaf.shape)),
-                human_bytes(leaf_bytes(leaf, axes, engine.zero.state_rules, engine.zero.sizes)),
-            )
-        )
+        shape = " x ".join(map(str, leaf.shape))
+        size = human_bytes(leaf_bytes(leaf, axes, engine.zero.state_rules, engine.zero.sizes))
+        rows.append((name, ", ".join(axes), mesh_axes, shape, size))
     return table(rows)
 
 
