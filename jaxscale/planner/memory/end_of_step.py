@@ -8,14 +8,8 @@ from jaxscale.config import Config, zero_stage
 from jaxscale.planner.memory.at_rest import sides, trained_parameters
 from jaxscale.planner.memory.layer_loop import LayerLoop, gradient_elements
 from jaxscale.planner.memory.transients import Transients
-from jaxscale.planner.model.param_shapes import (
-    Ints,
-    ParamShape,
-    Rows,
-    maximum,
-    select,
-    stack_sizes,
-)
+from jaxscale.planner.model.traces import model_trace
+from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, maximum, select
 from jaxscale.sharding.rules import LAYER_SHARD_AXES, shards_layers
 
 
@@ -54,7 +48,7 @@ def update_bytes(config: Config, rows: Rows) -> Ints:
     if config.optimizer.name == "adafactor":
         # All squared gradients, before the means over rows and columns.
         over_fsdp = zero_stage.shards_state(layout.zero_stage)
-        counts = dict(stack_sizes(config.model))
+        counts = model_trace(config.model).stack_layers
         return wide * sum(
             counts.get(array.part, 1) * array.shard_size(layout, over_fsdp=over_fsdp)
             for array in trained_parameters(config)

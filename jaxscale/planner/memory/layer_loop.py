@@ -13,16 +13,8 @@ from jaxscale.planner.memory.at_rest import trained_parameters
 from jaxscale.planner.memory.experts import hidden_features, rows_of_token, saved_row_bytes
 from jaxscale.planner.memory.saved_activations import saved_bytes, saved_source_bytes
 from jaxscale.planner.memory.zero_traffic import reduces_last
-from jaxscale.planner.model.param_shapes import (
-    Ints,
-    ParamShape,
-    Rows,
-    StackSize,
-    itemsize,
-    parameters,
-    select,
-    turn_of,
-)
+from jaxscale.planner.model.traces import model_trace
+from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, StackTrace, itemsize, select
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class LayerLoop:
     reduced: Ints  # of the layers' gradients that the last of several visits leaves beside them
 
     @classmethod
-    def of(cls, config: Config, rows: Rows, stack: StackSize, capacity: Ints = 0) -> "LayerLoop":
+    def of(cls, config: Config, rows: Rows, stack: StackTrace, capacity: Ints = 0) -> "LayerLoop":
         """Of a config whose layout is resolved.
 
         Args:
@@ -73,10 +65,10 @@ class LayerLoop:
         scatters = several & zero_stage.leaves_shards(stage, single)
         shards = layout.batch_shards * layout.microbatches * layout.context
         data = config.data
-        length = data.seq_len if stack.part == "encoder" else data.output_len
-        source = data.seq_len if stack.part == "decoder" else 0
+        length = data.seq_len if stack.name == "encoder" else data.output_len
+        source = data.seq_len if stack.name == "decoder" else 0
         tokens = data.global_batch_size * length // shards
-        rows_here, turn = 0, turn_of(config.model, stack.part)
+        rows_here, turn = 0, model_trace(config.model).experts_of(stack.name)
         if any(turn):
             rows_here = tokens * rows_of_token(config.model, layout, length)
         sums = sum(
@@ -93,9 +85,9 @@ class LayerLoop:
         shards_left = sum(
             count * gradient_elements(config, part, True) for part, count in rows.items()
         )
-        gradients = gradient_elements(config, stack.part)
+        gradients = gradient_elements(config, stack.name)
         return cls(
-            part=stack.part,
+            part=stack.name,
             turn=turn,
             num_layers=stack.num_layers,
             length=length,
@@ -115,7 +107,7 @@ class LayerLoop:
             compute=itemsize(config.model.compute_dtype),
             accumulated=itemsize(config.optimizer.accumulation_dtype),
             capacity=capacity,
-            weights=elements(config, stack.part),
+            weights=elements(config, stack.name),
             gradients=gradients,
             unreduced=gradients // select(zero_stage.shards_state(stage), layout.context, 1),
             sums=sums,
@@ -136,7 +128,7 @@ class LayerLoop:
 
 def elements(config: Config, parts: str, over_fsdp: Any = False) -> Ints:
     """Parameters of some parts of the model on a device; of a stack those of one layer."""
-    return _elements(config, parameters(config.model), parts, over_fsdp)
+    return _elements(config, model_trace(config.model).parameters, parts, over_fsdp)
 
 
 def gradient_elements(config: Config, parts: str, over_fsdp: Any = False) -> Ints:
@@ -156,7 +148,7 @@ def _elements(
 
 def head_elements(config: Config, over_fsdp: Any = False) -> Ints:
     """Parameters that the head reads: a tied one reads the embedding."""
-    return _head_elements(config, parameters(config.model), over_fsdp)
+    return _head_elements(config, model_trace(config.model).parameters, over_fsdp)
 
 
 def head_gradient_elements(config: Config, over_fsdp: Any = False) -> Ints:
@@ -165,14 +157,14 @@ def head_gradient_elements(config: Config, over_fsdp: Any = False) -> Ints:
 
 
 def _head_elements(config: Config, arrays: Sequence[ParamShape], over_fsdp: Any) -> Ints:
-    tied = [one for one in arrays if config.model.tied_embeddings and one.name == "tokens"]
-    own = [one for one in arrays if one.part == "head"]
-    return sum(one.shard_size(config.layout, over_fsdp=over_fsdp) for one in own + tied)
+    borrowed = model_trace(config.model).borrowed
+    read = [one for one in arrays if one.part == "head" or one.path in borrowed]
+    return sum(one.shard_size(config.layout, over_fsdp=over_fsdp) for one in read)
 
 
 def mlp_weights(config: Config, part: str = "layers") -> Ints:
     """Parameters of a layer's MLP, not sharded over fsdp."""
-    return _mlp_weights(config, parameters(config.model), part)
+    return _mlp_weights(config, model_trace(config.model).parameters, part)
 
 
 def mlp_gradients(config: Config, part: str) -> Ints:

@@ -13,7 +13,8 @@ from typing import Any
 
 from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import Layout
-from jaxscale.planner.model.param_shapes import ParamShape, itemsize, parameters
+from jaxscale.planner.model.traces import model_trace
+from jaxscale.sharding.model_trace import ParamShape, itemsize
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
     model, layout = config.model, config.layout
     stage, layers = layout.zero_stage, model.num_layers
     compute, reduced = itemsize(model.compute_dtype), itemsize(config.optimizer.reduced_in)
-    arrays = parameters(model)
+    arrays = model_trace(model).parameters
     # A tied head reads the embedding and has its own gradient of it.
     tied = [array for array in arrays if model.tied_embeddings and array.name == "tokens"]
     outer = [(array, 1) for array in arrays if array.part != "layers"]
