@@ -30,7 +30,7 @@ _HOMES = {
     "Layout": "config.layout",
     "ModelConfig": "config.model",
     "ModelSettings": "config.model",
-    "describe_layout": "run.layout_report",
+    "describe_layout": "run.setup.layout_report",
     "device_batches": "run.evaluation",
     "evaluate_loss": "run.evaluation",
     "fit": "run.training_loop",

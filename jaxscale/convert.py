@@ -23,8 +23,8 @@ from jaxscale.distributed import processes
 from jaxscale.distributed.initialize import num_devices
 from jaxscale.formatting import human_bytes
 from jaxscale.pipeline_schedules.shipped import is_foreign
+from jaxscale.storage.local_tier import CHECKPOINTS, local_steps
 from jaxscale.storage.object_store import is_remote
-from jaxscale.storage.tiers import CHECKPOINTS, local_steps
 
 log = logging.getLogger("jaxscale")
 
@@ -53,7 +53,7 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     # JAX is imported only now, so that a typo is refused at once.
     import jax  # noqa: PLC0415
 
-    from jaxscale.checkpoints.checkpoint import Checkpoints  # noqa: PLC0415
+    from jaxscale.checkpoints.save import CheckpointWriter  # noqa: PLC0415
     from jaxscale.data.tokens.tokenizer import save_tokenizer  # noqa: PLC0415
     from jaxscale.hugging_face.model_folder import copy_special_ids, open_model  # noqa: PLC0415
     from jaxscale.run.initial_weights import check_settings, read_weights  # noqa: PLC0415
@@ -98,7 +98,7 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     run_folder.copy_tokenizer(beside, output)
     copy_special_ids(model.directory, output)
     host_gb = max(leaf.nbytes for leaf in jax.tree.leaves(params)) // 10**9 + 1
-    checkpoints = Checkpoints(output / CHECKPOINTS, report=log.info, host_gb=host_gb)
+    checkpoints = CheckpointWriter(output / CHECKPOINTS, host_gb=host_gb)
     data = {"fingerprint": "", "next_example": 0}
     metadata = {"config": configs.to_dict(config), "data": data}
     checkpoints.save(0, {"params": params}, metadata)

@@ -17,8 +17,8 @@ from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.config.layout import MESH_AXES, OVERLAPS, READ_WITH
 from jaxscale.storage import durable
+from jaxscale.storage.local_tier import fetch_files, fetching, local_tier
 from jaxscale.storage.object_store import is_remote
-from jaxscale.storage.tiers import fetch_files, fetching, local_tier
 
 log = logging.getLogger("jaxscale")
 

@@ -26,7 +26,7 @@ from typing import IO, Any
 from jaxscale import command_line, run_folder
 from jaxscale.config.layout import Layout
 from jaxscale.formatting import duration
-from jaxscale.storage.tiers import CHECKPOINTS, local_steps
+from jaxscale.storage.local_tier import CHECKPOINTS, local_steps
 
 log = logging.getLogger("jaxscale")
 

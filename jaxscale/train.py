@@ -25,7 +25,7 @@ from jaxscale.formatting import printable
 from jaxscale.run import notices, signals
 from jaxscale.run.lock import locked
 from jaxscale.run.mirror import Mirror, mirrored
-from jaxscale.storage.tiers import CHECKPOINTS, store_of
+from jaxscale.storage.local_tier import CHECKPOINTS, store_of
 
 log = logging.getLogger("jaxscale")
 
@@ -183,8 +183,8 @@ def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
 
 
 def _describe(config: configs.Config) -> int:
-    from jaxscale.run.layout_report import describe_layout  # noqa: PLC0415
     from jaxscale.run.setup.layout import open_engine  # noqa: PLC0415
+    from jaxscale.run.setup.layout_report import describe_layout  # noqa: PLC0415
 
     with command_line.refusals():
         log.info(describe_layout(open_engine(config)[1]))
@@ -203,9 +203,9 @@ def _train(
     # JAX is imported only now, so that a typo is refused at once.
     from jaxscale.run import trainer, training_loop  # noqa: PLC0415
     from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
-    from jaxscale.run.metrics import TrackerError  # noqa: PLC0415
     from jaxscale.run.saves import SaveError  # noqa: PLC0415
     from jaxscale.run.setup.text import UnusableTokensError  # noqa: PLC0415
+    from jaxscale.run.trackers import TrackerError  # noqa: PLC0415
 
     failures = FloatingPointError, ChildProcessError, SaveError, TrackerError, UnusableTokensError
     with command_line.refusals():

@@ -15,7 +15,7 @@ from tokenizers import models, pre_tokenizers
 
 import jaxscale
 from jaxscale import convert, evaluate, generate, train
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.config import from_dict
 from jaxscale.data.loader import batches
 from jaxscale.models.decoder import Decoder, plain_kernels
@@ -25,7 +25,7 @@ from jaxscale.run.pretrained import Pretrained
 from jaxscale.run.setup.layout import open_engine
 from jaxscale.run.setup.text import open_text, open_tokenizer
 from jaxscale.run_folder import load_config
-from jaxscale.storage.tiers import CHECKPOINTS
+from jaxscale.storage.local_tier import CHECKPOINTS
 from jaxscale.training.engine import Engine
 from tests.hugging_face import tiny_llama
 from tests.hugging_face.test_round_trip import load_all
@@ -194,7 +194,7 @@ def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp
     sections["model"] |= {"lora_rank": 3, "param_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(sections))
     metadata = {"config": sections, "data": {"fingerprint": "", "next_example": 0}}
-    with contextlib.closing(Checkpoints(tmp_path / CHECKPOINTS)) as checkpoints:
+    with contextlib.closing(CheckpointWriter(tmp_path / CHECKPOINTS)) as checkpoints:
         checkpoints.save(0, {"params": jax.tree.map(jnp.asarray, trained)}, metadata)
     exported = to_hf(tmp_path, tmp_path / "exported")
     np.testing.assert_allclose(logits(exported), adapted, atol=1e-5)

@@ -6,13 +6,11 @@ which a later checkpoint need not write again. The description, with the arrays'
 the run adds, is in the same folder.
 """
 
-import errno
 import logging
 import os
 import pathlib
 import shutil
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import absl.logging
@@ -21,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath, epy
 
+from jaxscale.checkpoints.description import FROZEN, write_description
 from jaxscale.checkpoints.differences import array_differences
+from jaxscale.checkpoints.errors import read_twice, unusable
 from jaxscale.storage import durable
-from jaxscale.storage.description import write_description
-from jaxscale.storage.tiers import FROZEN, MARKER, local_steps
+from jaxscale.storage.local_tier import MARKER
 
 with epy.lazy_imports():  # by a run, while its step is compiled
     import orbax.checkpoint as ocp
@@ -35,35 +34,13 @@ absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pa
 # when they are forgotten.
 logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
 
+log = logging.getLogger("jaxscale")
+
 ARRAYS = "arrays"
 """The folder of a checkpoint for arrays that training changes."""
 
 MOST_ERRORS = 1000
 """Of one save that failed."""
-
-
-class DamagedError(ValueError):
-    """A checkpoint that cannot be used, whatever the run; `reason` says why in a few words."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-class UnreadableError(OSError):
-    """A checkpoint that the operating system does not let this process read: it may be intact."""
-
-    exit_status = 1  # it may do so the next time: a supervisor tries again
-
-
-NOT_READ = frozenset(
-    os.strerror(code) for code in (errno.EACCES, errno.EPERM, *durable.MAY_PASS - {errno.EIO})
-)
-"""Reasons for which a file cannot be read that say nothing of what is in it. A disk's error may be
-a network's, which passes, or a bad sector: it counts as damage the second time."""
-
-AGAIN_SECONDS = 5.0
-"""After which what could not be read for a disk's error is read again."""
 
 
 SHARED_WRITE_BYTES = 2**20
@@ -232,29 +209,25 @@ def read_arrays(
         reader.close()
 
 
-def read_twice[T](read: Callable[[], T]) -> T:
-    """What a read returns; one that ends with a disk's error is repeated once, later."""
+def set_aside(path: pathlib.Path) -> pathlib.Path:
+    """Renames the folder of a checkpoint, which is then none; the new path."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.damaged{number}")).exists():
+        number += 1
+    durable.move(path, target)
+    return target
+
+
+def remove(path: pathlib.Path) -> None:
+    """Deletes a checkpoint, unless it is being read: then it is left for the next time. A line is
+    logged where it cannot be deleted."""
+    deleted = path.with_suffix(".deleted")
     try:
-        return read()
-    except Exception as error:  # Orbax raises bare Exceptions
-        if durable.reason(error) != os.strerror(errno.EIO):
-            raise
-    time.sleep(AGAIN_SECONDS)
-    return read()
-
-
-def unusable(
-    directory: pathlib.Path, step: int, error: Exception
-) -> DamagedError | UnreadableError:
-    """What to raise of a checkpoint that ended a read with an error."""
-    why = durable.reason(error)
-    place = f"checkpoint {step} in {directory}"
-    if why in NOT_READ or isinstance(error, MemoryError):
-        return UnreadableError(f"{place} cannot be read: {why}; it is left as it is")
-    before = max((other for other in local_steps(directory) if other < step), default=None)
-    advice = (
-        "there is none before it"
-        if before is None
-        else f"the one before it is {before}: remove {directory / str(step)} to resume from it"
-    )
-    return DamagedError(f"{place} cannot be used ({why}); {advice}", why)
+        with durable.claimed(path / MARKER) as free:
+            # Under another name first: a deletion that is cut short leaves no half checkpoint.
+            if free:
+                path.rename(deleted)
+        if free:
+            shutil.rmtree(deleted)
+    except OSError as error:
+        log.info(f"checkpoint {path.name} is old but could not be deleted: {error}")

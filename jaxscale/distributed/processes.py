@@ -27,7 +27,7 @@ from jaxscale.hardware import (
     gpu_memory_fraction,
     host_memory_bytes,
 )
-from jaxscale.storage.tiers import VARIABLE, store_of
+from jaxscale.storage.local_tier import VARIABLE, store_of
 
 START_SECONDS = 300
 """How long processes wait for each other to start, and for the devices of all."""

@@ -3,7 +3,6 @@
 `open_weights` reads configs and headers only; values are read once their place is known.
 """
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -15,15 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale import config as configs
-from jaxscale.checkpoints.both_tiers import bring_newest
-from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.checkpoints.folder import named_arrays
+from jaxscale.checkpoints.restore import restore
+from jaxscale.checkpoints.tiers import Checkpoints
 from jaxscale.config import Config
 from jaxscale.config.model import ModelConfig, is_own_family
 from jaxscale.config.model.lora import LORA, to_ranges
 from jaxscale.config.model.rope_scaling import SCALING, USUAL_TURNS
 from jaxscale.data.tokens.tokenizer import Tokenizer
-from jaxscale.distributed import processes
 from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face, open_model
 from jaxscale.models.lora import (
     only_adapters,
@@ -35,7 +33,7 @@ from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.run_folder import TOKENIZERS, folder_of
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.sharding.rules import Axes
-from jaxscale.storage.tiers import CHECKPOINTS, fetch_files, fetching
+from jaxscale.storage.local_tier import CHECKPOINTS, fetch_files, fetching
 from jaxscale.training.engine import Engine
 from jaxscale.training.optimizer import is_schedule
 from jaxscale.training.step import TrainState
@@ -78,8 +76,8 @@ class RunWeights:
     directory: pathlib.Path
     config: ModelConfig
     context: int  # tokens that the weights are for
+    checkpoints: Checkpoints = dataclasses.field(repr=False)
     step: int
-    has_state: bool  # of an optimizer; a converted model has none
     optimizer: Mapping[str, Any]  # its section of the run's config.json
     own_optimizer: bool | None = None  # a rule that was given in Python; None: it is not recorded
     stop_ids: tuple[int, ...] = ()  # that end what the model generates
@@ -95,8 +93,7 @@ class RunWeights:
     def read(self, axes: Any, abstract: Any) -> Any:
         """The parameters in canonical form, with the types and devices of `abstract`. Where that
         has more rows of the vocabulary, the others are zero."""
-        with contextlib.closing(Checkpoints(self.directory / CHECKPOINTS)) as checkpoints:
-            there = checkpoints.arrays(self.step, "params")
+        there = self.checkpoints.arrays(self.step, "params")
 
         def stored(path: Any, names: Axes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             like = there.get(leaf_name(path), jax.ShapeDtypeStruct(leaf.shape, self.dtype))
@@ -116,11 +113,7 @@ class RunWeights:
         Raises:
           ValueError: it has other names, shapes or types than `abstract`.
         """
-        checkpoints = Checkpoints(self.directory / CHECKPOINTS)
-        try:
-            return checkpoints.restore(self.step, {part: abstract}, part=True)[part]
-        finally:
-            checkpoints.close()
+        return restore(self.checkpoints, self.step, {part: abstract}, part=True)[part]
 
 
 def _widened(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -165,19 +158,21 @@ def open_weights(
             f"{family!r}; only a run with the same model.family can start from it"
         )
     config = configs.from_dict(given)
-    with contextlib.closing(Checkpoints(directory / CHECKPOINTS)) as checkpoints:
-        bring_newest(checkpoints)
-        step = processes.from_first("checkpoint of init_from", checkpoints.latest())
+    checkpoints = Checkpoints(directory / CHECKPOINTS)
+    with checkpoints.reading() as step:
         if step is None:
             raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
-        has_state = "opt_state" in checkpoints.parts(step)
         metadata = checkpoints.metadata(step)
     context = max(config.data.seq_len, getattr(config.model, "max_seq_len", 0))
-    optimizer = sections.get("optimizer", {})
-    own_optimizer = metadata.get("own_optimizer")
-    stop_ids = tuple(metadata.get("data", {}).get("stop_ids", ()))
     return RunWeights(
-        directory, config.model, context, step, has_state, optimizer, own_optimizer, stop_ids
+        directory,
+        config.model,
+        context,
+        checkpoints,
+        step,
+        sections.get("optimizer", {}),
+        metadata.get("own_optimizer"),
+        tuple(metadata["data"].get("stop_ids", ())),
     )
 
 
@@ -344,7 +339,10 @@ def _check_state(config: Config, engine: Engine, weights: Weights, why: str) -> 
     Raises:
       ValueError: names the settings that differ.
     """
-    if not isinstance(weights, RunWeights) or not weights.has_state:
+    saved = {}
+    if isinstance(weights, RunWeights):
+        saved = weights.checkpoints.arrays(weights.step, "opt_state")
+    if not isinstance(weights, RunWeights) or not saved:
         raise ValueError(
             f"optimizer.keep_state = True, and {why} is a model without an optimizer's state, as "
             "it comes from Hugging Face; set optimizer.keep_state = False"
@@ -368,15 +366,13 @@ def _check_state(config: Config, engine: Engine, weights: Weights, why: str) -> 
             f"optimizer.keep_state = True, and {why} has the state of another optimizer: "
             f"{'; '.join(differ)}; set the same, or optimizer.keep_state = False"
         )
-    with contextlib.closing(Checkpoints(weights.directory / CHECKPOINTS)) as checkpoints:
-        saved = checkpoints.arrays(weights.step, "opt_state").keys()
-    wanted = named_arrays(engine.placement.canonical.opt_state).keys()
-    if saved != wanted and own:
+    differ = saved.keys() ^ named_arrays(engine.placement.canonical.opt_state).keys()
+    if differ and own:
         raise ValueError(
             f"optimizer.keep_state = True, and {why} has the state of another optimizer, such as "
-            f"{min(saved ^ wanted)}; pass the same optimizer=, or set optimizer.keep_state = False"
+            f"{min(differ)}; pass the same optimizer=, or set optimizer.keep_state = False"
         )
-    if saved != wanted:
+    if differ:
         raise ValueError(
             f"optimizer.keep_state = True, and {why} has moments of other parameters: it was "
             f"trained with optimizer.groups = {theirs.get('groups', ())}; freeze the same, or set "

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from jaxscale.distributed import launcher, processes
+from jaxscale.storage.local_tier import LEASE, LOCK, nobody_fetching
 from jaxscale.storage.object_store import ObjectStore, StoreError
-from jaxscale.storage.tiers import LEASE, LOCK, nobody_fetching
 from jaxscale.storage.untrusted import parse_json
 
 log = logging.getLogger("jaxscale")

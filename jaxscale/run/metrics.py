@@ -1,36 +1,23 @@
-"""What a run reports: metrics.jsonl, summary.json, loss.png, trackers and the progress line."""
+"""Metrics of a run: metrics.jsonl, summary.json, MFU and the progress line."""
 
-import importlib
-import itertools
 import json
 import logging
 import math
 import os
 import pathlib
-import queue
-import socket
-import struct
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
-from etils import epy
 
 from jaxscale.distributed import phases
 from jaxscale.formatting import duration, quantity
+from jaxscale.run.loss_plot import plot
+from jaxscale.run.trackers import Tracker, TrackerError, open_tracker
 from jaxscale.storage.durable import GrowingFile, reason, replace_file
 from jaxscale.storage.untrusted import parse_json
 
-with epy.lazy_imports():
-    import tensorboardX.proto.event_pb2 as tensorboard_events
-    import tensorboardX.record_writer as tensorboard_records
-    import tensorboardX.summary as tensorboard_summary
-
 log = logging.getLogger("jaxscale")
-
-TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
@@ -43,14 +30,6 @@ WITHOUT_LOSS = (
     "no token has loss; raise data.seq_len (with an encoder, data.target_len) where prompts fill "
     "it, or look at the data"
 )
-
-
-CLOSE_SECONDS = 30.0
-"""How long the end of a run waits for a server that takes none of the last numbers."""
-
-
-class TrackerError(RuntimeError):
-    """A tracker could not begin a run that is new; the message says which, and why."""
 
 
 class Metrics:
@@ -86,10 +65,10 @@ class Metrics:
         if not self._writes:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._trackers: list[_Tracker] = []
+        self._trackers: list[Tracker] = []
         for name in trackers:
             try:
-                tracker = _open_tracker(name, self.directory, start_step, config or {})
+                tracker = open_tracker(name, self.directory, start_step, config or {})
                 self._trackers.append(tracker)
             except (ValueError, ModuleNotFoundError):
                 raise
@@ -270,196 +249,6 @@ def evaluation_line(
 
 def _place(step: int, steps: int) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}"
-
-
-def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
-    """Draws a run: train loss, plain and smoothed, evaluation loss, and the learning rate below.
-
-    Args:
-      path: the picture, overwritten.
-      records: as `read` returns them; draws nothing when none has a loss.
-    """
-    # Seconds to import, and needed once, at the end.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    train = [record for record in records if record.get("loss") is not None]
-    evaluations = _evaluations(records)
-    if not train and not evaluations:
-        return
-    figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    steps = [record["step"] for record in train]
-    losses = [record["loss"] for record in train]
-    dot = {"marker": "o", "markersize": 4} if len(steps) == 1 else {}  # a line has no length
-    top.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="train", **dot)
-    top.plot(
-        steps, smoothed(losses), color="#08519c", linewidth=1.8, label="train, smoothed", **dot
-    )
-    for (name, (at, found)), color in zip(evaluations.items(), itertools.cycle(_COLORS)):
-        top.plot(at, found, color=color, marker="o", markersize=4, linewidth=1.2, label=name)
-    top.set_ylabel("loss (nats per token)")
-    top.legend(frameon=False)
-    rates = [record for record in train if record.get("learning_rate") is not None]
-    bottom.plot(
-        [record["step"] for record in rates],
-        [record["learning_rate"] for record in rates],
-        color="#636363",
-        linewidth=1.2,
-        **dot,
-    )
-    bottom.set_ylim(bottom=0)
-    bottom.set_ylabel("learning rate")
-    bottom.set_xlabel("step")
-    bottom.locator_params(axis="x", integer=True)
-    for panel in (top, bottom):
-        panel.grid(color="#e5e5e5", linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.margins(x=0.01)
-    figure.align_ylabels()
-    figure.savefig(path)
-
-
-_COLORS = ("#d95f0e", "#31a354", "#756bb1", "#e7298a", "#636363", "#a6761d")
-
-
-def _evaluations(records: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and losses of every evaluated set, by its name in the plot."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
-    for record in records:
-        for key, value in record.items():
-            title, _, name = key.partition("/")
-            if title == "eval_loss" and value is not None:
-                steps, losses = found.setdefault(name or "evaluation", ([], []))
-                steps.append(record["step"])
-                losses.append(value)
-    return found
-
-
-def smoothed(values: list[float]) -> list[float]:
-    """Means over a centred window, a fiftieth of the run wide and cut off at its ends."""
-    sums = [0.0, *itertools.accumulate(values)]
-    half = len(values) // 100
-    ends = [(max(i - half, 0), min(i + half + 1, len(values))) for i in range(len(values))]
-    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in ends]
-
-
-class _Tracker(NamedTuple):
-    """Where numbers are sent, besides metrics.jsonl."""
-
-    name: str
-    write: Callable[[dict[str, float], int], object]
-    close: Callable[[], object]
-
-
-def _open_tracker(
-    name: str, directory: pathlib.Path, start_step: int, config: Mapping[str, Any]
-) -> _Tracker:
-    if name == "tensorboard":
-        return _open_tensorboard(directory, start_step)
-    if name not in TRACKERS:
-        raise ValueError(f"tracker {name!r} is not known; there are {', '.join(TRACKERS)}")
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"tracker {name!r} is not installed: pip install 'jaxscale[{name}]'"
-        ) from error
-    identifier = directory / f"{name}_run"
-    known = identifier.read_text().strip() if identifier.exists() else None
-    if name == "wandb":
-        run = module.init(
-            dir=directory,
-            name=directory.resolve().name,
-            id=known,
-            resume="allow",
-            config=dict(config),
-        )
-        identifier.write_text(run.id)
-        return _Tracker(name, lambda numbers, step: run.log(numbers, step=step), run.finish)
-    if "MLFLOW_TRACKING_URI" not in os.environ:
-        raise ValueError(
-            "tracker 'mlflow' needs a server: set MLFLOW_TRACKING_URI, such as http://HOST:5000"
-        )
-    run = module.start_run(run_id=known, run_name=None if known else directory.resolve().name)
-    identifier.write_text(run.info.run_id)
-    if not known:
-        module.log_dict(dict(config), "config.json")
-
-    def write(numbers: dict[str, float], step: int) -> None:
-        # Of another thread than the one that began it: mlflow would begin a second run there.
-        module.log_metrics(numbers, step=step, run_id=run.info.run_id)
-
-    return _in_background(_Tracker(name, write, module.end_run))
-
-
-def _in_background(tracker: _Tracker) -> _Tracker:
-    """A tracker that no step waits for: a request to a server that is gone is tried again for
-    minutes, which would look like a run in which nothing goes on."""
-    waiting: queue.SimpleQueue[tuple[dict[str, float], int] | None] = queue.SimpleQueue()
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            while item := waiting.get():
-                tracker.write(*item)
-        except Exception as error:  # of any library
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name=tracker.name, daemon=True)
-    thread.start()
-
-    def write(numbers: dict[str, float], step: int) -> None:
-        if failed:
-            raise failed[0]
-        waiting.put((numbers, step))
-
-    def close() -> None:
-        waiting.put(None)
-        while thread.is_alive():
-            left = waiting.qsize()
-            thread.join(CLOSE_SECONDS)
-            if thread.is_alive() and waiting.qsize() == left:
-                raise TimeoutError(f"no answer in {CLOSE_SECONDS:.0f} s")
-        if failed:
-            raise failed[0]
-        tracker.close()
-
-    return _Tracker(tracker.name, write, close)
-
-
-def _open_tensorboard(directory: pathlib.Path, start_step: int) -> _Tracker:
-    """The file of one attempt: events, each with its length and checksums. tensorboardX's own
-    writer has a thread that ends when the disk is full; the next steps would wait for it."""
-    folder = directory / "tensorboard"
-    folder.mkdir(exist_ok=True)
-    # TensorBoard reads the files in the order of their names: one of a clock that was set back, or
-    # of another host's, must not come before those of earlier attempts, which would hide it.
-    parts = [path.name.split(".") for path in folder.glob("events.out.tfevents.*")]
-    after = max((int(part[3]) + 1 for part in parts if part[3].isdecimal()), default=0)
-    name = f"events.out.tfevents.{max(round(time.time()), after)}.{socket.gethostname()}"
-    file, checksum = GrowingFile(folder / name), tensorboard_records.masked_crc32c
-    proto: Any = tensorboard_events  # its classes are made when it is imported
-
-    def add(**event: Any) -> None:
-        data = proto.Event(wall_time=time.time(), **event).SerializeToString()
-        length = struct.pack("<Q", len(data))
-        sums = (struct.pack("<I", checksum(part)) for part in (length, data))
-        file.add(length + next(sums) + data + next(sums))
-
-    def write(numbers: dict[str, float], step: int) -> None:
-        values = [
-            tensorboard_summary.scalar(name, value).value[0]
-            for name, value in numbers.items()
-            if math.isfinite(value)
-        ]
-        add(step=step, summary=tensorboard_summary.Summary(value=values))
-
-    add(file_version="brain.Event:2")
-    # It hides what earlier attempts wrote from this step on.
-    add(step=start_step + 1, session_log=proto.SessionLog(status=proto.SessionLog.START))
-    return _Tracker("tensorboard", write, file.close)
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -10,14 +10,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from jaxscale.checkpoints import remote
 from jaxscale.formatting import duration, human_bytes
 from jaxscale.run import signals
 from jaxscale.run.lock import leased
-from jaxscale.storage import durable, tiers
+from jaxscale.storage import durable, local_tier
 from jaxscale.storage.object_store import ObjectStore
 
 if TYPE_CHECKING:  # it imports JAX, which takes seconds
-    from jaxscale.checkpoints.checkpoint import Checkpoints
+    from jaxscale.checkpoints.save import CheckpointWriter
 
 log = logging.getLogger("jaxscale")
 
@@ -46,7 +47,7 @@ class Mirror:
 
     def __init__(self, store: ObjectStore, workdir: pathlib.Path) -> None:
         self.store, self.workdir = store, workdir
-        self._checkpoints: Checkpoints | None = None
+        self._checkpoints: CheckpointWriter  # of `start`
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
         self._given_up = threading.Event()
@@ -55,7 +56,7 @@ class Mirror:
         self._sent: dict[str, tuple[int, int]] = {}  # files by name: bytes, and when they changed
         self._there = set[int]()  # the steps at the address, as far as is known
 
-    def start(self, checkpoints: "Checkpoints") -> None:
+    def start(self, checkpoints: "CheckpointWriter") -> None:
         """Begins, once it is known where the run resumes."""
         self._checkpoints = checkpoints
         self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
@@ -69,7 +70,6 @@ class Mirror:
         """
         if self._thread is None:
             return ""
-        assert self._checkpoints
         self._ending.set()
         begin, asked = time.monotonic(), None
         while self._thread.is_alive():
@@ -118,44 +118,41 @@ class Mirror:
 
     def _sync(self, ending: bool) -> None:
         """Puts the files and the kept checkpoints, the newest first; then removes others."""
-        assert self._checkpoints
         here = self._checkpoints.steps()
         if here == self._seen and not ending:
             return
         if self._seen is None:  # nobody else writes there
-            for step in tiers.unfinished_steps(self.store):
-                tiers.remove_checkpoint(self.store, step)
+            for step in remote.unfinished_steps(self.store):
+                remote.remove_checkpoint(self.store, step)
         problem = None
         try:
             self._send_files()
         except OSError as error:  # such as of a file that cannot be read: checkpoints matter more
             problem = error
-        self._there = set(tiers.stored_steps(self.store))
+        self._there = set(local_tier.stored_steps(self.store))
         for step in self._missing(here):
             self._send_checkpoint(step)
         for step in self._there - self._checkpoints.kept({*here, *self._there}):
-            tiers.remove_checkpoint(self.store, step)
+            remote.remove_checkpoint(self.store, step)
         if problem:
             raise problem
         self._seen = here
 
     def _missing(self, here: Sequence[int]) -> list[int]:
         """The steps that are still to be put at the address, the newest first."""
-        assert self._checkpoints
         wanted = self._checkpoints.kept({*here, *self._there})
         return sorted(wanted & set(here) - self._there, reverse=True)
 
     def _send_checkpoint(self, step: int) -> None:
-        assert self._checkpoints
         begin = time.monotonic()
         with self._checkpoints.held(step) as still_here:
             if not still_here:
                 return
-            size = tiers.send_checkpoint(self.store, self._checkpoints.directory, step)
+            size = remote.send_checkpoint(self.store, self._checkpoints.directory, step)
         seconds = duration(time.monotonic() - begin)
         self._there = self._there | {step}  # replaced, since another thread reads it
-        (self.workdir / tiers.SENT).touch()
-        self.store.write(tiers.LAST_SAVED, f"{max(self._there)}\n".encode())
+        (self.workdir / local_tier.SENT).touch()
+        self.store.write(local_tier.LAST_SAVED, f"{max(self._there)}\n".encode())
         log.info(
             f"checkpoint {step}, {human_bytes(size)}, put at {self.store.address} in {seconds}"
         )
@@ -181,10 +178,10 @@ def _files(workdir: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
     """The files of a run that are put at its address, by their names there."""
     for place, folders, names in os.walk(workdir):
         if pathlib.Path(place) == workdir:
-            folders[:] = [one for one in folders if one not in tiers.NOT_SENT]
+            folders[:] = [one for one in folders if one not in local_tier.NOT_SENT]
         folders[:] = [one for one in folders if not one.startswith(".")]
         for name in names:
-            hidden = name.startswith(".") or name == tiers.LAST_SAVED
+            hidden = name.startswith(".") or name == local_tier.LAST_SAVED
             if not hidden and not name.endswith((".new", ".fetched")):
                 path = pathlib.Path(place, name)
                 yield path.relative_to(workdir).as_posix(), path
@@ -210,13 +207,13 @@ def mirrored(workdir: pathlib.Path) -> Iterator[Mirror | None]:
       ValueError: another run writes to the address, or what was put there is gone.
       StoreError: it cannot be read and written.
     """
-    store = tiers.store_of(workdir)
+    store = local_tier.store_of(workdir)
     if store is None:
         yield None
         return
     with leased(store):
-        tiers.check_not_emptied(store, workdir)
-        with tiers.fetching(workdir, training=True):
-            tiers.fetch_files(store, workdir, nested=True)
+        local_tier.check_not_emptied(store, workdir)
+        with local_tier.fetching(workdir, training=True):
+            local_tier.fetch_files(store, workdir, nested=True)
         log.info(f"{store.address} is the run's folder, and {workdir} its local tier")
         yield Mirror(store, workdir)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxscale import config as configs
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.config import Config
 from jaxscale.data.skipped_ranges import ranges_of
 from jaxscale.distributed import phases, processes
@@ -31,7 +31,7 @@ class SaveError(RuntimeError):
     """The last state of a run could not be saved."""
 
 
-def wait_for_write(checkpoints: Checkpoints, step: int) -> None:
+def wait_for_write(checkpoints: CheckpointWriter, step: int) -> None:
     """Returns when no checkpoint is being written. A write may take as long as it needs while its
     files grow: each look that finds more begins the phase again, and with it its deadline."""
 
@@ -67,7 +67,7 @@ class Saves:
         config: Config,
         engine: Engine,
         text: Text,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointWriter,
         begin: int,
     ) -> None:
         self._config, self._engine, self._text = config, engine, text

@@ -17,9 +17,11 @@ import jax
 
 from jaxscale import config as configs
 from jaxscale.batch import ShardedBatch
-from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.checkpoints.differences import describe_difference
 from jaxscale.checkpoints.folder import named_arrays
+from jaxscale.checkpoints.retention import Retention
+from jaxscale.checkpoints.save import CheckpointWriter
+from jaxscale.checkpoints.tiers import Found
 from jaxscale.choices import check_kind
 from jaxscale.config import Config, DataConfig, RunConfig
 from jaxscale.config.model import is_own_family
@@ -28,26 +30,23 @@ from jaxscale.distributed import phases, processes
 from jaxscale.formatting import duration, human_bytes
 from jaxscale.run.compilation_cache import programs_read
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
-from jaxscale.run.layout_report import describe_layout
 from jaxscale.run.metrics import METRICS, heldout_losses, read
 from jaxscale.run.mirror import Mirror
 from jaxscale.run.recorder import is_summarised
-from jaxscale.run.resume import (
-    Found,
+from jaxscale.run.saves import unchanged_params
+from jaxscale.run.setup.layout import resolve_layout
+from jaxscale.run.setup.layout_report import describe_layout
+from jaxscale.run.setup.memory_check import check_host_room, check_memory
+from jaxscale.run.setup.resume import (
     check_same_examples,
     check_same_model,
     check_same_state,
-    find_newest,
     resume,
-    set_aside,
     with_stored_type,
 )
-from jaxscale.run.saves import unchanged_params
-from jaxscale.run.setup.layout import resolve_layout
-from jaxscale.run.setup.memory_check import check_host_room, check_memory
 from jaxscale.run.setup.text import Text, open_text
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.storage.tiers import CHECKPOINTS, LAST_SAVED, check_free, store_of
+from jaxscale.storage.local_tier import CHECKPOINTS, LAST_SAVED, check_free, store_of
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.learning_rate import early_end, with_schedule
 from jaxscale.training.optimizer import lost_updates
@@ -72,7 +71,7 @@ class Trainer:
     config: Config  # its layout resolved
     engine: Engine
     workdir: pathlib.Path
-    checkpoints: Checkpoints = field(repr=False)
+    checkpoints: CheckpointWriter = field(repr=False)
     begin: int  # steps done
     text: Text
     state: TrainState = field(repr=False)  # donated by `fit`
@@ -108,15 +107,12 @@ def open_trainer(
     check_kind("config", config, Config, configs.CONFIG_ADVICE)
     _check_model_is_named(config, own.get("model"))
     run, workdir = config.run, pathlib.Path(workdir)
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointWriter(
         workdir / CHECKPOINTS,
-        keep_last=run.keep_last,
-        keep_every=run.keep_every,
-        keep_best=run.keep_best,
-        report=log.info,
+        Retention(run.keep_last, run.keep_every, run.keep_best),
         newest_file=workdir / LAST_SAVED,
     )
-    found = find_newest(checkpoints, refuse_damaged=refuse_damaged)
+    found = checkpoints.newest_intact(refuse_damaged=refuse_damaged)
     if run.keep_best:  # before uploads begin, which remove at the address what is not kept
         checkpoints.losses = heldout_losses(read(workdir / METRICS, last_step=found.step))
     if found.step == 0:
@@ -237,7 +233,7 @@ def _prepare(
     config: Config,
     engine: Engine,
     workdir: pathlib.Path,
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointWriter,
     refuse_damaged: bool,
 ) -> Trainer:
     """Reads the text, compiles the step, and makes the state: of the newest checkpoint, of initial
@@ -257,7 +253,7 @@ def _prepare(
             found, config, engine, checkpoints, text, refuse_damaged=refuse_damaged
         )
     else:
-        set_aside(checkpoints, found.damaged, begin)
+        checkpoints.set_aside(found.damaged, begin)
     if weights:
         check_tokenizer(text.tokenizer, weights)
         kept = set(weights.stop_ids) & set(text.tokenizer.special.values())
@@ -289,7 +285,7 @@ def _examine(config: Config, workdir: pathlib.Path) -> None:
             log.info(f"preflight, {finding}")
 
 
-def _check_local_room(run: RunConfig, engine: Engine, checkpoints: Checkpoints) -> None:
+def _check_local_room(run: RunConfig, engine: Engine, checkpoints: CheckpointWriter) -> None:
     """Refuses a run at an address whose checkpoints have no room in its local tier.
 
     Raises:

@@ -16,15 +16,17 @@ from typing import Any, NoReturn
 import jax
 
 from jaxscale import config as configs
-from jaxscale.checkpoints.checkpoint import Checkpoints, NotFiniteError, best_step
+from jaxscale.checkpoints.retention import best_step
+from jaxscale.checkpoints.save import CheckpointWriter, NotFiniteError
 from jaxscale.choices import check_kind
+from jaxscale.data.skipped_ranges import pass_over
 from jaxscale.distributed import hangs, phases, processes
 from jaxscale.run import signals
 from jaxscale.run.evaluation import device_batches, evaluate_loss
 from jaxscale.run.goodput import Account
 from jaxscale.run.recorder import BadStepsError, Recorder, tracing
-from jaxscale.run.resume import rewind
 from jaxscale.run.saves import SaveError, Saves, wait_for_write
+from jaxscale.run.setup.resume import resume
 from jaxscale.run.setup.text import keep_tokenizer
 from jaxscale.run.trainer import Trainer
 from jaxscale.storage import durable
@@ -196,7 +198,7 @@ def _mend_folder(trainer: Trainer) -> None:
 
 
 @contextlib.contextmanager
-def _closing(checkpoints: Checkpoints) -> Iterator[None]:
+def _closing(checkpoints: CheckpointWriter) -> Iterator[None]:
     """Lets the write under way end, also after an error: it is what the run resumes from."""
     with contextlib.closing(checkpoints):
         try:
@@ -218,8 +220,9 @@ def _writing(workdir: pathlib.Path) -> Iterator[None]:
 
 
 def _rewound(trainer: Trainer, bad: FloatingPointError) -> Trainer:
-    """At the newest checkpoint, past the examples of bad steps: those that updated nothing, or the
-    last ones before a state that is not finite."""
+    """At the newest checkpoint, past the examples of the bad steps after it: those that updated
+    nothing, or the last ones before a state that is not finite. The examples of bad steps before
+    it, which updated nothing either, are behind it in the order already."""
     if isinstance(bad, BadStepsError):
         steps = range(bad.first, bad.last + 1)
     elif isinstance(bad, NotFiniteError):
@@ -227,9 +230,19 @@ def _rewound(trainer: Trainer, bad: FloatingPointError) -> Trainer:
         steps = range(max(first, trainer.begin + 1), bad.step + 1)
     else:
         raise bad
-    begin, state, text = rewind(
-        bad, steps, trainer.config, trainer.engine, trainer.checkpoints, trainer.text
+    config, engine, checkpoints = trainer.config, trainer.engine, trainer.checkpoints
+    wait_for_write(checkpoints, steps[-1])
+    phases.enter_phase("reading the checkpoint", steps[-1])
+    found = checkpoints.newest_intact()
+    if not found.step:
+        raise FloatingPointError(f"{bad}, and there is no checkpoint to return to") from bad
+    begin, state, _ = resume(found, config, engine, checkpoints, trainer.text)
+    size = config.data.global_batch_size
+    first, last = max(steps.start - 1, begin) * size, (steps.stop - 1) * size
+    log.warning(
+        f"warning: {bad}: back at step {begin}; the examples {first} to {last - 1} are passed over"
     )
+    text = dataclasses.replace(trainer.text, train=pass_over(trainer.text.train, first, last))
     return dataclasses.replace(trainer, begin=begin, state=state, text=text)
 
 
@@ -301,7 +314,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
     return state
 
 
-def _say_best(checkpoints: Checkpoints) -> None:
+def _say_best(checkpoints: CheckpointWriter) -> None:
     best = best_step(checkpoints.steps(), checkpoints.losses)
     if best is not None:
         log.info(

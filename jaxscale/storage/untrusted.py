@@ -57,6 +57,18 @@ def is_file_name(name: Any) -> bool:
     )
 
 
+def safe_name(name: str) -> str:
+    """The name of an object, which is to be a path inside a folder.
+
+    Raises:
+      ValueError: it leads out of the folder.
+    """
+    parts = name.split("/")
+    if {"", ".", ".."} & set(parts) or {"\\", "\0"} & set(name):
+        raise ValueError(f"{name!r} is not the name of a file in a run's folder")
+    return name
+
+
 def _depth(value: Any) -> int:
     """How many lists and objects are in each other; without recursion."""
     depth, level = 0, [value]

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import logging
 import os
 import pathlib
 from collections.abc import Callable
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.checkpoints import checkpoint
-from jaxscale.checkpoints.checkpoint import Checkpoints
-from jaxscale.checkpoints.folder import DamagedError
-from tests.checkpoints.test_checkpoint import LAYOUTS, abstract, assert_same_bits, shardings
+from jaxscale.checkpoints import save as checkpoint
+from jaxscale.checkpoints.errors import DamagedError
+from jaxscale.checkpoints.restore import restore
+from jaxscale.checkpoints.retention import Retention
+from jaxscale.checkpoints.save import CheckpointWriter
+from tests.checkpoints.test_save import LAYOUTS, abstract, assert_same_bits, shardings
 
 FROZEN = ("params/embed", "params/small")
 
@@ -33,22 +36,22 @@ def make_state(step: int = 0) -> Any:
     }
 
 
-def save(checkpoints: Checkpoints, step: int, state: Any, frozen: Any = FROZEN) -> None:
+def save(checkpoints: CheckpointWriter, step: int, state: Any, frozen: Any = FROZEN) -> None:
     checkpoints.save(step, state, {}, frozen=frozen)
     checkpoints.wait()
     assert checkpoints.outcome() == ""
 
 
 @pytest.fixture
-def opened(tmp_path: pathlib.Path) -> Any:
-    """Checkpoints of which two are kept, and what they report, but for saves."""
-    lines: list[str] = []
-    keep = lambda line: " saved in " in line or lines.append(line)  # noqa: E731
-    with contextlib.closing(Checkpoints(tmp_path, keep_last=2, report=keep)) as checkpoints:
+def opened(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> Any:
+    """Checkpoints of which two are kept, and what is logged, but for saves."""
+    caplog.set_level(logging.INFO, "jaxscale")
+    lines = lambda: [line for line in caplog.messages if " saved in " not in line]  # noqa: E731
+    with contextlib.closing(CheckpointWriter(tmp_path, Retention(2))) as checkpoints:
         yield checkpoints, lines
 
 
-def frozen_files(checkpoints: Checkpoints, step: int) -> dict[str, int]:
+def frozen_files(checkpoints: CheckpointWriter, step: int) -> dict[str, int]:
     """The inodes of a checkpoint's frozen arrays."""
     place = checkpoints.directory / str(step) / "frozen"
     return {
@@ -79,12 +82,12 @@ def test_each_checkpoint_is_whole_in_any_layout(opened) -> None:
     for step in checkpoints.steps():
         state = make_state(step)
         for layout in LAYOUTS:
-            assert_same_bits(checkpoints.restore(step, abstract(state, layout)), state)
+            assert_same_bits(restore(checkpoints, step, abstract(state, layout)), state)
         for name in ("embed", "b"):
             wanted = {"params": {name: abstract(state)["params"][name]}}
-            found = checkpoints.restore(step, wanted, part=True)
+            found = restore(checkpoints, step, wanted, part=True)
             assert_same_bits(found, {"params": {name: state["params"][name]}})
-    assert lines == []
+    assert lines() == []
     assert sorted(path.name for path in checkpoints.directory.iterdir()) == sorted(
         map(str, checkpoints.steps())
     )
@@ -95,11 +98,11 @@ def test_what_did_change_or_is_frozen_since_is_written(tmp_path: pathlib.Path) -
     states = {step: make_state(step) for step in (1, 2, 3, 4)}
     states[2]["params"]["small"] += 1
     frozen = {1: FROZEN, 2: FROZEN, 3: FROZEN[:1], 4: ()}
-    with contextlib.closing(Checkpoints(tmp_path, keep_last=4)) as checkpoints:
+    with contextlib.closing(CheckpointWriter(tmp_path, Retention(4))) as checkpoints:
         for step, state in states.items():
             save(checkpoints, step, state, frozen[step])
         for step, state in states.items():
-            assert_same_bits(checkpoints.restore(step, abstract(state)), state)
+            assert_same_bits(restore(checkpoints, step, abstract(state)), state)
     assert {path.stat().st_nlink for path in tmp_path.rglob("*") if path.is_file()} == {1}
     assert (tmp_path / "3" / "frozen").is_dir()
     assert not (tmp_path / "4" / "frozen").exists()
@@ -114,12 +117,12 @@ def test_a_file_system_without_links(opened, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(os, "link", refuse)
     save(checkpoints, 2, make_state(2))
-    assert lines == [
+    assert lines() == [
         "checkpoint 2: frozen arrays are written again, since they cannot be linked to those of "
         "checkpoint 1 (Operation not supported)"
     ]
     for step in (1, 2):
-        assert_same_bits(checkpoints.restore(step, abstract(make_state())), make_state(step))
+        assert_same_bits(restore(checkpoints, step, abstract(make_state())), make_state(step))
     assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["1", "2"]
 
 
@@ -130,8 +133,8 @@ def test_damage_is_not_passed_on_where_a_size_shows_it(opened) -> None:
     largest = max((p for p in place.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(largest, 100)
     save(checkpoints, 2, make_state(2))
-    assert_same_bits(checkpoints.restore(2, abstract(make_state())), make_state(2))
-    (line,) = lines
+    assert_same_bits(restore(checkpoints, 2, abstract(make_state())), make_state(2))
+    (line,) = lines()
     assert line.startswith("checkpoint 2: frozen arrays are written again")
     assert "cannot be used" in line
 
@@ -147,7 +150,7 @@ def test_a_flipped_bit_is_seen_in_every_checkpoint_that_has_it(opened) -> None:
     largest.write_bytes(data)  # the same file: both have it
     for step in (1, 2):
         with pytest.raises(DamagedError, match=f"checkpoint {step} in .* cannot be used"):
-            checkpoints.restore(step, abstract(make_state()))
+            restore(checkpoints, step, abstract(make_state()))
 
 
 @pytest.mark.proof
@@ -165,8 +168,8 @@ def test_a_save_that_fails_leaves_no_links(
         patch.setattr(checkpoint, begin_or_end, fail)
         checkpoints.save(2, make_state(2), {}, frozen=FROZEN)
         checkpoints.wait()
-    assert "saving checkpoint 2" in lines[0]
-    assert "No space left on device" in lines[0]
+    assert "saving checkpoint 2" in lines()[0]
+    assert "No space left on device" in lines()[0]
     save(checkpoints, 3, make_state(3))
     assert frozen_files(checkpoints, 3) == frozen_files(checkpoints, 1)
     assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["1", "3"]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.batch import Batch
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.tiers import Checkpoints
 from jaxscale.config import DataConfig, from_dict
 from jaxscale.config.model import ModelConfig
 from jaxscale.data import mixture
@@ -325,9 +325,7 @@ def test_a_run_of_a_mixture_says_what_it_sees(tmp_path, caplog):
         step = line["step"]
         assert line["examples"] == train.example_digest(range(8 * step - 8, 8 * step))
         assert line["data_seconds"] >= 0
-    checkpoints = Checkpoints(workdir / "checkpoints")
-    state = checkpoints.metadata(8)["data"]
-    checkpoints.close()
+    state = Checkpoints(workdir / "checkpoints").metadata(8)["data"]
     # All there is to know of a stream, however many processes read it.
     assert state == {
         "fingerprint": train.fingerprint,

@@ -11,7 +11,9 @@ import pytest
 
 from jaxscale import command_line, evaluate, generate, train
 from jaxscale import config as configs
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.restore import restore
+from jaxscale.checkpoints.retention import Retention
+from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.config import DataConfig
 from jaxscale.config.layout import Layout
 from jaxscale.data.dataset import open_dataset
@@ -97,13 +99,13 @@ def test_every_kind_of_layout_saves_resumes_evaluates_and_samples(heldout, tmp_p
     state, _ = step(jax.device_put(initial_state(one.config)), first)
     (loss, texts), saved = look(one, state.params, heldout), jax.tree.map(np.asarray, state)
     next_loss = float(step(state, second)[1].loss)
-    with contextlib.closing(Checkpoints(tmp_path, keep_last=9)) as checkpoints:
+    with contextlib.closing(CheckpointWriter(tmp_path, Retention(9))) as checkpoints:
         checkpoints.save(0, saved, {})
         checkpoints.wait()
         for number, (name, layout) in enumerate(JOURNEY.items(), 1):
             engine = open_engine(make_config(MODEL, layout))
             placement = engine.placement
-            restored = checkpoints.restore(number - 1, placement.canonical)
+            restored = restore(checkpoints, number - 1, placement.canonical)
             same(restored, saved)
             state = placement.from_canonical(restored, donate=True)
             assert shardings(state) == shardings(engine.abstract_state), name

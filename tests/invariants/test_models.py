@@ -14,7 +14,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.restore import restore
+from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.protocol import Layer
 from jaxscale.sharding.mesh import make_mesh
@@ -139,11 +140,11 @@ def test_a_model_is_one_device_in_float64_and_resumes(name, number, tmp_path):
     if number == (name == "experts") and name not in ROUTED_ELSEWHERE:
         near(evaluate(engine, state), sums_of_one_device(name))
     if resumes:
-        with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        with contextlib.closing(CheckpointWriter(tmp_path)) as checkpoints:
             checkpoints.save(1, saved, {})
             checkpoints.wait()
-            restored = checkpoints.restore(1, engine.placement.canonical)
-            elsewhere = checkpoints.restore(1, one_device(name).placement.canonical)
+            restored = restore(checkpoints, 1, engine.placement.canonical)
+            elsewhere = restore(checkpoints, 1, one_device(name).placement.canonical)
         same(restored, saved)
         same(elsewhere, saved)
         state, again = advance(engine, engine.placement.from_canonical(restored), 1)

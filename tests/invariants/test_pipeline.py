@@ -12,7 +12,7 @@ import pytest
 from jaxscale.pipeline import layer_placement
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.schedule_csv import write_csv
-from jaxscale.run.layout_report import describe_layout
+from jaxscale.run.setup.layout_report import describe_layout
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.resolve import is_axes
 from jaxscale.training.engine import make_engine

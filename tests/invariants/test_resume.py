@@ -7,7 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.restore import restore
+from jaxscale.checkpoints.retention import Retention
+from jaxscale.checkpoints.save import CheckpointWriter
+from jaxscale.checkpoints.tiers import Checkpoints
 from jaxscale.config import load
 from jaxscale.run.evaluation import device_batches
 from jaxscale.run.setup.layout import open_engine
@@ -52,7 +55,9 @@ def straight(tmp_path_factory):
     directory = tmp_path_factory.mktemp("straight")
     config, engine = make("layout.data=2", "layout.fsdp=2", "layout.tensor=2")
     text = open_text(config, directory)
-    with contextlib.closing(Checkpoints(directory / "checkpoints", keep_last=9)) as checkpoints:
+    with contextlib.closing(
+        CheckpointWriter(directory / "checkpoints", Retention(9))
+    ) as checkpoints:
         fresh = engine.init(jax.random.key(config.run.seed))
         losses, state = advance(
             engine, text, fresh, 0, seen=lambda step, state: checkpoints.save(step, state, {})
@@ -63,8 +68,7 @@ def straight(tmp_path_factory):
 @pytest.mark.parametrize("stop", range(1, STEPS))
 def test_continuing_after_any_step_is_bitwise_the_same(straight, stop):
     engine, text, directory, losses, expected = straight
-    with contextlib.closing(Checkpoints(directory)) as checkpoints:
-        state = checkpoints.restore(stop, engine.abstract_state)
+    state = restore(Checkpoints(directory), stop, engine.abstract_state)
     again, state = advance(engine, text, state, stop)
     assert again == losses[stop:]
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), expected)
@@ -85,8 +89,7 @@ def test_another_layout_goes_on_with_the_same_examples_and_losses(straight, layo
     config, engine = make(*layout)
     other = open_text(config, directory.parent)
     assert other.train.fingerprint == text.train.fingerprint
-    with contextlib.closing(Checkpoints(directory)) as checkpoints:
-        state = checkpoints.restore(2, engine.abstract_state)
+    state = restore(Checkpoints(directory), 2, engine.abstract_state)
     again, state = advance(engine, other, state, 2)
     np.testing.assert_allclose(again, losses[2:], rtol=1e-10, atol=0)
     for got, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params)):

@@ -14,7 +14,7 @@ from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.run import pretrained
 from jaxscale.run.initial_weights import RunWeights, _say_type, _warn_of_rate, check_settings
-from jaxscale.run.resume import Found, check_same_model, with_stored_type
+from jaxscale.run.setup.resume import Found, check_same_model, with_stored_type
 from tests.models import experts
 
 TRAINING = {

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from jaxscale import run_folder
-from jaxscale.checkpoints.checkpoint import Checkpoints, best_step
+from jaxscale.checkpoints.retention import best_step
+from jaxscale.checkpoints.tiers import Checkpoints
 from jaxscale.run import mirror, training_loop
 from jaxscale.run.evaluation import Evaluation
 from jaxscale.run.metrics import METRICS, heldout_losses
 from jaxscale.run.setup.restore import restore_params
 from jaxscale.run_folder import BEST
-from jaxscale.storage import tiers
+from jaxscale.storage import local_tier
 from tests.run.conftest import move_to
 from tests.run.test_mirror import run
 
@@ -58,12 +59,12 @@ def test_at_an_address_it_stays_and_a_reader_finds_it(address, losses, tmp_path,
     monkeypatch.setattr(mirror, "POLL_SECONDS", 0.01)
     losses[:] = [3.0, 1.0, 2.0]
     run(run_folder.folder(address), 6, *SETTINGS)
-    assert tiers.stored_steps(tiers.open_store(address)) == [4, 6]
+    assert local_tier.stored_steps(local_tier.open_store(address)) == [4, 6]
     move_to(monkeypatch, tmp_path / "second_machine")
     losses[:] = [1.5]
     resumed, _ = run(run_folder.folder(address), 8, *SETTINGS)
     assert resumed.begin == 6
-    assert tiers.stored_steps(tiers.open_store(address)) == [4, 8]
+    assert local_tier.stored_steps(local_tier.open_store(address)) == [4, 8]
     move_to(monkeypatch, tmp_path / "third_machine")
     reader = run_folder.folder(address)
     run_folder.load_config(reader)

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from jaxscale.run import lock
-from jaxscale.storage import tiers
+from jaxscale.storage import local_tier
 from jaxscale.storage.object_store import StoreError
 
 
@@ -20,24 +20,24 @@ from jaxscale.storage.object_store import StoreError
 def store(address, monkeypatch):
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(lock, "FIRST_BEAT_SECONDS", 0.01)
-    return tiers.open_store(address)
+    return local_tier.open_store(address)
 
 
 def lease(store, **changed):
     """Written as by a run on another host."""
     values = {"host": "elsewhere", "pid": 7, "start": "2026-01-01", "run": "theirs"} | changed
-    store.write(tiers.LEASE, json.dumps(values).encode())
+    store.write(local_tier.LEASE, json.dumps(values).encode())
 
 
 def test_a_lease_is_renewed_and_ends_with_the_run(store):
     with lock.leased(store):
-        first = json.loads(store.read(tiers.LEASE))
+        first = json.loads(store.read(local_tier.LEASE))
         assert (first["host"], first["pid"]) == (socket.gethostname(), os.getpid())
         deadline = time.monotonic() + 30
-        while json.loads(store.read(tiers.LEASE))["renewed"] < 2:
+        while json.loads(store.read(local_tier.LEASE))["renewed"] < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    assert store.read(tiers.LEASE) is None
+    assert store.read(local_tier.LEASE) is None
 
 
 def test_a_run_that_lives_is_not_disturbed(store, monkeypatch):
@@ -60,15 +60,15 @@ def test_a_run_that_lives_is_not_disturbed(store, monkeypatch):
     finally:
         ended.set()
         other.join()
-    assert json.loads(store.read(tiers.LEASE))["run"] == "theirs"
+    assert json.loads(store.read(local_tier.LEASE))["run"] == "theirs"
 
 
 @pytest.mark.parametrize("content", [b'{"host": "elsewhere"}', b"[1", b"[]", b"null"])
 def test_one_that_is_renewed_no_more_is_taken_over(store, content):
     """After a while: whatever is in it."""
-    store.write(tiers.LEASE, content)
+    store.write(local_tier.LEASE, content)
     with lock.leased(store):
-        assert json.loads(store.read(tiers.LEASE))["pid"] == os.getpid()
+        assert json.loads(store.read(local_tier.LEASE))["pid"] == os.getpid()
 
 
 def test_one_of_a_process_that_was_killed_here_is_taken_over_at_once(store, monkeypatch):
@@ -76,7 +76,7 @@ def test_one_of_a_process_that_was_killed_here_is_taken_over_at_once(store, monk
     lease(store, **lock._this_run() | {"pid": int(process.stdout)})
     monkeypatch.setattr(lock, "MOST_BEATS", 10**6)
     with lock.leased(store):
-        assert json.loads(store.read(tiers.LEASE))["pid"] == os.getpid()
+        assert json.loads(store.read(local_tier.LEASE))["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("part", [1, 2], ids=["boot", "process ids"])
@@ -113,4 +113,4 @@ def test_a_run_whose_lease_was_taken_ends(store, monkeypatch):
     text, status = said[0]
     assert text.startswith(f"error: {store.address} was taken over by process 7 on elsewhere, ")
     assert status == 1
-    assert json.loads(store.read(tiers.LEASE))["run"] == "theirs", "it is not removed"
+    assert json.loads(store.read(local_tier.LEASE))["run"] == "theirs", "it is not removed"

@@ -14,7 +14,7 @@ import pytest
 from jaxscale import run_folder, train
 from jaxscale.run import lock, mirror
 from jaxscale.run.lock import locked
-from jaxscale.storage import tiers
+from jaxscale.storage import local_tier
 
 HOLDS = """
 import pathlib, sys, time
@@ -41,7 +41,7 @@ def test_a_second_run_in_a_folder_is_refused_before_anything_is_compiled(tmp_pat
 def spellings(tmp_path, monkeypatch):
     """Of one folder, as a command line has them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(tiers.VARIABLE, str(tmp_path / "tiers"))
+    monkeypatch.setenv(local_tier.VARIABLE, str(tmp_path / "tiers"))
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
     (tmp_path / "link").symlink_to(run)
@@ -67,18 +67,22 @@ def test_one_lock_however_a_folder_is_spelled(spellings, capsys):
 
 
 def test_a_relative_address_is_another_place_in_each_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(tiers.VARIABLE, str(tmp_path / "tiers"))
-    here = tiers.local_tier("file://run")
+    monkeypatch.setenv(local_tier.VARIABLE, str(tmp_path / "tiers"))
+    here = local_tier.local_tier("file://run")
     monkeypatch.chdir(tmp_path)
-    assert tiers.local_tier("file://run") == tiers.local_tier(f"file://{tmp_path}/run") != here
+    assert (
+        local_tier.local_tier("file://run")
+        == local_tier.local_tier(f"file://{tmp_path}/run")
+        != here
+    )
 
 
 @pytest.mark.parametrize("address", ["memory://b//run/", "memory://b/./run", "memory://b/a/../run"])
 def test_an_address_that_stores_read_in_two_ways_is_refused(address, tmp_path, monkeypatch):
     """s3fs lists the objects of s3://bucket/run for s3://bucket//run, and writes others."""
-    monkeypatch.setenv(tiers.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(local_tier.VARIABLE, str(tmp_path))
     with pytest.raises(ValueError, match=r"did you mean memory://b/(a/)?run\?$"):
-        tiers.local_tier(address)
+        local_tier.local_tier(address)
 
 
 def test_a_killed_run_holds_nothing(tmp_path):
@@ -114,12 +118,12 @@ def test_the_lock_of_a_host_that_was_lost_is_waited_for(tmp_path, monkeypatch):
 
 def test_a_run_waits_for_a_reader_that_fetches_from_its_address(tmp_path, monkeypatch, caplog):
     """The reader holds the run's lock meanwhile, and what is refused no supervisor repeats."""
-    monkeypatch.setenv(tiers.VARIABLE, str(tmp_path))
-    workdir = tiers.local_tier("memory://bucket/waits")
+    monkeypatch.setenv(local_tier.VARIABLE, str(tmp_path))
+    workdir = local_tier.local_tier("memory://bucket/waits")
     with locked(workdir):  # an earlier run
         pass
     caplog.set_level("INFO", "jaxscale")
-    reader, held = tiers.fetching(workdir), []
+    reader, held = local_tier.fetching(workdir), []
 
     def train() -> None:
         with locked(workdir):

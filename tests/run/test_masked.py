@@ -12,7 +12,8 @@ import optax
 import pytest
 
 from jaxscale import evaluate, generate, train
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.restore import restore
+from jaxscale.checkpoints.tiers import Checkpoints
 from jaxscale.config import load
 from jaxscale.run import trainer, training_loop
 from jaxscale.run.initial_weights import initial_state, open_initial
@@ -72,8 +73,7 @@ def moments(opt_state):
 
 
 def saved(workdir, abstract):
-    with contextlib.closing(Checkpoints(workdir / "checkpoints")) as checkpoints:
-        return checkpoints.restore(2, abstract)
+    return restore(Checkpoints(workdir / "checkpoints"), 2, abstract)
 
 
 def same(got, expected):

@@ -15,14 +15,17 @@ import pytest
 
 from jaxscale import command_line, evaluate, run_folder, supervise, train
 from jaxscale import config as configs
-from jaxscale.checkpoints import both_tiers
-from jaxscale.checkpoints.checkpoint import Checkpoints
-from jaxscale.checkpoints.folder import DamagedError
+from jaxscale.checkpoints import remote
+from jaxscale.checkpoints.errors import DamagedError
+from jaxscale.checkpoints.folder import remove
+from jaxscale.checkpoints.restore import restore
+from jaxscale.checkpoints.retention import Retention
+from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.distributed import processes
-from jaxscale.run import lock, metrics, mirror, resume, signals, trainer, training_loop
+from jaxscale.run import lock, metrics, mirror, signals, trainer, training_loop
 from jaxscale.run.setup import preflight
 from jaxscale.run.setup.restore import restore_params
-from jaxscale.storage import durable, tiers
+from jaxscale.storage import durable, local_tier, untrusted
 from jaxscale.storage.object_store import ObjectStore, StoreError
 from jaxscale.training.step import StepMetrics
 from tests.run.conftest import move_to
@@ -46,11 +49,8 @@ def without_pauses(monkeypatch):
 
 def open_checkpoints(place):
     workdir = run_folder.folder(place)
-    return Checkpoints(
-        workdir / "checkpoints",
-        keep_last=2,
-        report=lambda line: None,
-        newest_file=workdir / tiers.LAST_SAVED,
+    return CheckpointWriter(
+        workdir / "checkpoints", Retention(2), newest_file=workdir / local_tier.LAST_SAVED
     )
 
 
@@ -71,14 +71,14 @@ def newest(place, **options):
     """The step that a run on this machine would resume from, which is then intact here."""
     workdir = run_folder.folder(place)
     with contextlib.closing(open_checkpoints(place)) as checkpoints:
-        with tiers.fetching(workdir, training=True) as store:
-            tiers.fetch_files(store, workdir, nested=True)
-        found = resume.find_newest(checkpoints, **options)
+        with local_tier.fetching(workdir, training=True) as store:
+            local_tier.fetch_files(store, workdir, nested=True)
+        found = checkpoints.newest_intact(**options)
         wanted = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in STATE.items()}
         if found.step:
-            read = checkpoints.restore(found.step, wanted, part=True)
+            read = restore(checkpoints, found.step, wanted, part=True)
             jax.tree.map(np.testing.assert_array_equal, read, STATE)
-        resume.set_aside(checkpoints, found.damaged, found.step)
+        checkpoints.set_aside(found.damaged, found.step)
         return found.step
 
 
@@ -119,13 +119,13 @@ def test_a_run_continues_on_an_empty_machine_to_the_bit(address, tmp_path, monke
     assert any(line.startswith("checkpoint 4 is not here; fetched from s3") for line in lines())
     jax.tree.map(np.testing.assert_array_equal, state, expected)
 
-    store = tiers.open_store(address)
+    store = local_tier.open_store(address)
     text = (store.read("metrics.jsonl") or b"").decode()
     straight = (tmp_path / "straight" / "metrics.jsonl").read_text()
     losses, wanted = ([json.loads(one)["loss"] for one in t.splitlines()] for t in (text, straight))
     assert losses == wanted
     assert len(losses) == 8
-    assert (tiers.stored_steps(store), store.read("last_saved")) == ([6, 8], b"8\n")
+    assert (local_tier.stored_steps(store), store.read("last_saved")) == ([6, 8], b"8\n")
     assert {name for name in store.sizes() if "/" not in name} == {
         "config.json",
         "last_saved",
@@ -160,7 +160,7 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
     before = ObjectStore.upload
 
     def killed(store, files):
-        if f"checkpoints/6/{tiers.MARKER}" in files:
+        if f"checkpoints/6/{local_tier.MARKER}" in files:
             raise OSError("killed")
         before(store, files)
 
@@ -172,14 +172,14 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
         left = save(address, 6)
     assert left.startswith("checkpoint 6 could not be put at memory://bucket")
     assert "(killed); all is in" in left
-    store = tiers.open_store(address)
+    store = local_tier.open_store(address)
     assert any(name.startswith("checkpoints/6/arrays") for name in store.sizes("checkpoints"))
-    assert (tiers.stored_steps(store), store.read("last_saved")) == ([2, 4], b"4\n")
+    assert (local_tier.stored_steps(store), store.read("last_saved")) == ([2, 4], b"4\n")
     move_to(monkeypatch, tmp_path / "second_machine")
     assert newest(address) == 4
     assert save(address, 5) == ""
-    assert tiers.stored_steps(store) == [4, 5]
-    assert tiers.unfinished_steps(store) == []
+    assert local_tier.stored_steps(store) == [4, 5]
+    assert remote.unfinished_steps(store) == []
     assert not [name for name in store.sizes("checkpoints") if name.startswith("checkpoints/6/")]
 
 
@@ -198,7 +198,7 @@ def test_files_that_checkpoints_share_are_sent_once(address, tmp_path, monkeypat
         assert not save(address, step, frozen=("b",))
     assert sent
     assert all(name.startswith("checkpoints/2/frozen/") for name in sent)
-    store = tiers.open_store(address)
+    store = local_tier.open_store(address)
     shared = {name.split("/", 2)[2] for name in sent}
     for step in (2, 4):
         assert shared < {name.split("/", 2)[2] for name in store.sizes(f"checkpoints/{step}")}
@@ -218,18 +218,18 @@ def test_folders_that_a_console_made_are_no_files_of_a_run(address):
     bucket, _, run = address.removeprefix("s3://").partition("/")
     for key in (f"{run}/", f"{run}/checkpoints/", f"{run}/tensorboard/"):
         fsspec.filesystem("s3").call_s3("put_object", Bucket=bucket, Key=key, Body=b"")
-    assert not tiers.open_store(address).sizes()
+    assert not local_tier.open_store(address).sizes()
     assert not save(address, 1)
     assert newest(address) == 1
 
 
 def test_a_removal_that_was_killed_leaves_no_checkpoint(address, monkeypatch):
     save(address, 2)
-    store, removed = tiers.open_store(address), []
+    store, removed = local_tier.open_store(address), []
     monkeypatch.setattr(ObjectStore, "remove", lambda store, names: removed.append(list(names)))
-    tiers.remove_checkpoint(store, 2)
-    assert removed[0] == [f"checkpoints/2/{tiers.MARKER}"]
-    assert tiers.MARKER not in " ".join(removed[1])
+    remote.remove_checkpoint(store, 2)
+    assert removed[0] == [f"checkpoints/2/{local_tier.MARKER}"]
+    assert local_tier.MARKER not in " ".join(removed[1])
 
 
 def test_a_cut_upload_gets_no_description(address, monkeypatch):
@@ -243,17 +243,17 @@ def test_a_cut_upload_gets_no_description(address, monkeypatch):
     monkeypatch.setattr(ObjectStore, "upload", cut)
     monkeypatch.setattr(mirror, "END_SECONDS", 0.0)
     assert "arrays/_METADATA: 1 bytes arrived of " in save(address, 2)
-    assert tiers.stored_steps(tiers.open_store(address)) == []
+    assert local_tier.stored_steps(local_tier.open_store(address)) == []
 
 
 @pytest.mark.proof(but=("missing", "description"))
 @pytest.mark.parametrize("damage", ["flipped", "missing", "cut", "description", "name"])
 def test_a_damaged_one_there_is_fallen_back_from(address, tmp_path, monkeypatch, lines, damage):
     save(address, 4, 6)
-    store, folder = tiers.open_store(address), "checkpoints/6"
+    store, folder = local_tier.open_store(address), "checkpoints/6"
     names = store.sizes(folder)
-    name = max((name for name in names if tiers.MARKER not in name), key=names.__getitem__)
-    marker = f"{folder}/{tiers.MARKER}"
+    name = max((name for name in names if local_tier.MARKER not in name), key=names.__getitem__)
+    marker = f"{folder}/{local_tier.MARKER}"
     data = bytearray(store.read(marker if damage in ("description", "name") else name) or b"")
     if damage == "missing":
         store.remove([name])
@@ -276,10 +276,10 @@ def test_a_damaged_one_there_is_fallen_back_from(address, tmp_path, monkeypatch,
     (warning,) = [line for line in lines() if line.startswith("warning")]
     assert warning.startswith("warning: checkpoint 6 is damaged (")
     assert warning.endswith("run/checkpoints/6.damaged1; the newest intact one is 4")
-    assert tiers.stored_steps(store) == [4]
+    assert local_tier.stored_steps(store) == [4]
     assert newest(address) == 4
     assert save(address, 6) == ""
-    assert tiers.stored_steps(store) == [4, 6]
+    assert local_tier.stored_steps(store) == [4, 6]
 
 
 def test_a_damaged_one_here_is_replaced_by_the_one_there(address, lines):
@@ -295,11 +295,11 @@ def test_a_damaged_one_here_is_replaced_by_the_one_there(address, lines):
 
     with contextlib.closing(open_checkpoints(address)) as checkpoints:
         problem = DamagedError("bits of w changed", "bits of w changed")
-        both_tiers.fetch_everywhere(checkpoints, 6, problem)
+        checkpoints.replace(6, problem)
         assert (here / "checkpoints" / "6.damaged2").is_dir()
-        tiers.remove_checkpoint(tiers.open_store(address), 6)
+        remote.remove_checkpoint(local_tier.open_store(address), 6)
         with pytest.raises(DamagedError, match="bits of w changed"):
-            both_tiers.fetch_everywhere(checkpoints, 6, problem)
+            checkpoints.replace(6, problem)
 
 
 def test_newer_ones_here_are_used_and_put_there(address, monkeypatch):
@@ -308,13 +308,13 @@ def test_newer_ones_here_are_used_and_put_there(address, monkeypatch):
         patch.setattr(mirror.Mirror, "finish", lambda uploads, seconds: "")
         patch.setattr(mirror.Mirror, "start", lambda uploads, checkpoints: None)
         save(address, 2, 4, 6)
-    store = tiers.open_store(address)
-    assert tiers.stored_steps(store) == []
+    store = local_tier.open_store(address)
+    assert local_tier.stored_steps(store) == []
     assert newest(address) == 6
     assert save(address) == ""
-    assert tiers.stored_steps(store) == [4, 6]
+    assert local_tier.stored_steps(store) == [4, 6]
     assert save(address, 8) == ""
-    assert tiers.stored_steps(store) == [6, 8]
+    assert local_tier.stored_steps(store) == [6, 8]
 
 
 def test_an_address_that_was_emptied_is_no_new_run(address):
@@ -324,10 +324,10 @@ def test_an_address_that_was_emptied_is_no_new_run(address):
     workdir = run_folder.folder(address)
     with pytest.raises(ValueError, match=r"no checkpoint any more, and its .* holds 2: remove"):
         save(address)
-    assert tiers.open_store(address).sizes() == {}
-    (workdir / tiers.SENT).unlink()
+    assert local_tier.open_store(address).sizes() == {}
+    (workdir / local_tier.SENT).unlink()
     assert save(address) == ""
-    assert tiers.stored_steps(tiers.open_store(address)) == [2]
+    assert local_tier.stored_steps(local_tier.open_store(address)) == [2]
 
 
 def test_a_file_that_cannot_be_read_keeps_no_checkpoint_back(address, monkeypatch):
@@ -343,7 +343,7 @@ def test_a_file_that_cannot_be_read_keeps_no_checkpoint_back(address, monkeypatc
     left = save(address, 2)
     assert left.startswith(f"the newest metrics could not be put at {address} ([Errno 13] Perm")
     assert "config.json'); all is in" in left
-    assert tiers.stored_steps(tiers.open_store(address)) == [2]
+    assert local_tier.stored_steps(local_tier.open_store(address)) == [2]
 
 
 def test_a_failed_upload_is_tried_again_with_one_line(address, monkeypatch, lines):
@@ -380,15 +380,15 @@ def test_a_stop_waits_no_longer_than_it_may(address, monkeypatch):
 
 
 def test_a_checkpoint_is_not_deleted_while_it_is_put_there(address, monkeypatch):
-    before, kept = tiers.send_checkpoint, []
+    before, kept = remote.send_checkpoint, []
 
     def send(store, folder, step):
         with contextlib.closing(open_checkpoints(address)) as other:
-            other.remove(step)
+            remove(other.directory / str(step))
         kept.append((folder / str(step)).is_dir())
         return before(store, folder, step)
 
-    monkeypatch.setattr(tiers, "send_checkpoint", send)
+    monkeypatch.setattr(remote, "send_checkpoint", send)
     assert save(address, 2) == ""
     assert kept == [True]
 
@@ -401,14 +401,14 @@ def test_a_reader_takes_nothing_from_there_beside_a_run_and_drops_old_copies(
     move_to(monkeypatch, tmp_path / "second_machine")
     workdir = run_folder.folder(address)
     with contextlib.closing(open_checkpoints(address)) as checkpoints:
-        both_tiers.bring_newest(checkpoints)
+        checkpoints.fetch()
         assert checkpoints.steps() == [4]
         move_to(monkeypatch, first)
         save(address, 6, 8)
         with lock.locked(workdir):
-            both_tiers.bring_newest(checkpoints)
+            checkpoints.fetch()
             assert checkpoints.steps() == [4]
-        both_tiers.bring_newest(checkpoints)
+        checkpoints.fetch()
         assert checkpoints.steps() == [8]
 
 
@@ -426,15 +426,15 @@ def test_a_reader_keeps_what_is_still_to_be_put_there(address, tmp_path, monkeyp
         patch.setattr(mirror, "FIRST_PAUSE_SECONDS", 60.0)
         assert save(address, 4, 6).startswith("checkpoint 4 could not be put at memory://")
     with contextlib.closing(open_checkpoints(address)) as checkpoints:
-        both_tiers.bring_newest(checkpoints)
+        checkpoints.fetch()
         assert checkpoints.steps() == [4, 6]
     assert save(address) == ""
-    assert tiers.stored_steps(tiers.open_store(address)) == [4, 6]
+    assert local_tier.stored_steps(local_tier.open_store(address)) == [4, 6]
 
 
 def test_a_lost_folder_of_checkpoints_at_the_address_is_no_new_run(address, tmp_path, monkeypatch):
     save(address, 2)
-    tiers.remove_checkpoint(tiers.open_store(address), 2)
+    remote.remove_checkpoint(local_tier.open_store(address), 2)
     assert newest(address) == 2, "still here"
     move_to(monkeypatch, tmp_path / "second_machine")
     with pytest.raises(ValueError, match=r"holds no checkpoint, and step 2 was saved there"):
@@ -446,7 +446,7 @@ def test_no_room_in_the_local_tier_is_one_line(address, tmp_path, monkeypatch):
     save(address, 2)
     move_to(monkeypatch, tmp_path / "second_machine")
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
-    monkeypatch.setattr(tiers.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(local_tier.shutil, "disk_usage", lambda folder: usage)
     with pytest.raises(StoreError, match=r"checkpoint 2: .* 100 B free; make room, or set JAXSCA"):
         newest(address)
     with pytest.raises(StoreError, match=r"3 checkpoints of the run: .* has 100 B free"):
@@ -456,7 +456,7 @@ def test_no_room_in_the_local_tier_is_one_line(address, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["../x", "a/../../x", "/x", "a//x", "a\\x", "", "."])
 def test_names_stay_in_their_folder(name):
     with pytest.raises(ValueError, match="is not the name of a file in a run's folder"):
-        tiers.safe_name(name)
+        untrusted.safe_name(name)
 
 
 def refused(command, capsys, *arguments, expected=2):
@@ -523,12 +523,12 @@ def test_preflight_writes_to_the_address(address, monkeypatch):
     (found,) = preflight._object_store(workdir)
     assert str(found).startswith(f"object store: {address}: ")
     assert not found.advice
-    assert tiers.open_store(address).sizes() == {}
+    assert local_tier.open_store(address).sizes() == {}
 
     def refuse(*given):
         raise PermissionError("Access Denied")
 
-    monkeypatch.setattr(type(tiers.open_store(address).fs), "pipe_file", refuse)
+    monkeypatch.setattr(type(local_tier.open_store(address).fs), "pipe_file", refuse)
     (found,) = preflight._object_store(workdir)
     assert found.measured == f"{address}/preflight: PermissionError: Access Denied"
     assert found.advice.startswith("check the address, credentials, ")

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxscale import evaluate
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.tiers import Checkpoints
 from jaxscale.config import from_dict
 from jaxscale.run import trainer, training_loop
 from jaxscale.run.initial_weights import open_weights

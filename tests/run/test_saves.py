@@ -3,7 +3,6 @@ finite: nothing that was good is given up."""
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
 import errno
 import json
@@ -24,19 +23,20 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale import convert, evaluate, generate, train
-from jaxscale.checkpoints import checkpoint
-from jaxscale.checkpoints import folder as checkpoint_folder
-from jaxscale.checkpoints.checkpoint import Checkpoints
-from jaxscale.checkpoints.folder import DamagedError, UnreadableError, named_arrays
+from jaxscale.checkpoints import errors, tiers
+from jaxscale.checkpoints.errors import DamagedError, UnreadableError
+from jaxscale.checkpoints.folder import named_arrays
+from jaxscale.checkpoints.retention import Retention
+from jaxscale.checkpoints.save import CheckpointWriter
+from jaxscale.checkpoints.tiers import Checkpoints, Found
 from jaxscale.data.skipped_ranges import ranges_of
 from jaxscale.distributed import phases
 from jaxscale.planner.memory import at_rest
-from jaxscale.run import metrics, recorder, resume, saves, trainer, training_loop
+from jaxscale.run import metrics, recorder, saves, trainer, training_loop
 from jaxscale.run.evaluation import device_batches
-from jaxscale.run.resume import find_newest
 from jaxscale.run.saves import SaveError
 from jaxscale.run.setup.layout import resolve_layout
-from jaxscale.run.setup.restore import check_tokenizer_of, held_checkpoint
+from jaxscale.run.setup.restore import check_tokenizer_of
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.supervise import newest_step
 from jaxscale.training.engine import make_engine
@@ -75,7 +75,7 @@ def ready(fresh, tmp_path):
     """A trainer of a new folder; its state is not donated."""
     place = tmp_path / "checkpoints"
     marker = tmp_path / "last_saved"
-    checkpoints = Checkpoints(place, keep_last=2, report=trainer.log.info, newest_file=marker)
+    checkpoints = CheckpointWriter(place, Retention(2), newest_file=marker)
     return dataclasses.replace(fresh, workdir=tmp_path, checkpoints=checkpoints)
 
 
@@ -130,14 +130,14 @@ def test_the_last_save_succeeds_when_there_is_room_again(ready, monkeypatch):
 @pytest.mark.proof
 def test_who_waits_for_a_write_is_not_held_to_the_time_of_a_save(ready, monkeypatch):
     """A save that is due while the one before is written, the last one, and the end of a run."""
-    wait, seen = Checkpoints.wait, []
+    wait, seen = CheckpointWriter.wait, []
 
     def note(checkpoints, **named):
         if checkpoints._thread is not None:
             seen.append(str(phases.current()))
         wait(checkpoints, **named)
 
-    monkeypatch.setattr(Checkpoints, "wait", note)
+    monkeypatch.setattr(CheckpointWriter, "wait", note)
     training_loop.fit(ready, trackers=())
     assert seen == [f"writing the checkpoint (step {step})" for step in (4, 6, 6)]
 
@@ -201,15 +201,15 @@ def values(workdir, step):
 
 def failing_reads(monkeypatch, *numbers):
     """The first reads of a description fail, each with an error of the operating system."""
-    read, errors = checkpoint.read_description, iter(numbers)
+    read, left = tiers.read_description, iter(numbers)
 
     def refuse(data):
-        if number := next(errors, None):
+        if number := next(left, None):
             raise OSError(number, os.strerror(number))
         return read(data)
 
-    monkeypatch.setattr(checkpoint_folder, "AGAIN_SECONDS", 0)
-    monkeypatch.setattr(checkpoint, "read_description", refuse)
+    monkeypatch.setattr(errors, "AGAIN_SECONDS", 0)
+    monkeypatch.setattr(tiers, "read_description", refuse)
 
 
 @pytest.mark.proof
@@ -218,21 +218,18 @@ def test_a_checkpoint_that_may_not_be_read_stays(number, begun, monkeypatch):
     """It may be intact: an older one in its place would be steps lost."""
     failing_reads(monkeypatch, number)
     why = os.strerror(number)
-    with (
-        contextlib.closing(Checkpoints(begun / "checkpoints")) as checkpoints,
-        pytest.raises(UnreadableError, match=rf"6 in .* cannot be read: {why}; it is") as raised,
-    ):
-        find_newest(checkpoints)
+    with pytest.raises(UnreadableError, match=rf"6 in .* cannot be read: {why}; it is") as raised:
+        Checkpoints(begun / "checkpoints").newest_intact()
     assert raised.value.exit_status == 1
 
 
 def test_an_error_of_the_disk_is_damage_the_second_time(begun, monkeypatch):
     """The first may be a network's, and pass."""
-    with contextlib.closing(Checkpoints(begun / "checkpoints")) as checkpoints:
-        failing_reads(monkeypatch, errno.EIO)
-        assert find_newest(checkpoints).step == 6
-        failing_reads(monkeypatch, errno.EIO, errno.EIO)
-        assert find_newest(checkpoints).damaged == {6: "Input/output error"}
+    checkpoints = Checkpoints(begun / "checkpoints")
+    failing_reads(monkeypatch, errno.EIO)
+    assert checkpoints.newest_intact().step == 6
+    failing_reads(monkeypatch, errno.EIO, errno.EIO)
+    assert checkpoints.newest_intact().damaged == {6: "Input/output error"}
 
 
 def test_a_damaged_checkpoint_is_set_aside(begun, lines):
@@ -283,16 +280,14 @@ def test_a_reader_takes_the_next_one_when_the_newest_is_deleted_first(begun, mon
     checkpoints = Checkpoints(begun / "checkpoints")
     answers = iter([5, 6])
     monkeypatch.setattr(checkpoints, "latest", lambda: next(answers))
-    with held_checkpoint(checkpoints) as step:
+    with checkpoints.reading() as step:
         assert step == 6
         (begun / "checkpoints" / "4").rename(begun / "checkpoints" / "7")
-        writer = Checkpoints(begun / "checkpoints", keep_last=1)
+        writer = CheckpointWriter(begun / "checkpoints", Retention(1))
         writer._remove_old()
         assert writer.steps() == [6, 7]
     writer._remove_old()
     assert writer.steps() == [7]
-    for one in (checkpoints, writer):
-        one.close()
 
 
 @pytest.mark.proof
@@ -315,8 +310,7 @@ def test_the_commands_read_the_checkpoint_that_is_asked_for(finished, tmp_path, 
 
 def test_a_tokenizer_that_changed_is_refused(finished, fresh):
     """Two ids exchanged in its file mean other text to the model."""
-    with contextlib.closing(Checkpoints(finished / "checkpoints")) as checkpoints:
-        metadata = checkpoints.metadata(6)
+    metadata = Checkpoints(finished / "checkpoints").metadata(6)
     tokenizer = fresh.text.tokenizer
     check_tokenizer_of(metadata, tokenizer, "it")
     other = dataclasses.replace(tokenizer, fingerprint="another")
@@ -497,12 +491,11 @@ def test_what_is_passed_over_begins_after_the_checkpoint(newest, passed, fresh, 
     """Of the bad steps 5, 6 and 7 the first was before the checkpoint 5, and its examples are read
     by nobody again: to leave out as many others would lose good ones."""
     text = dataclasses.replace(fresh.text, train=range(1000))
-    monkeypatch.setattr(resume, "metadata_of", lambda *_: {})
-    monkeypatch.setattr(resume, "resume", lambda *_: (newest, None, text))
-    checkpoints = mock.Mock(latest=lambda: newest)
-    bad = FloatingPointError("steps 5 to 7 updated nothing")
-    found = resume.rewind(bad, range(5, 8), fresh.config, fresh.engine, checkpoints, text)
-    assert list(ranges_of(found[2].train)) == passed
+    monkeypatch.setattr(training_loop, "resume", lambda *_: (newest, None, text))
+    checkpoints = mock.Mock(newest_intact=lambda: Found(newest))
+    trainer = dataclasses.replace(fresh, text=text, checkpoints=checkpoints)
+    found = training_loop._rewound(trainer, recorder.BadStepsError(5, 7))
+    assert list(ranges_of(found.text.train)) == passed
 
 
 def test_a_folder_that_takes_no_files_ends_a_run_before_its_first_step(ready, tmp_path):
@@ -541,14 +534,15 @@ LIMITED = """
 import pathlib, resource, sys, threading
 import numpy as np
 from jaxscale import command_line
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import CheckpointWriter
 
 def refused(thread):
     raise RuntimeError("can't start new thread")
 
 def main(argv):
     place = pathlib.Path(argv[0])
-    checkpoints = Checkpoints(place, report=lambda line: print(line, flush=True))
+    checkpoints = CheckpointWriter(place)
+    command_line.log_to_stdout()
     limits, start = resource.getrlimit(resource.RLIMIT_FSIZE), threading.Thread.start
     state = {f"w{i}": np.ones((256, 256)) for i in range(8)}
     for step, limit in enumerate((0, limits[0], limits[0], limits[0], 0)):

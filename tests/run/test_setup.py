@@ -13,7 +13,8 @@ from jaxscale.config.layout import Layout
 from jaxscale.config.model import ModelConfig
 from jaxscale.data.tokens.tokenizer import load_tokenizer
 from jaxscale.distributed import processes
-from jaxscale.run import resume, trainer
+from jaxscale.run import trainer
+from jaxscale.run.setup import resume
 from jaxscale.run.setup.layout import for_evaluation, for_sampling, planned, resolve_layout
 from jaxscale.run.setup.text import keep_tokenizer, open_text, open_tokenizer
 from jaxscale.sharding.mesh import make_mesh

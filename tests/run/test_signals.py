@@ -16,11 +16,11 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale import train
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.run import notices, signals, trainer, training_loop
-from jaxscale.run.metrics import TrackerError
 from jaxscale.run.setup.text import UnusableTokensError
-from jaxscale.storage import tiers
+from jaxscale.run.trackers import TrackerError
+from jaxscale.storage import local_tier
 from jaxscale.training.step import StepMetrics
 
 SETTINGS = ["model.num_layers=1", "data.seq_len=32", "run.steps=6", "run.eval_every=3"]
@@ -47,7 +47,7 @@ def opened(tmp_path_factory):
 @pytest.fixture
 def ready(opened, tmp_path):
     """A run of its own for a test; its evaluations cost nothing."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", report=lambda line: None)
+    checkpoints = CheckpointWriter(tmp_path / "checkpoints")
     ready = dataclasses.replace(opened, workdir=tmp_path, checkpoints=checkpoints)
     return evaluating(ready, lambda *_: (1.0, 1.0, 1.0))
 
@@ -65,7 +65,7 @@ def fit(ready):
     except training_loop.Stopped as stopped:
         said = str(stopped)
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
-    return said, Checkpoints(ready.checkpoints.directory).steps()
+    return said, CheckpointWriter(ready.checkpoints.directory).steps()
 
 
 def at_step(number, step):
@@ -121,12 +121,12 @@ def test_a_failure_of_one_process_waits_for_no_other(error, monkeypatch, tmp_pat
     def fail(*_, **__):
         raise error("a worker was killed")
 
-    monkeypatch.setenv(tiers.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(local_tier.VARIABLE, str(tmp_path))
     monkeypatch.setattr(trainer, "open_trainer", lambda *_, **__: object())
     monkeypatch.setattr(training_loop, "fit", fail)
     monkeypatch.setattr(train.processes, "from_first", lambda *_: pytest.fail("waits"))
     options = train._parser().parse_args(["--config", "configs/tiny.py"])
-    workdir = tiers.local_tier("memory://bucket/fails")
+    workdir = local_tier.local_tier("memory://bucket/fails")
     with pytest.raises(SystemExit):
         train._train(options, configs.load("configs/tiny.py"), workdir, 0.0, None, "")
     assert capsys.readouterr().err == "error: a worker was killed\n"
@@ -159,7 +159,7 @@ def test_an_evaluation_that_was_broken_off_is_repeated(ready):
     assert fit(ready) == ("SIGTERM: stopped after step 3, saved", [3])
     assert len(asked) == 1
     assert "eval_loss" not in (ready.workdir / "metrics.jsonl").read_text()
-    checkpoints = Checkpoints(ready.checkpoints.directory, report=lambda line: None)
+    checkpoints = CheckpointWriter(ready.checkpoints.directory)
     assert fit(dataclasses.replace(ready, begin=3, checkpoints=checkpoints)) == ("", [3, 6])
     lines = (ready.workdir / "metrics.jsonl").read_text().splitlines()
     assert [i for i, line in enumerate(lines) if "eval_loss" in line] == [3, 7]
@@ -171,7 +171,7 @@ def test_the_last_evaluation_is_made_up_for(ready):
     ready = dataclasses.replace(ready, step=at_step(signal.SIGTERM, 6))
     assert fit(ready) == ("SIGTERM: stopped after step 6, saved", [6])
     assert not trainer._is_complete(ready.config.run, 6, ready.workdir)
-    checkpoints = Checkpoints(ready.checkpoints.directory, report=lambda line: None)
+    checkpoints = CheckpointWriter(ready.checkpoints.directory)
     assert fit(dataclasses.replace(ready, begin=6, checkpoints=checkpoints)) == ("", [6])
     assert trainer._is_complete(ready.config.run, 6, ready.workdir)
     lines = map(json.loads, (ready.workdir / "metrics.jsonl").read_text().splitlines())
@@ -226,7 +226,7 @@ def test_the_time_of_a_run_may_be_limited_in_any_thread(ready):
         for hours in (1e-9, 0):
             limited = dataclasses.replace(ready.config.run, max_hours=hours)
             config = dataclasses.replace(ready.config, run=limited)
-            checkpoints = Checkpoints(ready.checkpoints.directory, report=lambda line: None)
+            checkpoints = CheckpointWriter(ready.checkpoints.directory)
             said.append(fit(dataclasses.replace(ready, config=config, checkpoints=checkpoints)))
 
     thread = threading.Thread(target=run)

@@ -16,7 +16,7 @@ import pytest
 
 import jaxscale
 from jaxscale import config as configs
-from jaxscale.checkpoints.checkpoint import Checkpoints
+from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.config import from_dict, load
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.run import recorder, trainer, training_loop
@@ -337,7 +337,7 @@ def test_a_transfer_in_the_loop_is_refused(opened, tmp_path, transfer, refused):
         transfer(batch)
         return count(state, batch)
 
-    checkpoints = Checkpoints(tmp_path / "checkpoints", report=lambda line: None)
+    checkpoints = CheckpointWriter(tmp_path / "checkpoints")
     ready = dataclasses.replace(opened, workdir=tmp_path, checkpoints=checkpoints, step=step)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"Disallowed {refused} transfer"):
         training_loop.fit(ready, trackers=())
@@ -357,7 +357,7 @@ def test_a_step_without_a_token_that_counts_has_no_loss(opened, tmp_path, caplog
         config=dataclasses.replace(opened.config, run=run),
         engine=engine,
         workdir=tmp_path,
-        checkpoints=Checkpoints(tmp_path / "checkpoints", report=lambda line: None),
+        checkpoints=CheckpointWriter(tmp_path / "checkpoints"),
         step=step,
     )
     caplog.set_level("INFO", "jaxscale")

@@ -30,7 +30,8 @@ import jax.numpy as jnp
 from provenance import provenance
 
 from jaxscale import command_line
-from jaxscale.checkpoints import checkpoint
+from jaxscale.checkpoints import restore, save
+from jaxscale.checkpoints.retention import Retention
 from jaxscale.storage import durable
 
 ARRAYS = 8
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds = []
     try:
         with contextlib.closing(
-            checkpoint.Checkpoints(folder / "checkpoints", keep_last=1, report=silent)
+            save.CheckpointWriter(folder / "checkpoints", Retention(1))
         ) as checkpoints:
             for number in range(options.repeats + 1):  # the first one compiles
                 rounds.append(measure(checkpoints, number, state, options.frozen))
@@ -87,10 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def silent(line: str) -> None:
-    """Each save's report."""
-
-
 def make_state(gigabytes: float) -> dict[str, dict[str, jax.Array]]:
     """Random arrays in three parts."""
     rows = max(1, int(gigabytes * 1e9 / (3 * ARRAYS * 4 * 4096)))
@@ -109,7 +106,7 @@ class Spent(NamedTuple):
 
 
 def measure(
-    checkpoints: checkpoint.Checkpoints, step: int, state: Any, are_frozen: bool
+    checkpoints: save.CheckpointWriter, step: int, state: Any, are_frozen: bool
 ) -> dict[str, float]:
     """Saves and reads a state once; seconds, the bytes that were written, and shares of a load."""
     frozen = {f"{part}/{name}" for part in state for name in state[part]} if are_frozen else set()
@@ -139,7 +136,9 @@ def measure(
         if where == "disk":
             drop_cache(checkpoints.directory)
         with timed_sums() as sums:
-            load = timed(lambda: jax.block_until_ready(checkpoints.restore(step, abstract)))
+            load = timed(
+                lambda: jax.block_until_ready(restore.restore(checkpoints, step, abstract))
+            )
         found[f"load_from_{where}_seconds"] = load.wall
         found[f"load_from_{where}_processor_seconds"] = load.processor
         found[f"verified_share_from_{where}"] = sums[0].wall / load.wall
@@ -157,7 +156,7 @@ def timed(work: Callable[[], Any]) -> Spent:
 @contextlib.contextmanager
 def timed_sums() -> Iterator[list[Spent]]:
     """What each call of `array_sums` inside takes."""
-    plain = checkpoint.array_sums
+    plain = restore.array_sums
     spent: list[Spent] = []
 
     def measured(arrays: Any, **settings: Any) -> Any:
@@ -166,11 +165,11 @@ def timed_sums() -> Iterator[list[Spent]]:
         spent.append(timed(lambda: found.update(plain(arrays, **settings))))
         return found
 
-    checkpoint.array_sums = measured
+    restore.array_sums = measured
     try:
         yield spent
     finally:
-        checkpoint.array_sums = plain
+        restore.array_sums = plain
 
 
 def drop_cache(folder: pathlib.Path) -> None:

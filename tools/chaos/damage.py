@@ -12,7 +12,6 @@ JSON.
 """
 
 import argparse
-import contextlib
 import json
 import logging
 import os
@@ -58,9 +57,9 @@ def campaign(folder: pathlib.Path, flips: int, draw: random.Random) -> dict[str,
     import numpy as np  # noqa: PLC0415
 
     from jaxscale import config as configs  # noqa: PLC0415
-    from jaxscale.checkpoints.checkpoint import Checkpoints  # noqa: PLC0415
+    from jaxscale.checkpoints.tiers import Checkpoints  # noqa: PLC0415
     from jaxscale.run import trainer, training_loop  # noqa: PLC0415
-    from jaxscale.run.resume import find_newest, resume  # noqa: PLC0415
+    from jaxscale.run.setup.resume import resume  # noqa: PLC0415
 
     config = configs.load("tiny", SETTINGS)
     run = trainer.open_trainer(config, folder / "run")
@@ -68,11 +67,10 @@ def campaign(folder: pathlib.Path, flips: int, draw: random.Random) -> dict[str,
     training_loop.fit(run, trackers=())
 
     def resumed(workdir: pathlib.Path) -> tuple[int, Any]:
-        with contextlib.closing(Checkpoints(workdir / "checkpoints")) as checkpoints:
-            step, state, _ = resume(
-                find_newest(checkpoints), run.config, run.engine, checkpoints, run.text
-            )
-            return step, jax.device_get(state)
+        checkpoints = Checkpoints(workdir / "checkpoints")
+        found = checkpoints.newest_intact()
+        step, state, _ = resume(found, run.config, run.engine, checkpoints, run.text)
+        return step, jax.device_get(state)
 
     def same(one: Any, other: Any) -> bool:
         return all(jax.tree.leaves(jax.tree.map(np.array_equal, one, other)))

@@ -79,7 +79,9 @@ def campaign(folder: pathlib.Path) -> dict[str, Any]:
     import jax  # noqa: PLC0415 - after the environment is set
     import numpy as np  # noqa: PLC0415
 
-    from jaxscale.checkpoints.checkpoint import Checkpoints  # noqa: PLC0415
+    from jaxscale.checkpoints.restore import restore  # noqa: PLC0415
+    from jaxscale.checkpoints.save import CheckpointWriter  # noqa: PLC0415
+    from jaxscale.checkpoints.tiers import Checkpoints  # noqa: PLC0415
     from jaxscale.config import from_dict  # noqa: PLC0415
     from jaxscale.data.synthetic import synthetic_batch  # noqa: PLC0415
     from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415
@@ -94,9 +96,6 @@ def campaign(folder: pathlib.Path) -> dict[str, Any]:
     engines = [opened(layout) for layout in LAYOUTS]
     batch = synthetic_batch(engines[0].config)
 
-    def quiet(line: str) -> None:
-        """Each save's report."""
-
     def step(engine: Any, state: Any) -> tuple[Any, float]:
         state, metrics = engine.step(state, engine.shard(batch))
         return state, float(metrics.loss)
@@ -105,7 +104,7 @@ def campaign(folder: pathlib.Path) -> dict[str, Any]:
     for number, engine in enumerate(engines):
         state, _ = step(engine, engine.init(jax.random.key(0)))
         canonical = engine.placement.to_canonical(state)
-        with contextlib.closing(Checkpoints(folder / str(number), report=quiet)) as checkpoints:
+        with contextlib.closing(CheckpointWriter(folder / str(number))) as checkpoints:
             checkpoints.save(1, canonical, {})
         saved.append(jax.device_get(canonical))
         losses.append(step(engine, engine.placement.from_canonical(canonical))[1])
@@ -113,8 +112,8 @@ def campaign(folder: pathlib.Path) -> dict[str, Any]:
     count, largest, faults = 0, 0.0, []
     for number, engine in enumerate(engines):
         for origin in range(len(engines)):
-            with contextlib.closing(Checkpoints(folder / str(origin), report=quiet)) as checkpoints:
-                state = checkpoints.restore(1, engine.placement.canonical)
+            checkpoints = Checkpoints(folder / str(origin))
+            state = restore(checkpoints, 1, engine.placement.canonical)
             pair = f"{LAYOUTS[origin]} resumed as {LAYOUTS[number]}"
             equal = jax.tree.map(np.array_equal, jax.device_get(state), saved[origin])
             if not all(jax.tree.leaves(equal)):

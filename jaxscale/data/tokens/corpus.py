@@ -34,8 +34,8 @@ from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.data.tokens.verify import check_shards, digest_of
 from jaxscale.formatting import file_size
 from jaxscale.storage.durable import exclusive, move
+from jaxscale.storage.local_tier import is_in_local_tier
 from jaxscale.storage.object_store import filesystem, is_remote
-from jaxscale.storage.tiers import is_in_local_tier
 
 ARRAYS = ("offsets", "hashes")
 """Of a folder, besides the shards, as .npy files."""

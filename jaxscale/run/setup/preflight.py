@@ -24,8 +24,8 @@ from jaxscale.planner.memory.at_rest import unchanged_bytes, whole_state_bytes
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.specs import REPLICATED
+from jaxscale.storage.local_tier import store_of
 from jaxscale.storage.object_store import StoreError
-from jaxscale.storage.tiers import store_of
 
 CLOCK_SECONDS = 1.0
 """Clocks that differ by more make logs of several hosts useless, and certificates invalid."""

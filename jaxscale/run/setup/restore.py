@@ -1,18 +1,17 @@
-"""A checkpoint of a run, the newest one by default, held while it is read; and its parameters."""
+"""The parameters in a checkpoint of a run, the newest one by default."""
 
-import contextlib
 import pathlib
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxscale.checkpoints.both_tiers import all_steps, bring, bring_newest
-from jaxscale.checkpoints.checkpoint import Checkpoints, best_step
+from jaxscale.checkpoints.restore import restore
+from jaxscale.checkpoints.retention import best_step
+from jaxscale.checkpoints.tiers import Checkpoints
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.distributed import processes
 from jaxscale.run.metrics import METRICS, evaluated_steps, heldout_losses, read
 from jaxscale.run_folder import BEST
-from jaxscale.storage.description import check_metadata
-from jaxscale.storage.tiers import CHECKPOINTS
+from jaxscale.storage.local_tier import CHECKPOINTS
 from jaxscale.training.engine import Engine
 
 
@@ -35,27 +34,20 @@ def restore_params(
       ValueError: there is no such checkpoint, it holds other parameters, or cannot be used.
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS)
-    try:
-        if wanted_step == BEST:
-            wanted_step = _best(checkpoints, workdir)
-        if wanted_step is None:
-            bring_newest(checkpoints)
-        else:
-            bring(checkpoints, wanted_step)
-        with held_checkpoint(checkpoints, wanted_step) as step:
-            if step is None:
-                raise FileNotFoundError(
-                    f"--workdir {workdir} holds no checkpoint yet; the command that trains it "
-                    "writes one every run.checkpoint_every steps, and at the end"
-                )
-            metadata = metadata_of(checkpoints, step)
-            if tokenizer:
-                check_tokenizer_of(metadata, tokenizer, f"checkpoint {step} in {workdir}")
-            wanted = {"params": engine.placement.canonical.params}
-            params = checkpoints.restore(step, wanted, part=True)["params"]
-            return step, params, metadata
-    finally:
-        checkpoints.close()
+    if wanted_step == BEST:
+        wanted_step = _best(checkpoints, workdir)
+    with checkpoints.reading(wanted_step) as step:
+        if step is None:
+            raise FileNotFoundError(
+                f"--workdir {workdir} holds no checkpoint yet; the command that trains it "
+                "writes one every run.checkpoint_every steps, and at the end"
+            )
+        metadata = checkpoints.metadata(step)
+        if tokenizer:
+            check_tokenizer_of(metadata, tokenizer, f"checkpoint {step} in {workdir}")
+        wanted = {"params": engine.placement.canonical.params}
+        params = restore(checkpoints, step, wanted, part=True)["params"]
+        return step, params, metadata
 
 
 def _best(checkpoints: Checkpoints, workdir: pathlib.Path) -> int:
@@ -65,7 +57,7 @@ def _best(checkpoints: Checkpoints, workdir: pathlib.Path) -> int:
       ValueError: none was evaluated, or none has a finite loss.
     """
     records = read(workdir / METRICS)
-    steps = all_steps(checkpoints)
+    steps = checkpoints.all_steps()
     best = processes.from_first("best checkpoint", best_step(steps, heldout_losses(records)))
     if best is None:
         of_all = f"--step {BEST}: of the checkpoints of {workdir}"
@@ -79,44 +71,6 @@ def _best(checkpoints: Checkpoints, workdir: pathlib.Path) -> int:
             "set run.eval_every and run.keep_best when training, or give the number of a step"
         )
     return best
-
-
-def metadata_of(checkpoints: Checkpoints, step: int) -> dict[str, Any]:
-    """What a run added to the description of its checkpoint.
-
-    Raises:
-      ValueError: it is not that of a run, or the checkpoint cannot be used.
-    """
-    metadata = checkpoints.metadata(step)
-    try:
-        check_metadata(metadata)
-    except ValueError as error:
-        place = checkpoints.directory / str(step)
-        raise ValueError(f"{place} is not a checkpoint of a run: {error}") from error
-    return metadata
-
-
-@contextlib.contextmanager
-def held_checkpoint(
-    checkpoints: Checkpoints, wanted_step: int | None = None
-) -> Generator[int | None]:
-    """The step of a checkpoint, the newest one by default, or None; it is not deleted inside the
-    context."""
-    while True:
-        steps = checkpoints.steps()
-        if wanted_step is not None and wanted_step not in steps:
-            raise ValueError(
-                f"--step {wanted_step}: {checkpoints.directory} holds no checkpoint {wanted_step}; "
-                f"it holds {', '.join(map(str, steps)) or 'none'}"
-            )
-        step = checkpoints.latest() if wanted_step is None else wanted_step
-        step = processes.from_first("checkpoint", step)
-        with checkpoints.held(step or 0) as there:
-            gone = step is not None and not there
-            if not any(processes.all_reports("checkpoint", gone)):
-                yield step
-                processes.all_reports("checkpoint read", None)
-                return
 
 
 def check_tokenizer_of(metadata: Mapping[str, Any], tokenizer: Tokenizer, what: str) -> None:

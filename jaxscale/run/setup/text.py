@@ -25,7 +25,7 @@ from jaxscale.data.tokens.tokenizer import (
 )
 from jaxscale.distributed import processes
 from jaxscale.hugging_face.model_folder import copy_special_ids
-from jaxscale.storage.tiers import CHECKPOINTS, local_steps
+from jaxscale.storage.local_tier import CHECKPOINTS, local_steps
 
 
 class UnusableTokensError(ValueError):

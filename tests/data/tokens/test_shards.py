@@ -24,7 +24,7 @@ from jaxscale.data.tokens.index import find_prepared
 from jaxscale.data.tokens.prepare import prepare
 from jaxscale.data.tokens.shards import Work, find_made, make_shard, plan
 from jaxscale.data.tokens.tokenizer import Tokenizer, load_tokenizer
-from jaxscale.storage import tiers
+from jaxscale.storage import local_tier
 from jaxscale.storage.object_store import ObjectStore
 
 BYTES = load_tokenizer("bytes")
@@ -440,7 +440,7 @@ def test_a_run_at_an_address_copies_shards_and_compares_them(
     store = fsspec.filesystem("memory")
     store.put(str(folder), "/bucket/out", recursive=True)
     monkeypatch.setenv("JAXSCALE_LOCAL_TIER", str(tmp_path / "tiers"))
-    directory = tiers.local_tier("memory://bucket/run") / "tokens"
+    directory = local_tier.local_tier("memory://bucket/run") / "tokens"
     local = open_corpus([str(folder)], BYTES)
     try:
         with pytest.raises(ValueError, match="is not the tokenizer of memory://bucket/out, which"):
@@ -481,7 +481,7 @@ def test_shards_without_room_are_read_in_part(folder, tmp_path, monkeypatch, cap
     store.put(str(folder), "/bucket/out", recursive=True)
     monkeypatch.setenv("JAXSCALE_LOCAL_TIER", str(tmp_path / "tiers"))
     monkeypatch.setattr(copied, "MOST_OF_FREE", 1e-15)
-    directory = tiers.local_tier("memory://bucket/run") / "tokens"
+    directory = local_tier.local_tier("memory://bucket/run") / "tokens"
     try:
         corpus = open_corpus(["memory://bucket/out"], BYTES, directory)
         np.testing.assert_array_equal(corpus.tokens, open_corpus([str(folder)], BYTES).tokens)

@@ -2,10 +2,7 @@
 
 A run whose --workdir is an address works in a folder of this machine, its local tier, which knows
 the address. What is written there is put at the address later (`run.mirror`); here is what lies
-there, under which names, and how it comes back.
-
-A checkpoint at an address is the objects of its folder. Its description, which lists all others
-with their sizes, is put last and removed first: without it there is no checkpoint.
+there, under which names, and how it comes back; but for checkpoints (`checkpoints.remote`).
 """
 
 import contextlib
@@ -22,8 +19,8 @@ from typing import Any
 
 from jaxscale.formatting import human_bytes
 from jaxscale.storage import durable
-from jaxscale.storage.description import read_description, safe_name
 from jaxscale.storage.object_store import ObjectStore, StoreError, open_store
+from jaxscale.storage.untrusted import safe_name
 
 log = logging.getLogger("jaxscale")
 
@@ -45,13 +42,6 @@ LEASE = "lease.json"
 CHECKPOINTS = "checkpoints"
 MARKER = "description/metadata"
 """The file of a checkpoint that describes the others."""
-
-FROZEN = "frozen"
-"""The folder of a checkpoint for arrays that training leaves as they are: of the checkpoints in one
-folder, its files may be links to the same."""
-
-FETCHED = ".fetched"
-"""The file of a checkpoint here that came from the address, and can do so again."""
 
 LAST_SAVED = "last_saved"
 """The file with the newest step that was saved; at an address, that was put there."""
@@ -201,109 +191,6 @@ def stored_steps(store: ObjectStore) -> list[int]:
 def _steps(names: Mapping[str, Any]) -> list[int]:
     found = (re.fullmatch(rf"{CHECKPOINTS}/(\d+)/{MARKER}", name) for name in names)
     return sorted(int(match[1]) for match in found if match)
-
-
-def send_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> int:
-    """Puts a checkpoint, its description last; returns the bytes that were sent. A file that it
-    shares with a checkpoint which is there already is copied inside the store.
-
-    Args:
-      folder: of the checkpoints here.
-
-    Raises:
-      StoreError: it is not there as a whole; nobody takes what is there for a checkpoint.
-    """
-    prefix, place = f"{CHECKPOINTS}/{step}", folder / str(step)
-    paths = [path for path in place.rglob("*") if path.is_file() and path.name != FETCHED]
-    files = {f"{prefix}/{path.relative_to(place).as_posix()}": path for path in paths}
-    sizes = {name: path.stat().st_size for name, path in files.items()}
-    marker = {f"{prefix}/{MARKER}": files.pop(f"{prefix}/{MARKER}")}
-    copies = _stored_twins(store, folder, step)
-    for name, twin in copies.items():
-        store.copy(twin, name)
-    store.upload({name: path for name, path in files.items() if name not in copies})
-    there = store.sizes(prefix)
-    for name in files:
-        if there.get(name) != sizes[name]:
-            raise StoreError(
-                f"{store.address}/{name}: {there.get(name, 0)} bytes arrived of {sizes[name]}"
-            )
-    store.upload(marker)
-    return sum(size for name, size in sizes.items() if name not in copies)
-
-
-def _stored_twins(store: ObjectStore, folder: pathlib.Path, step: int) -> dict[str, str]:
-    """Objects of a checkpoint that is still to be put in a store: the same object of another that
-    is there, where here both are links to one file."""
-    twins: dict[str, str] = {}
-    frozen = [path for path in (folder / str(step) / FROZEN).rglob("*") if path.is_file()]
-    others = stored_steps(store) if frozen else []
-    for other in others:
-        sizes = store.sizes(f"{CHECKPOINTS}/{other}")
-        for path in frozen:
-            name = path.relative_to(folder / str(step)).as_posix()
-            stored, twin = f"{CHECKPOINTS}/{other}/{name}", folder / str(other) / name
-            shared = twin.is_file() and twin.samefile(path)
-            if shared and sizes.get(stored) == path.stat().st_size:
-                twins[f"{CHECKPOINTS}/{step}/{name}"] = stored
-    return twins
-
-
-def fetch_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> pathlib.Path:
-    """Brings a checkpoint into a folder under another name, which is returned.
-
-    Raises:
-      ValueError: what is in the store is damaged; says why in a few words.
-      StoreError: the store cannot be read, or there is no room here.
-    """
-    prefix, path = f"{CHECKPOINTS}/{step}", folder / f"{step}.unfinished"
-    data = store.read(f"{prefix}/{MARKER}")
-    files = read_description(data or b"")["files"]
-    sizes = store.sizes(prefix)
-    for name, (size, _) in files.items():
-        if sizes.get(f"{prefix}/{name}") != size:
-            raise ValueError(f"{name} has {sizes.get(f'{prefix}/{name}', 0)} bytes, not {size}")
-    folder.mkdir(parents=True, exist_ok=True)
-    needs = sum(size for size, _ in files.values())
-    check_free(folder, needs, f"checkpoint {step}")
-    shutil.rmtree(path, ignore_errors=True)
-    store.download({f"{prefix}/{name}": path / name for name in files}, needs)
-    if changed := durable.changed_file(path, files):
-        raise ValueError(changed.removeprefix(f"{path}/"))
-    (path / MARKER).parent.mkdir(exist_ok=True)
-    (path / MARKER).write_bytes(data or b"")
-    (path / FETCHED).touch()
-    durable.sync_tree(path)
-    return path
-
-
-def remove_checkpoint(store: ObjectStore, step: int) -> None:
-    """Removes a checkpoint, or what an interrupted upload left of one."""
-    names = store.sizes(f"{CHECKPOINTS}/{step}")
-    marker = f"{CHECKPOINTS}/{step}/{MARKER}"
-    if marker in names:
-        store.remove([marker])
-    store.remove(name for name in names if name != marker)
-
-
-def set_aside_stored(store: ObjectStore, step: int) -> str:
-    """Gives a damaged checkpoint another name, which is returned; it is one no more."""
-    names, number = store.sizes(CHECKPOINTS), 1
-    while any(name.startswith(f"{CHECKPOINTS}/{step}.damaged{number}/") for name in names):
-        number += 1
-    prefix, target = f"{CHECKPOINTS}/{step}/", f"{CHECKPOINTS}/{step}.damaged{number}/"
-    for name in names:
-        if name.startswith(prefix):
-            store.copy(name, target + name.removeprefix(prefix))
-    remove_checkpoint(store, step)
-    return f"{store.address}/{target.rstrip('/')}"
-
-
-def unfinished_steps(store: ObjectStore) -> list[int]:
-    """The steps of which an interrupted upload, or removal, left a part."""
-    names = store.sizes(CHECKPOINTS)
-    parts = {name.split("/")[1] for name in names}
-    return sorted({int(part) for part in parts if part.isdecimal()} - set(_steps(names)))
 
 
 def check_free(folder: pathlib.Path, num_bytes: float, what: str) -> None:

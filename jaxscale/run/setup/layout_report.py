@@ -1,21 +1,17 @@
 """A layout as text (`--describe`): where every parameter is, and the memory a step needs."""
 
 import dataclasses
-import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxscale.choices import check_kind
-from jaxscale.config.layout import REMATS, Layout, RematPolicy, parse_remat
+from jaxscale.config.layout import REMATS, Layout, parse_remat
 from jaxscale.config.model import ModelConfig, ModelSettings
 from jaxscale.formatting import human_bytes, table
 from jaxscale.model_families.shipped import find_family
-from jaxscale.models.decoder import plain_kernels
-from jaxscale.ops.attention.attention import attention
 from jaxscale.pipeline import summary
 from jaxscale.pipeline.layer_placement import stack_of
 from jaxscale.pipeline.simulator import simulate
@@ -25,14 +21,20 @@ from jaxscale.planner.memory.step import is_predicted, step_memory
 from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.search.trainable_model import check_parameters
-from jaxscale.sharding.resolve import is_axes, layer_rules, leaf_name, resolve
-from jaxscale.sharding.rules import Axes, Rules
+from jaxscale.run.setup.layout_bytes import (
+    buffer_bytes,
+    gradient_bytes,
+    leaf_bytes,
+    traced_memory,
+    tree_bytes,
+)
+from jaxscale.sharding.resolve import is_axes, layer_rules, leaf_name
+from jaxscale.sharding.rules import Axes
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.accumulation import quantises_once
 from jaxscale.training.engine import ENGINE_ADVICE, Engine, find_model
-from jaxscale.training.flops import counted_kernels, example, forward_cost, step_flops
+from jaxscale.training.flops import counted_kernels, step_flops
 from jaxscale.training.remat import rematerialised_attention
-from jaxscale.training.state_placement import state_bytes
 
 LARGE_BYTES = 1 << 20
 """A replicated parameter of at least this size gets a warning."""
@@ -124,7 +126,7 @@ def _pipeline(engine: Engine) -> list[str]:
     """The schedule of a rank, and the buffers that it holds between ticks."""
     if engine.stages is None:
         return []
-    zero, buffers = engine.zero, _buffers(engine)
+    zero, buffers = engine.zero, buffer_bytes(engine)
     outer = {name: engine.abstract_state.params[name] for name in ("embed", "head")}
     axes = {name: zero.axes[name] for name in outer}
     whole = {**zero.replicated_rules, "outer_embed": zero.replicated_rules["embed"]}
@@ -151,7 +153,7 @@ def _padding(engine: Engine) -> int:
     def absent(path: tuple, leaf: Any, names: Axes) -> float:
         if "layers" not in names:
             return 0.0
-        return empty[stack_of(path, empty)] * _bytes(leaf, names, zero.state_rules, zero.sizes)
+        return empty[stack_of(path, empty)] * leaf_bytes(leaf, names, zero.state_rules, zero.sizes)
 
     trees = ((tree.params, tree.opt_state) for tree in (state, axes))
     return round(sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(absent, *trees))))
@@ -160,11 +162,6 @@ def _padding(engine: Engine) -> int:
 def _reduced_in(engine: Engine) -> str:
     dtype = engine.zero.reduction_dtype
     return "" if dtype == engine.zero.accumulation_dtype else f" (summed over ranks in {dtype})"
-
-
-def _buffers(engine: Engine) -> dict[str, int]:
-    """Bytes of what a rank of a pipeline holds between ticks, by name."""
-    return {name: _size(tree) for name, tree in engine.pipeline_buffers().items()}
 
 
 def _stages(engine: Engine) -> str:
@@ -177,7 +174,7 @@ def _stages(engine: Engine) -> str:
         at_rest = zero.state_rules
         params = tree_bytes(state.params, axes.params, at_rest, zero.sizes)
         rules = zero.accumulator_rules(single_visit=engine.layout.single_visit)
-        grads = _gradient_bytes(engine, rules)
+        grads = gradient_bytes(engine, rules)
         moments = tree_bytes(state.opt_state, axes.opt_state, at_rest, zero.sizes)
         kept = _kept_weights(engine, zero)
         chosen = " *" if stage == engine.zero.stage else ""
@@ -219,14 +216,6 @@ def _parameter_counts(engine: Engine) -> str:
     return f"{count:,}" + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _gradient_bytes(engine: Engine, rules: Rules) -> int:
-    """Bytes on a device of the gradients of all parameters but frozen ones."""
-    zero, params, axes = engine.zero, engine.abstract_state.params, engine.state_axes.params
-    width = zero.accumulation_dtype.itemsize
-    each = jax.tree.map(lambda x, names: _bytes(x, names, rules, zero.sizes, width), params, axes)
-    return sum(zero.trained(each, zero.frozen))
-
-
 def _peak(engine: Engine) -> str:
     if not is_predicted(engine.config):
         between, inside = traced_memory(engine)
@@ -241,34 +230,6 @@ def _peak(engine: Engine) -> str:
         f"{human_bytes(needs.peak)} on each device: {human_bytes(needs.arguments)} between steps, "
         f"{human_bytes(needs.temporaries)} in a step"
     )
-
-
-def traced_memory(engine: Engine) -> tuple[int, int]:
-    """Bytes on a device: of the state, and of what a step adds to it, roughly.
-
-    Those are gradients, and what a pass saves for its backward pass: the buffers of a pipeline's
-    executor, else the residuals of the layers, all of which tensor is taken to divide.
-    """
-    zero, layout, config = engine.zero, engine.layout, engine.config
-    between = state_bytes(engine.abstract_state)
-    rules = zero.accumulator_rules(single_visit=layout.single_visit)
-    grads = _gradient_bytes(engine, rules)
-    if engine.stages:
-        return between, grads + sum(_buffers(engine).values())
-    # Of one device, with attention that does not save its scores, as every kernel's.
-    attend = functools.partial(attention, implementation="blockwise")
-    kernels = dataclasses.replace(plain_kernels(), attend=attend)
-    kernels = rematerialised_attention(kernels, layout.remat_policy)
-    model = find_model(config.model)(config.model, kernels)
-    one, policy = example(config, model), layout.remat_policy
-    saved = forward_cost(model, one, policy).saved_bytes
-    if policy.kind != "none":  # a layer at work has what it recomputes, too
-        everything = forward_cost(model, one, RematPolicy("none", ())).saved_bytes
-        saved += (everything - saved) / sum(stack.num_layers for stack in model.stacks)
-    passes = 1 if layout.accumulation == "layered" else layout.microbatches
-    ranks = layout.batch_shards * layout.context * layout.tensor
-    examples = config.data.global_batch_size / (ranks * passes)
-    return between, grads + round(saved * examples)
 
 
 def _remats(engine: Engine) -> list[str]:
@@ -288,14 +249,8 @@ def _remats(engine: Engine) -> list[str]:
         model = find_model(config.model)(config.model, kernels)
         flops = step_flops(dataclasses.replace(config, layout=changed), model)
         more = flops.hardware / flops.model
-        rows.append(
-            (
-                f"{remat}{chosen}",
-                human_bytes(needs.stash),
-                human_bytes(needs.peak),
-                f"+{more - 1:.0%}",
-            )
-        )
+        held, peak = human_bytes(needs.stash), human_bytes(needs.peak)
+        rows.append((f"{remat}{chosen}", held, peak, f"+{more - 1:.0%}"))
     return ["layout.remat on each device\n" + table(rows)]
 
 
@@ -324,14 +279,8 @@ def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
         needs, slower = _predict(engine, remat=remat), ""
         if parse_remat(remat).kept_passes is not None:
             slower = f"+{seconds(open_with(remat)) / shortest - 1:.0%}"
-        rows.append(
-            (
-                remat + " *" * (remat == layout.remat),
-                human_bytes(needs.stash),
-                human_bytes(needs.peak),
-                slower,
-            )
-        )
+        held, peak = human_bytes(needs.stash), human_bytes(needs.peak)
+        rows.append((remat + " *" * (remat == layout.remat), held, peak, slower))
     return ["layout.remat on each device\n" + table(rows)]
 
 
@@ -361,15 +310,9 @@ def _parameters(engine: Engine) -> str:
     for name, axes, leaf in _leaves(engine):
         spec = leaf.sharding.spec
         mesh_axes = ", ".join("+".join(e) if isinstance(e, tuple) else e or "-" for e in spec)
-        rows.append(
-            (
-                name,
-                ", ".join(axes),
-                mesh_axes,
-                " x ".join(map(str, leaf.shape)),
-                human_bytes(_bytes(leaf, axes, engine.zero.state_rules, engine.zero.sizes)),
-            )
-        )
+        shape = " x ".join(map(str, leaf.shape))
+        size = human_bytes(leaf_bytes(leaf, axes, engine.zero.state_rules, engine.zero.sizes))
+        rows.append((name, ", ".join(axes), mesh_axes, shape, size))
     return table(rows)
 
 
@@ -417,31 +360,7 @@ def _replicated(engine: Engine) -> list[str]:
     ]
 
 
-def _size(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def _leaves(engine: Engine) -> list[tuple[str, Axes, Any]]:
     axes = jax.tree.leaves(engine.state_axes.params, is_leaf=is_axes)
     leaves = jax.tree_util.tree_leaves_with_path(engine.abstract_state.params)
     return [(leaf_name(path), a, leaf) for a, (path, leaf) in zip(axes, leaves)]
-
-
-def tree_bytes(
-    abstract: Any, axes: Any, rules: Rules, sizes: Mapping[str, int], width: int | None = None
-) -> int:
-    """Bytes on one device of a tree of arrays; `width` replaces the bytes of an element."""
-    each = jax.tree.map(lambda leaf, axes: _bytes(leaf, axes, rules, sizes, width), abstract, axes)
-    return sum(jax.tree.leaves(each))
-
-
-def _bytes(
-    leaf: Any, axes: Axes, rules: Rules, sizes: Mapping[str, int], width: int | None = None
-) -> int:
-    shards = math.prod(
-        sizes[name]
-        for entry in resolve(axes, rules, sizes)
-        for name in (entry if isinstance(entry, tuple) else (entry,))
-        if name
-    )
-    return leaf.size * (width or leaf.dtype.itemsize) // shards

@@ -10,7 +10,7 @@ from jaxscale.config import from_dict, load
 from jaxscale.formatting import human_bytes
 from jaxscale.planner.memory.at_rest import COUNT_BYTES, batch_bytes
 from jaxscale.planner.memory.step import step_memory
-from jaxscale.run.layout_report import describe_layout, traced_memory
+from jaxscale.run.setup.layout_report import describe_layout, traced_memory
 from jaxscale.run.setup.memory_check import check_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine

@@ -5,85 +5,28 @@ import functools
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from jaxscale import config as configs
-from jaxscale.checkpoints.both_tiers import (
-    all_steps,
-    fetch_everywhere,
-    make_intact,
-    set_aside_everywhere,
-    steps_at_address,
-)
-from jaxscale.checkpoints.checkpoint import Checkpoints, read_everywhere
 from jaxscale.checkpoints.differences import describe_difference
-from jaxscale.checkpoints.folder import DamagedError
+from jaxscale.checkpoints.errors import DamagedError
+from jaxscale.checkpoints.restore import check_fits, restore
+from jaxscale.checkpoints.tiers import Checkpoints, Found
 from jaxscale.config import Config
 from jaxscale.config.model import ModelConfig
 from jaxscale.config.optimizer import OptimizerConfig
 from jaxscale.data.dataset import Examples
-from jaxscale.data.skipped_ranges import pass_over, with_ranges
+from jaxscale.data.skipped_ranges import with_ranges
 from jaxscale.data.tokens.stop_ids import with_stop_ids
-from jaxscale.distributed import phases, processes
 from jaxscale.run.initial_weights import may_differ
-from jaxscale.run.saves import wait_for_write
-from jaxscale.run.setup.restore import metadata_of
 from jaxscale.run.setup.text import Text
 from jaxscale.training.engine import Engine
 from jaxscale.training.learning_rate import rate_change
 from jaxscale.training.step import TrainState, init_guard
 
 log = logging.getLogger("jaxscale")
-
-
-@dataclass(frozen=True)
-class Found:
-    """The newest checkpoint that looks intact; those above it do not."""
-
-    step: int  # 0: none
-    metadata: dict[str, Any] = field(default_factory=dict)
-    damaged: dict[int, str] = field(default_factory=dict)  # newer steps, and why
-
-
-def find_newest(checkpoints: Checkpoints, *, refuse_damaged: bool = False) -> Found:
-    """The newest checkpoint whose files are there and whose description is intact. Its arrays are
-    checked when they are read. One that is intact only at the run's address is brought here.
-
-    Raises:
-      DamagedError: there are checkpoints and none is intact; or with `refuse_damaged`, the newest
-        one is not.
-    """
-    found = processes.from_first("newest checkpoint", _search(checkpoints, refuse_damaged))
-    if isinstance(found[0], str):
-        raise DamagedError(*found)
-    step, damaged = found
-    metadata = metadata_of(checkpoints, step) if step else {}
-    return Found(step, metadata, {int(number): why for number, why in damaged.items()})
-
-
-def _search(checkpoints: Checkpoints, refuse_damaged: bool) -> list[Any]:
-    """The step and the damaged ones above it; or the message and reason of a refusal."""
-    if jax.process_index() != 0:
-        return []
-    damaged, first = {}, None
-    if not steps_at_address(checkpoints):
-        checkpoints.latest()  # refuses a folder that was lost
-    for step in reversed(all_steps(checkpoints)):
-        try:
-            if refuse_damaged and step in checkpoints.steps():
-                checkpoints.metadata(step)
-            make_intact(checkpoints, step)
-        except DamagedError as error:
-            first = first or [str(error), error.reason]
-            if refuse_damaged:
-                break
-            damaged[str(step)] = error.reason
-        else:
-            return [step, damaged]
-    return first or [0, {}]
 
 
 def resume(
@@ -102,22 +45,13 @@ def resume(
       ValueError: the checkpoint is of another run; or none is intact.
       DamagedError: with `refuse_damaged`, when one is.
     """
-    resolved, damaged, first = configs.to_dict(config), dict(found.damaged), None
-    for step in reversed(_steps_to(found.step, checkpoints)):
-        try:
-            metadata, state = _read(checkpoints, step, engine, resolved, refuse_damaged)
-            break
-        except DamagedError as error:
-            if refuse_damaged:
-                raise
-            first, damaged[step] = first or error, error.reason
-    else:
-        assert first, "`found` is a checkpoint"
-        raise first
+    resolved = configs.to_dict(config)
+    found, state = _read(checkpoints, found, engine, resolved, refuse_damaged)
+    step, metadata = found.step, found.metadata
     state = engine.placement.from_canonical(state, donate=True)
     _check_examples(step, metadata, text.train)
     train = with_ranges(text.train, metadata["data"].get("passed_over", ()))
-    set_aside(checkpoints, damaged, step)
+    checkpoints.set_aside(found.damaged, step)
     log.info(f"resuming at step {step} of {config.run.steps}")
     for line in describe_difference(metadata["config"], resolved):
         log.info(f"  changed since: {line}")
@@ -200,7 +134,7 @@ def check_same_state(
         )
     wanted, without = _wanted(checkpoints, found.step, engine)
     resolved = configs.to_dict(config)
-    checkpoints.check_fits(found.step, wanted, config=resolved, without=without)
+    check_fits(checkpoints, found.step, wanted, config=resolved, without=without)
 
 
 def _rule(own: bool, config: dict[str, dict]) -> str:
@@ -208,60 +142,56 @@ def _rule(own: bool, config: dict[str, dict]) -> str:
     return "an optimizer of its own, given in Python" if own else f"optimizer.name = {name!r}"
 
 
-def _steps_to(last: int, checkpoints: Checkpoints) -> list[int]:
-    """The steps up to `last` with a checkpoint in either tier; the same in every process."""
-    steps = all_steps(checkpoints) if jax.process_index() == 0 else []
-    return [s for s in processes.from_first("steps of checkpoints", steps) if s <= last]
-
-
 def _read(
+    checkpoints: Checkpoints,
+    found: Found,
+    engine: Engine,
+    resolved: dict[str, Any],
+    refuse_damaged: bool,
+) -> tuple[Found, TrainState]:
+    """The newest checkpoint whose arrays are intact, too, in either tier, and its state.
+
+    Raises:
+      DamagedError: none is; or with `refuse_damaged`, the newest one here is not.
+    """
+    damaged, first = dict(found.damaged), None
+    while found.step:
+        try:
+            state = _restore(checkpoints, found.step, engine, resolved, refuse_damaged)
+            return dataclasses.replace(found, damaged=damaged), state
+        except DamagedError as error:  # in all processes
+            if refuse_damaged:
+                raise
+            first, damaged[found.step] = first or error, error.reason
+        try:
+            found = checkpoints.newest_intact(found.step)
+        except DamagedError:
+            break
+        damaged |= found.damaged
+    assert first, "`found` is a checkpoint"
+    raise first
+
+
+def _restore(
     checkpoints: Checkpoints,
     step: int,
     engine: Engine,
     resolved: dict[str, Any],
     refuse_damaged: bool,
-) -> tuple[dict[str, Any], TrainState]:
-    """The metadata and the state of a checkpoint, from the run's address where they are damaged
-    here.
-
-    Raises:
-      DamagedError: neither is intact; or with `refuse_damaged`, the one here is not.
-    """
-    problem = _problem(checkpoints, step) if jax.process_index() == 0 else None
-    if problem := processes.from_first("checkpoint", problem):
-        raise DamagedError(*problem)
-
-    def read() -> tuple[dict[str, Any], TrainState]:
-        own = functools.partial(metadata_of, checkpoints, step)
-        metadata = read_everywhere("metadata of a checkpoint", own)
-        return metadata, _restore(checkpoints, step, engine, resolved)
-
-    try:
-        return read()
-    except DamagedError as error:  # in all processes
-        if refuse_damaged:
-            raise
-        fetch_everywhere(checkpoints, step, error)
-        return read()
-
-
-def _problem(checkpoints: Checkpoints, step: int) -> list[str] | None:
-    """The message and reason of a checkpoint that is not intact in either tier."""
-    try:
-        make_intact(checkpoints, step)
-    except DamagedError as error:
-        return [str(error), error.reason]
-    return None
-
-
-def _restore(
-    checkpoints: Checkpoints, step: int, engine: Engine, resolved: dict[str, Any]
 ) -> TrainState:
-    """A state in canonical form. What bad steps are judged by begins anew where the checkpoint has
-    none, and is left out where the run needs none."""
+    """A state in canonical form, from the run's address where it is damaged here. What bad steps
+    are judged by begins anew where the checkpoint has none, and is left out where the run needs
+    none."""
     guard = engine.placement.canonical.guard
     wanted, without = _wanted(checkpoints, step, engine)
-    state = checkpoints.restore(step, wanted, config=resolved, without=without)
+    read = functools.partial(restore, checkpoints, step, wanted, config=resolved, without=without)
+    try:
+        state = read()
+    except DamagedError as error:
+        if refuse_damaged:
+            raise
+        checkpoints.replace(step, error)
+        state = read()
     if guard is None or wanted.guard is not None:
         return state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, guard)
@@ -273,53 +203,7 @@ def _wanted(checkpoints: Checkpoints, step: int, engine: Engine) -> tuple[TrainS
     wanted = engine.placement.canonical
     if wanted.guard is None:
         return wanted, "guard"
-    return wanted if "guard" in checkpoints.parts(step) else wanted._replace(guard=None), ""
-
-
-def rewind(
-    bad: FloatingPointError,
-    steps: range,
-    config: Config,
-    engine: Engine,
-    checkpoints: Checkpoints,
-    text: Text,
-) -> tuple[int, TrainState, Text]:
-    """Returns to the newest checkpoint, past the examples of the bad steps after it. Those of bad
-    steps before it, which updated nothing either, are behind it in the order already.
-
-    Args:
-      bad: what was wrong with them; raised where there is no checkpoint.
-      steps: the bad ones.
-    """
-    wait_for_write(checkpoints, steps[-1])
-    phases.enter_phase("reading the checkpoint", steps[-1])
-    step = processes.from_first("newest checkpoint", checkpoints.latest() or 0)
-    if not step:
-        raise FloatingPointError(f"{bad}, and there is no checkpoint to return to") from bad
-    found = Found(step, metadata_of(checkpoints, step))
-    begin, state, _ = resume(found, config, engine, checkpoints, text)
-    size = config.data.global_batch_size
-    first, last = max(steps.start - 1, begin) * size, (steps.stop - 1) * size
-    log.warning(
-        f"warning: {bad}: back at step {begin}; the examples {first} to {last - 1} are passed over"
-    )
-    return begin, state, dataclasses.replace(text, train=pass_over(text.train, first, last))
-
-
-def set_aside(checkpoints: Checkpoints, damaged: dict[int, str], step: int) -> None:
-    """Renames damaged checkpoints, with a line for each.
-
-    Args:
-      damaged: their steps, and why.
-      step: where the run resumes.
-    """
-    for number, why in sorted(damaged.items()):
-        if jax.process_index() == 0:
-            path = set_aside_everywhere(checkpoints, number)
-            log.warning(
-                f"warning: checkpoint {number} is damaged ({why}) and is now {path}; the newest "
-                f"intact one is {step}"
-            )
+    return wanted if checkpoints.arrays(step, "guard") else wanted._replace(guard=None), ""
 
 
 def _check_examples(step: int, metadata: dict[str, Any], train: Examples) -> None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from jaxscale import config as configs
 from jaxscale import run_folder
+from jaxscale.checkpoints.description import check_metadata, read_description, write_description
 from jaxscale.checkpoints.differences import array_differences, describe_difference
 from jaxscale.data.skipped_ranges import with_ranges
 from jaxscale.storage import durable
-from jaxscale.storage.description import check_metadata, read_description, write_description
 from jaxscale.training.learning_rate import rate_change, with_schedule
 
 CONFIG = configs.load("configs/tiny.py")

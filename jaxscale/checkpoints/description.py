@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.storage import durable
-from jaxscale.storage.untrusted import parse_json
+from jaxscale.storage.untrusted import parse_json, safe_name
 
 FORMAT = 1
+
+FROZEN = "frozen"
+"""The folder of a checkpoint for arrays that training leaves as they are: of the checkpoints in one
+folder, its files may be links to the same."""
 
 
 def write_description(values: Mapping[str, Any]) -> str:
@@ -58,18 +62,6 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
         and _are_counts(data.get("stop_ids", ()))
     ):
         raise ValueError("its description has no proper 'data'")
-
-
-def safe_name(name: str) -> str:
-    """The name of an object, which is to be a path inside a folder.
-
-    Raises:
-      ValueError: it leads out of the folder.
-    """
-    parts = name.split("/")
-    if {"", ".", ".."} & set(parts) or {"\\", "\0"} & set(name):
-        raise ValueError(f"{name!r} is not the name of a file in a run's folder")
-    return name
 
 
 def _is_count(value: Any) -> bool:

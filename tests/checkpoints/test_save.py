@@ -4,6 +4,7 @@ import errno
 import gc
 import itertools
 import json
+import logging
 import math
 import os
 import pathlib
@@ -28,10 +29,12 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.checkpoints import array_sums, checkpoint
+from jaxscale.checkpoints import array_sums, errors, save, tiers
 from jaxscale.checkpoints import folder as checkpoint_folder
-from jaxscale.checkpoints.checkpoint import Checkpoints
 from jaxscale.checkpoints.differences import describe_difference
+from jaxscale.checkpoints.restore import restore
+from jaxscale.checkpoints.retention import Retention
+from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.storage import durable
 
 METADATA = {"config": {"model": {"d_model": 16, "axes": ("a", "b")}}, "data": {"examples": 96}}
@@ -92,12 +95,19 @@ def assert_same_bits(got: Any, expected: Any) -> None:
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., Checkpoints]]:
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What is logged."""
+    caplog.set_level(logging.INFO, "jaxscale")
+    return lambda: caplog.messages
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., CheckpointWriter]]:
     """Opens checkpoints that are closed at the end of the test."""
     everything = []
 
-    def open_checkpoints(*args: Any, **settings: Any) -> Checkpoints:
-        everything.append(Checkpoints(*args, **settings))
+    def open_checkpoints(*args: Any, **settings: Any) -> CheckpointWriter:
+        everything.append(CheckpointWriter(*args, **settings))
         return everything[-1]
 
     yield open_checkpoints
@@ -109,7 +119,7 @@ def opened() -> Iterator[Callable[..., Checkpoints]]:
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Steps 3 and 6, complete."""
     folder = tmp_path_factory.mktemp("two_steps")
-    checkpoints = Checkpoints(folder)
+    checkpoints = CheckpointWriter(folder)
     for step in (3, 6):
         checkpoints.save(step, make_state(step), METADATA)
     checkpoints.close()
@@ -117,7 +127,7 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture
-def saved(two_steps: pathlib.Path, tmp_path: pathlib.Path, opened: Callable) -> Checkpoints:
+def saved(two_steps: pathlib.Path, tmp_path: pathlib.Path, opened: Callable) -> CheckpointWriter:
     """A copy of them for one test."""
     shutil.copytree(two_steps, tmp_path, dirs_exist_ok=True)
     return opened(tmp_path)
@@ -134,7 +144,7 @@ def test_any_layout_reads_any_layout(
     checkpoints.wait()
     for end in LAYOUTS:
         wanted = abstract(state, end)
-        restored = checkpoints.restore(1, wanted)
+        restored = restore(checkpoints, 1, wanted)
         assert_same_bits(restored, state)
         for leaf, want in zip(jax.tree.leaves(restored), jax.tree.leaves(wanted), strict=True):
             assert leaf.sharding == want.sharding
@@ -157,7 +167,7 @@ def test_small_arrays_are_written_whole_and_large_ones_by_all_who_have_them(
     checkpoints.save(1, jax.device_put(state, shardings(state, (2, 1))), {})
     checkpoints.wait()
     assert sorted(cut) == [((16,), 0, 8), ((16,), 8, 16)]
-    assert_same_bits(checkpoints.restore(1, abstract(state)), state)
+    assert_same_bits(restore(checkpoints, 1, abstract(state)), state)
 
 
 def test_state_may_be_donated_at_once(tmp_path: pathlib.Path, opened: Callable) -> None:
@@ -174,37 +184,37 @@ def test_state_may_be_donated_at_once(tmp_path: pathlib.Path, opened: Callable) 
         jax.block_until_ready(state)
     checkpoints.wait()
     for step in (1, 2, 3):
-        restored = checkpoints.restore(step, abstract({"embed": values}))
+        restored = restore(checkpoints, step, abstract({"embed": values}))
         np.testing.assert_array_equal(restored["embed"], values + step)
 
 
-def test_saved_is_reported_only_when_it_is(tmp_path: pathlib.Path) -> None:
-    seen = []
-    checkpoints = Checkpoints(
-        tmp_path, report=lambda line: seen.append((line.split(" in ")[0], checkpoints.steps()))
-    )
+def test_saved_is_reported_only_when_it_is(
+    tmp_path: pathlib.Path, opened: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, checkpoints = [], opened(tmp_path)
+    note = lambda line: seen.append((line.split(" in ")[0], checkpoints.steps()))  # noqa: E731
+    monkeypatch.setattr(save.log, "info", note)
     assert checkpoints.latest() is None
     for step in (1, 2):
         checkpoints.save(step, make_state(), {})
-    checkpoints.close()
+    checkpoints.wait()
     assert seen == [("checkpoint 1 saved", [1]), ("checkpoint 2 saved", [1, 2])]
 
 
-def test_nothing_but_the_report_is_printed(
-    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture
+def test_nothing_but_a_line_of_the_log_is_printed(
+    tmp_path: pathlib.Path, opened: Callable, lines: Callable, capfd: pytest.CaptureFixture
 ) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = opened(tmp_path)
     checkpoints.save(1, make_state(), {})
-    checkpoints.close()
-    checkpoints.restore(1, abstract(make_state()))
-    out, err = capfd.readouterr()
-    assert out.startswith("checkpoint 1 saved in 0.")
-    assert out.count("\n") == 1
-    assert err == ""
+    checkpoints.wait()
+    restore(checkpoints, 1, abstract(make_state()))
+    (line,) = lines()
+    assert line.startswith("checkpoint 1 saved in 0.")
+    assert capfd.readouterr() == ("", "")
 
 
-def test_metadata_comes_back(saved: Checkpoints) -> None:
-    assert saved.metadata(6) == {
+def test_metadata_comes_back(saved: CheckpointWriter) -> None:
+    assert saved.description(6)["metadata"] == {
         "config": {"model": {"d_model": 16, "axes": ["a", "b"]}},
         "data": {"examples": 96},
     }
@@ -214,37 +224,37 @@ def test_metadata_comes_back_as_json_has_it(tmp_path: pathlib.Path, opened: Call
     checkpoints = opened(tmp_path)
     checkpoints.save(1, {"a": jnp.ones(2)}, {"data": {2: (0.1, None), 10: 2**60}})
     checkpoints.wait()
-    assert checkpoints.metadata(1) == {"data": {"2": [0.1, None], "10": 2**60}}
+    metadata = checkpoints.description(1)["metadata"]
+    assert metadata == {"data": {"2": [0.1, None], "10": 2**60}}
 
 
-def test_part_of_a_checkpoint(saved: Checkpoints) -> None:
+def test_part_of_a_checkpoint(saved: CheckpointWriter) -> None:
     wanted = {"params": abstract(make_state(), (2, 2))["params"]}
-    restored = saved.restore(3, wanted, part=True)
+    restored = restore(saved, 3, wanted, part=True)
     assert_same_bits(restored, {"params": make_state(3)["params"]})
 
 
-def test_without_a_sharding_it_goes_to_the_default_device(saved: Checkpoints) -> None:
-    restored = saved.restore(6, jax.eval_shape(lambda: make_state(6)))
+def test_without_a_sharding_it_goes_to_the_default_device(saved: CheckpointWriter) -> None:
+    restored = restore(saved, 6, jax.eval_shape(lambda: make_state(6)))
     assert_same_bits(restored, make_state(6))
     assert {leaf.device for leaf in jax.tree.leaves(restored)} == {jax.devices()[0]}
 
 
 def test_last_and_every_are_kept(tmp_path: pathlib.Path, opened: Callable) -> None:
-    checkpoints = opened(tmp_path, keep_last=2, keep_every=5)
+    checkpoints = opened(tmp_path, Retention(2, every=5))
     for step in range(1, 13):
         checkpoints.save(step, {"a": jnp.ones(2)}, {})
     checkpoints.wait()
     assert checkpoints.steps() == [5, 10, 11, 12]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "11", "12", "5"]
     for step in checkpoints.steps():
-        checkpoints.restore(step, {"a": jax.ShapeDtypeStruct((2,), jnp.float64)})
+        restore(checkpoints, step, {"a": jax.ShapeDtypeStruct((2,), jnp.float64)})
 
 
 def test_failed_deletion_does_not_stop_a_run(
-    tmp_path: pathlib.Path, opened: Callable, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, opened: Callable, monkeypatch: pytest.MonkeyPatch, lines: Callable
 ) -> None:
-    lines = []
-    checkpoints = opened(tmp_path, keep_last=1, report=lines.append)
+    checkpoints = opened(tmp_path, Retention(1))
 
     def refuse(path: pathlib.Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:
@@ -255,7 +265,7 @@ def test_failed_deletion_does_not_stop_a_run(
         for step in (1, 2, 3):
             checkpoints.save(step, {"a": jnp.ones(2)}, {})
         checkpoints.wait()
-    assert "checkpoint 1 is old but could not be deleted: no" in lines
+    assert "checkpoint 1 is old but could not be deleted: no" in lines()
     assert checkpoints.steps() == [3]
     checkpoints.save(4, {"a": jnp.ones(2)}, {})
     checkpoints.wait()
@@ -284,10 +294,9 @@ def test_save_that_cannot_begin(tmp_path: pathlib.Path, opened: Callable) -> Non
     assert checkpoints.steps() == [2]
 
 
-def test_disk_full(tmp_path: pathlib.Path, opened: Callable) -> None:
+def test_disk_full(tmp_path: pathlib.Path, opened: Callable, lines: Callable) -> None:
     """The failure is reported with its true reason; then saving goes on."""
-    lines = []
-    checkpoints = opened(tmp_path, report=lines.append)
+    checkpoints = opened(tmp_path)
     state = {"a": jnp.asarray(np.random.default_rng(0).normal(size=100_000))}
     checkpoints.save(1, state, {})
     checkpoints.wait()
@@ -298,11 +307,11 @@ def test_disk_full(tmp_path: pathlib.Path, opened: Callable) -> None:
         checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert lines[1:] == [
+    assert lines()[1:] == [
         f"warning: saving checkpoint 2 in {tmp_path} failed (File too large); the newest one there "
         "is 1"
     ]
-    assert checkpoints.outcome() == lines[1].removeprefix("warning: ")
+    assert checkpoints.outcome() == lines()[1].removeprefix("warning: ")
     assert checkpoints.steps() == [1]
     checkpoints.save(3, state, {})
     checkpoints.wait()
@@ -323,7 +332,7 @@ def test_who_waits_hears_of_files_that_grow(
             waits.append(heard.wait(10))
             heard.clear()
 
-    monkeypatch.setattr(checkpoint, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(save, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(checkpoints, "_finish", grow)
     checkpoints.save(1, {"a": jnp.ones(2)}, {})
     checkpoints.wait(growing=heard.set)
@@ -331,7 +340,7 @@ def test_who_waits_hears_of_files_that_grow(
 
 
 def test_a_save_that_fails_with_the_whole_storage_is_no_success(
-    saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    saved: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither in the background nor at the next one, where the folder cannot even be listed."""
     stale = mock.Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
@@ -339,7 +348,7 @@ def test_a_save_that_fails_with_the_whole_storage_is_no_success(
     with monkeypatch.context() as patch:
 
         def leave(*_: object) -> None:
-            patch.setattr(checkpoint, "local_steps", stale)
+            patch.setattr(tiers, "local_steps", stale)
             stale()
 
         patch.setattr(checkpoint_folder, "_open_arrays", leave)
@@ -375,51 +384,50 @@ def test_a_checkpoint_whose_last_rename_is_not_on_disk_is_saved_again(
 
 
 def test_a_record_of_the_last_save_that_cannot_be_written_fails_no_save(
-    tmp_path: pathlib.Path, opened: Callable
+    tmp_path: pathlib.Path, opened: Callable, lines: Callable
 ) -> None:
-    lines = []
     marker = tmp_path / "last_saved"
     marker.mkdir()
-    checkpoints = opened(tmp_path / "all", newest_file=marker, report=lines.append)
+    checkpoints = opened(tmp_path / "all", newest_file=marker)
     checkpoints.save(5, {"a": jnp.ones(2)}, {})
     checkpoints.wait()
     assert (checkpoints.outcome(), checkpoints.steps()) == ("", [5])
-    assert lines[0] == (
+    assert lines()[0] == (
         f"warning: checkpoint 5 is saved, but {marker} is not written (Is a directory)"
     )
 
 
-def test_a_step_is_saved_once(saved: Checkpoints) -> None:
+def test_a_step_is_saved_once(saved: CheckpointWriter) -> None:
     with pytest.raises(ValueError, match="checkpoint 6 is already in"):
         saved.save(6, make_state(), {})
 
 
 @pytest.mark.parametrize("value", [np.float32(1), float("nan"), {1}])
-def test_metadata_must_be_json(saved: Checkpoints, value: object) -> None:
+def test_metadata_must_be_json(saved: CheckpointWriter, value: object) -> None:
     with pytest.raises(ValueError, match="metadata of checkpoint 7 is not JSON"):
         saved.save(7, make_state(), {"data": value})
     assert saved.latest() == 6
 
 
-def test_typed_keys_are_refused(saved: Checkpoints) -> None:
+def test_typed_keys_are_refused(saved: CheckpointWriter) -> None:
     with pytest.raises(ValueError, match=r"rng/0 is a typed random key.*key_data"):
         saved.save(7, {"rng": [jax.random.key(0)]}, {})
 
 
-@pytest.mark.parametrize("settings", [{"keep_last": 0}, {"keep_every": -1}])
-def test_retention_is_checked(settings: dict[str, int], tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("settings", [{"last": 0}, {"last": 1, "every": -1}])
+def test_retention_is_checked(settings: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"run\.keep_last = .* run\.keep_every = "):
-        Checkpoints(tmp_path, **settings)
+        Retention(**settings)
 
 
-def test_differences_are_listed(saved: Checkpoints) -> None:
+def test_differences_are_listed(saved: CheckpointWriter) -> None:
     wanted = abstract(make_state())
     params = wanted["params"]
     params["layers"] = jax.ShapeDtypeStruct((3, 8, 32), jnp.float32)
     params["bias_2"] = params.pop("bias")
     config = {"model": {"d_model": 32, "axes": ["a", "b"], "d_ff": 64}}
     with pytest.raises(ValueError, match="does not fit") as error:
-        saved.restore(6, wanted, config=config)
+        restore(saved, 6, wanted, config=config)
     assert str(error.value).splitlines() == [
         f"checkpoint 6 in {saved.directory} does not fit this run; 3 arrays differ:",
         "  params/bias: only in the checkpoint",
@@ -432,10 +440,10 @@ def test_differences_are_listed(saved: Checkpoints) -> None:
     ]
 
 
-def test_many_differences_are_counted(saved: Checkpoints) -> None:
+def test_many_differences_are_counted(saved: CheckpointWriter) -> None:
     wanted = {f"p{i:02}": jax.ShapeDtypeStruct((), jnp.float32) for i in range(30)}
     with pytest.raises(ValueError, match="30 arrays differ") as error:
-        saved.restore(6, wanted, part=True)
+        restore(saved, 6, wanted, part=True)
     assert len(str(error.value).splitlines()) == 22
     assert str(error.value).endswith("and 10 more")
 
@@ -487,22 +495,22 @@ def collected() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named_with_the_one_before(damage: str, saved: Checkpoints) -> None:
+def test_damage_is_named_with_the_one_before(damage: str, saved: CheckpointWriter) -> None:
     DAMAGES[damage](saved.directory / "6")
     assert saved.latest() == 6
     message = r"checkpoint 6 in .* cannot be used \(.*the one before it is 3: remove .*6 to resume"
     with pytest.raises(ValueError, match=message):
-        saved.restore(6, abstract(make_state()))
-    assert_same_bits(saved.restore(3, abstract(make_state())), make_state(3))
+        restore(saved, 6, abstract(make_state()))
+    assert_same_bits(restore(saved, 3, abstract(make_state())), make_state(3))
 
 
-def test_damage_of_the_only_one(saved: Checkpoints) -> None:
+def test_damage_of_the_only_one(saved: CheckpointWriter) -> None:
     shutil.rmtree(saved.directory / "3" / "description")
     with pytest.raises(ValueError, match=r"checkpoint 3 .*; there is none before it"):
         saved.metadata(3)
 
 
-def test_a_number_that_changed_in_the_metadata_is_noticed(saved: Checkpoints) -> None:
+def test_a_number_that_changed_in_the_metadata_is_noticed(saved: CheckpointWriter) -> None:
     """By the digest alone: it is still JSON, and the arrays are as they were."""
     path = saved.directory / "6" / "description" / "metadata"
     description = json.loads(path.read_text())
@@ -513,29 +521,31 @@ def test_a_number_that_changed_in_the_metadata_is_noticed(saved: Checkpoints) ->
 
 
 def test_process_0_looks_at_the_files_of_a_checkpoint_once(
-    saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    saved: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = mock.Mock(side_effect=durable.changed_file)
     monkeypatch.setattr(durable, "changed_file", looks)
     for step, count in ((6, 1), (3, 2)):
-        saved.metadata(step)
-        saved.restore(step, abstract(make_state()))
+        saved.description(step)
+        restore(saved, step, abstract(make_state()))
         assert looks.call_count == count
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    saved.metadata(6)
+    saved.description(6)
     assert looks.call_count == 2
 
 
-def test_unknown_step(saved: Checkpoints) -> None:
+def test_unknown_step(saved: CheckpointWriter) -> None:
     with pytest.raises(ValueError, match=r"no checkpoint 5 in .*; there are \[3, 6\]"):
         saved.metadata(5)
 
 
 ENDLESS = """
-import sys
+import logging, sys
 import jax.numpy as jnp
-from jaxscale.checkpoints.checkpoint import Checkpoints
-checkpoints = Checkpoints(sys.argv[1], keep_last=2, report=lambda line: print(line, flush=True))
+from jaxscale.checkpoints.retention import Retention
+from jaxscale.checkpoints.save import CheckpointWriter
+checkpoints = CheckpointWriter(sys.argv[1], Retention(2))
+logging.basicConfig(format="%(message)s", level="INFO", stream=sys.stdout)
 step = checkpoints.latest() or 0
 while True:
     step += 1
@@ -556,7 +566,7 @@ def test_kill_9_costs_at_most_the_save_under_way(tmp_path: pathlib.Path) -> None
             process.send_signal(signal.SIGKILL)
             lines += process.stdout.readlines()
         reported = max(int(line.split()[1]) for line in lines)
-        checkpoints = Checkpoints(tmp_path)
+        checkpoints = CheckpointWriter(tmp_path)
         steps = checkpoints.steps()
         assert steps[-1] == checkpoints.latest() >= reported
         assert len(steps) >= min(2, reported)
@@ -566,10 +576,11 @@ def test_kill_9_costs_at_most_the_save_under_way(tmp_path: pathlib.Path) -> None
                 "frozen": jax.ShapeDtypeStruct((9_000,), jnp.float64),
                 "step": jax.ShapeDtypeStruct((), jnp.int64),
             }
-            restored = checkpoints.restore(step, wanted)
+            restored = restore(checkpoints, step, wanted)
             np.testing.assert_array_equal(restored["a"], np.arange(50_000.0) * step)
             np.testing.assert_array_equal(restored["frozen"], np.arange(9_000.0))
-            assert restored["step"] == checkpoints.metadata(step)["step"] == step
+            description = checkpoints.description(step)
+            assert restored["step"] == description["metadata"]["step"] == step
         checkpoints.close()
 
 
@@ -653,11 +664,11 @@ def test_a_path_that_orbax_takes_for_a_pattern_is_refused(
     name: str, tmp_path: pathlib.Path
 ) -> None:
     with pytest.raises(ValueError, match=r"a path with one of \* \? \[; choose another --workdir"):
-        Checkpoints(tmp_path / name / "checkpoints")
+        CheckpointWriter(tmp_path / name / "checkpoints")
 
 
 def test_what_cannot_be_read_gets_no_name(
-    saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    saved: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is opened as a reader would before it is "saved" and older ones are deleted."""
     before = ocp.AsyncCheckpointer.wait_until_finished
@@ -676,7 +687,7 @@ def test_what_cannot_be_read_gets_no_name(
 
 
 def test_other_arrays_than_the_state_has_get_no_name(
-    saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    saved: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = {"a": {"shape": [3], "dtype": "float64"}}
     monkeypatch.setattr(checkpoint_folder, "_open_arrays", lambda path: wrong)
@@ -688,7 +699,7 @@ def test_other_arrays_than_the_state_has_get_no_name(
 
 
 def test_it_is_on_disk_before_it_has_its_name(
-    saved: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    saved: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every file and folder is, and then the folder that has the new name."""
     synced, seen = set(), {}
@@ -713,7 +724,7 @@ def test_it_is_on_disk_before_it_has_its_name(
 
 
 def test_what_is_being_read_is_not_deleted(tmp_path: pathlib.Path, opened: Callable) -> None:
-    writer, reader = opened(tmp_path, keep_last=1), opened(tmp_path)
+    writer, reader = opened(tmp_path, Retention(1)), opened(tmp_path)
     state = {"a": jnp.ones(2)}
     writer.save(1, state, {})
     writer.wait()
@@ -723,7 +734,7 @@ def test_what_is_being_read_is_not_deleted(tmp_path: pathlib.Path, opened: Calla
             writer.save(step, state, {})
         writer.wait()
         assert writer.steps() == [1, 3]
-        reader.restore(1, {"a": jax.ShapeDtypeStruct((2,), jnp.float64)})
+        restore(reader, 1, {"a": jax.ShapeDtypeStruct((2,), jnp.float64)})
     writer.save(4, state, {})
     writer.wait()
     assert writer.steps() == [4]
@@ -737,7 +748,7 @@ def test_a_disk_that_is_really_full(tmp_path: pathlib.Path, opened: Callable) ->
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no rights to mount")
     try:
-        checkpoints = opened(tmp_path / "run", report=lambda line: None)
+        checkpoints = opened(tmp_path / "run")
         state = {"a": jnp.asarray(np.random.default_rng(0).normal(size=30_000))}
         for step in (1, 2):
             checkpoints.save(step, state, {})
@@ -761,18 +772,18 @@ def test_what_one_process_cannot_read_no_process_reads(monkeypatch):
         return [own, theirs]
 
     def fail():
-        raise checkpoint.DamagedError("checkpoint 4 is damaged", "cut")
+        raise errors.DamagedError("checkpoint 4 is damaged", "cut")
 
-    monkeypatch.setattr(checkpoint.processes, "alone", lambda: False)
-    monkeypatch.setattr(checkpoint.processes, "all_reports", all_reports)
+    monkeypatch.setattr(errors.processes, "alone", lambda: False)
+    monkeypatch.setattr(errors.processes, "all_reports", all_reports)
     theirs = ["", ""]
-    assert checkpoint.read_everywhere("topic", lambda: 5) == 5
-    with pytest.raises(checkpoint.DamagedError, match="checkpoint 4"):
-        checkpoint.read_everywhere("topic", fail)
+    assert errors.read_everywhere("topic", lambda: 5) == 5
+    with pytest.raises(errors.DamagedError, match="checkpoint 4"):
+        errors.read_everywhere("topic", fail)
     theirs = ["checkpoint 4 is damaged there", "cut"]
-    with pytest.raises(checkpoint.DamagedError, match="there"):
-        checkpoint.read_everywhere("topic", lambda: 5)
+    with pytest.raises(errors.DamagedError, match="there"):
+        errors.read_everywhere("topic", lambda: 5)
     theirs = ["no permission", ""]
-    with pytest.raises(checkpoint.UnreadableError, match="no permission"):
-        checkpoint.read_everywhere("topic", fail)
+    with pytest.raises(errors.UnreadableError, match="no permission"):
+        errors.read_everywhere("topic", fail)
     assert len(reports) == 4

@@ -1,0 +1,78 @@
+"""The plot of a run's losses and learning rate, loss.png."""
+
+import itertools
+import os
+from typing import Any
+
+
+def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
+    """Draws a run: train loss, plain and smoothed, evaluation loss, and the learning rate below.
+
+    Args:
+      path: the picture, overwritten.
+      records: as `read` returns them; draws nothing when none has a loss.
+    """
+    # Seconds to import, and needed once, at the end.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    train = [record for record in records if record.get("loss") is not None]
+    evaluations = _evaluations(records)
+    if not train and not evaluations:
+        return
+    figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    steps = [record["step"] for record in train]
+    losses = [record["loss"] for record in train]
+    dot = {"marker": "o", "markersize": 4} if len(steps) == 1 else {}  # a line has no length
+    top.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="train", **dot)
+    top.plot(
+        steps, smoothed(losses), color="#08519c", linewidth=1.8, label="train, smoothed", **dot
+    )
+    for (name, (at, found)), color in zip(evaluations.items(), itertools.cycle(_COLORS)):
+        top.plot(at, found, color=color, marker="o", markersize=4, linewidth=1.2, label=name)
+    top.set_ylabel("loss (nats per token)")
+    top.legend(frameon=False)
+    rates = [record for record in train if record.get("learning_rate") is not None]
+    bottom.plot(
+        [record["step"] for record in rates],
+        [record["learning_rate"] for record in rates],
+        color="#636363",
+        linewidth=1.2,
+        **dot,
+    )
+    bottom.set_ylim(bottom=0)
+    bottom.set_ylabel("learning rate")
+    bottom.set_xlabel("step")
+    bottom.locator_params(axis="x", integer=True)
+    for panel in (top, bottom):
+        panel.grid(color="#e5e5e5", linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.margins(x=0.01)
+    figure.align_ylabels()
+    figure.savefig(path)
+
+
+_COLORS = ("#d95f0e", "#31a354", "#756bb1", "#e7298a", "#636363", "#a6761d")
+
+
+def _evaluations(records: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Steps and losses of every evaluated set, by its name in the plot."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for record in records:
+        for key, value in record.items():
+            title, _, name = key.partition("/")
+            if title == "eval_loss" and value is not None:
+                steps, losses = found.setdefault(name or "evaluation", ([], []))
+                steps.append(record["step"])
+                losses.append(value)
+    return found
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Means over a centred window, a fiftieth of the run wide and cut off at its ends."""
+    sums = [0.0, *itertools.accumulate(values)]
+    half = len(values) // 100
+    ends = [(max(i - half, 0), min(i + half + 1, len(values))) for i in range(len(values))]
+    return [(sums[end] - sums[begin]) / (end - begin) for begin, end in ends]
