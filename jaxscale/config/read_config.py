@@ -14,8 +14,8 @@ import ml_collections
 from jaxscale.choices import check_kind, did_you_mean, nearest, nearest_settings
 from jaxscale.config.data_source import to_plain
 from jaxscale.config.layout import AUTO
-from jaxscale.config.model import ModelConfig, is_own_family, settings_record
-from jaxscale.config.records import PAIRED_OBJECTIVES, SECTIONS, WITHOUT_FILE, Config
+from jaxscale.config.model import ModelConfig, ModelSettings, is_own_family, settings_record
+from jaxscale.config.records import SECTIONS, WITHOUT_FILE, Config
 from jaxscale.config.values import (
     convert_value,
     leaves,
@@ -24,6 +24,7 @@ from jaxscale.config.values import (
     setting_type,
     suggestion,
 )
+from jaxscale.formatting import changed_values
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 from jaxscale.storage.untrusted import load_json
 
@@ -201,26 +202,22 @@ def _import_schedule(config: Config) -> None:
 
 
 def to_dict(config: Config) -> dict[str, dict]:
-    """The nested dictionaries of `from_dict`: every leaf, but those of other model families,
-    optimizers and objectives, and defaults that nothing reads, as of mesh axes of size 1."""
-    sections = dataclasses.asdict(config)
-    sections["model"], sections["optimizer"] = config.model.settings, config.optimizer.settings
-    sections["layout"] = config.layout.leaves
+    """The nested dictionaries of `from_dict`: every leaf, but those of other model families, and
+    defaults that nothing reads with the other settings of their section."""
+    sections = {name: read_settings(getattr(config, name)) for name in SECTIONS}
     for key in ("source", "validation"):
-        sections["data"][key] = tuple(map(to_plain, getattr(config.data, key)))
-    if config.data.tokenizer in WITHOUT_FILE:
-        del sections["data"]["text_begin"]  # which is theirs
-    if config.data.objective not in PAIRED_OBJECTIVES:
-        del sections["data"]["target_len"]  # always 0
-    if not getattr(config.model, "init_from", ""):
-        del sections["optimizer"]["keep_state"]  # always False
-    if not config.run.skip_bad_steps:
-        del sections["run"]["spike_score"]  # always 0
-    if not config.run.epochs:
-        del sections["run"]["epochs"]  # of a run, which has steps once its text is counted
-    if not config.run.keep_best:
-        del sections["run"]["keep_best"]  # where nothing compares checkpoints
+        sections["data"][key] = tuple(map(to_plain, sections["data"][key]))
+    sections["optimizer"]["groups"] = tuple(map(changed_values, config.optimizer.groups))
     return sections
+
+
+def read_settings(record: Any) -> dict[str, Any]:
+    """The fields of a section's record and their values, without its `unread` ones that have their
+    defaults: the record is made of these again."""
+    changed = changed_values(record, record.defaults if isinstance(record, ModelSettings) else {})
+    left_out = record.unread - changed.keys()
+    names = (field.name for field in dataclasses.fields(record))
+    return {name: getattr(record, name) for name in names if name not in left_out}
 
 
 def _read(path: str) -> ml_collections.ConfigDict:
