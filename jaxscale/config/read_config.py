@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import pathlib
 import runpy
@@ -11,7 +12,7 @@ from typing import Any
 
 import ml_collections
 
-from jaxscale.choices import check_kind, did_you_mean, nearest, nearest_settings
+from jaxscale.choices import check_choice, check_kind, did_you_mean, nearest, nearest_settings
 from jaxscale.config.data_source import to_plain
 from jaxscale.config.layout import AUTO
 from jaxscale.config.model import ModelConfig, ModelSettings, is_own_family, settings_record
@@ -53,7 +54,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
     check_kind("path", path, (str, pathlib.PurePath), advice)
     path = str(path)
     if path.endswith(".json"):
-        return from_dict(read_sections(_existing(path)), overrides)
+        return from_dict(read_sections(pathlib.Path(_existing(path))), overrides)
     sections: dict[str, dict] = {section.name: {} for section in dataclasses.fields(Config)}
     for name, values in _read(path).items():
         section_record(name)
@@ -221,10 +222,13 @@ def read_settings(record: Any) -> dict[str, Any]:
 
 
 def _read(path: str) -> ml_collections.ConfigDict:
-    name, _, argument = path.partition(":")
-    name = str(_existing(name))
+    name, colon, argument = path.partition(":")
+    name, _, argument = f"{_existing(name)}{colon}{argument}".partition(":")
     with _blame(name):
-        get_config = runpy.run_path(name).get("get_config")
+        module = runpy.run_path(name)
+    get_config, sizes = module.get("get_config"), module.get("SIZES")
+    if sizes and argument:
+        check_choice(f"--config {path}: size ", argument, sizes, equals="")
     if not callable(get_config):
         raise ValueError(f"{name} has no get_config(); a configuration file defines one")
     if argument and not inspect.signature(get_config).parameters:
@@ -236,15 +240,22 @@ def _read(path: str) -> ml_collections.ConfigDict:
     return values
 
 
-def shipped_configs() -> dict[str, pathlib.Path]:
-    """Name -> file."""
-    return {file.stem: file for file in sorted(SHIPPED.glob("*.py"))}
+@functools.cache
+def shipped_configs() -> dict[str, str]:
+    """Name -> what `load` reads: a file, or one of its `SIZES`, as "llama2.py:7b"."""
+    found: dict[str, str] = {}
+    for file in sorted(SHIPPED.glob("*.py")):
+        sizes = runpy.run_path(str(file)).get("SIZES", ())
+        found |= {f"{file.stem}_{size}": f"{file}:{size}" for size in sizes} or {
+            file.stem: str(file)
+        }
+    return found
 
 
-def _existing(name: str) -> pathlib.Path:
+def _existing(name: str) -> str:
     """The file of this name, or the shipped configuration."""
     if pathlib.Path(name).is_file():
-        return pathlib.Path(name)
+        return name
     shipped = shipped_configs()
     if name not in shipped and (file := pathlib.Path(name, "config.json")).is_file():
         read_sections(file)  # refuses that of a Hugging Face model
@@ -252,9 +263,10 @@ def _existing(name: str) -> pathlib.Path:
     if name not in shipped:
         found = {str(file) for file in pathlib.Path(name).parent.glob("*.py")}
         found |= {str(file) for file in pathlib.Path("configs").glob("*.py")} | shipped.keys()
-        hint = did_you_mean(name, sorted(found), cutoff=0.5)
         # Without a checkout configs/tiny.py is no file, and `tiny` is the shipped one everywhere.
-        hint = hint or did_you_mean(pathlib.PurePath(name).stem, sorted(shipped), cutoff=0.5)
+        stem = pathlib.PurePath(name).stem
+        hint = "" if stem in shipped else did_you_mean(name, sorted(found), cutoff=0.5)
+        hint = hint or did_you_mean(stem, sorted(shipped), cutoff=0.5)
         raise FileNotFoundError(
             f"--config {name}: there is no such file{hint or '.'} The shipped configurations are "
             f"{', '.join(shipped)}"

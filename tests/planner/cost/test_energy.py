@@ -9,7 +9,7 @@ from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
 
-LLAMA = ModelShape.of(load("configs/llama2_7b.py"))
+LLAMA = ModelShape.of(load("llama2_7b"))
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from jaxscale.planner.tables.state_ticks import TickCollectives, state_ticks
 from jaxscale.planner.tables.table_makespan import TableSpec
 from jaxscale.planner.validation.trainers import MEGATRON_CORE
 
-LLAMA = ModelShape.of(load("configs/llama2_70b.py"))
-SMALL = ModelShape.of(load("configs/llama2_7b.py"))
+LLAMA = ModelShape.of(load("llama2_70b"))
+SMALL = ModelShape.of(load("llama2_7b"))
 MOE = replace(SMALL, experts=64, top_k=4, expert_ff=2048)
 H100 = make_cluster("h100", 512)
 V5P = make_cluster("v5p", 512)

@@ -20,7 +20,7 @@ POLICIES = (
 def test_both_kinds_count_the_same(name, remat):
     """A shape's queries see half of the sequence, a model's the half and themselves; a shape's
     vocabulary has its padding."""
-    config = load(f"configs/{name}.py")
+    config = load(name)
     shape, seq_len = ModelShape.of(config), config.data.seq_len
     hardware = shape.flops_per_token + recomputed_flops(shape, remat)
     wanted = config.model.hardware_flops_per_token(seq_len, remat=remat)

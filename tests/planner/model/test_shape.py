@@ -13,7 +13,7 @@ from jaxscale.planner.model.shape import LatentAttention, ModelShape
 
 @pytest.mark.parametrize("name", ["llama2_7b", "llama2_70b", "llama3_8b", "gpt_22b", "gpt_175b"])
 def test_counts_are_those_of_the_model(name):
-    config = load(f"configs/{name}.py")
+    config = load(name)
     shape = ModelShape.of(config)
     # A model learns max_seq_len positions; a shape has those of its sequences.
     extra = config.model.max_seq_len - shape.seq_len
@@ -49,7 +49,7 @@ def test_turns_count_the_layers_with_experts():
 
 @pytest.mark.parametrize("name", ["mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3"])
 def test_counts_are_those_of_a_model_with_experts(name):
-    config = load(f"configs/{name}.py")
+    config = load(name)
     shape, length = ModelShape.of(config), config.data.seq_len
     assert shape.num_params == config.model.num_params
     assert shape.active_params == config.model.num_active_params
