@@ -97,7 +97,7 @@ def test_a_configuration_is_one_page_and_says_what_to_expect(path):
     assert len(text.splitlines()) <= 60
     imports = [line for line in text.splitlines() if line.startswith(("import", "from"))]
     assert imports == ["import ml_collections"]
-    command = rf"--config (configs/{path.name}|{path.stem}_\w+) "
+    command = rf"--config (configs/{path.name}|{path.stem}_\w+)\b"
     for word in (command, "Hardware:", "Expected:"):
         assert re.search(word, text)
 
