@@ -108,8 +108,9 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     # Written last: without it the folder is not a run.
     text = json.dumps(configs.to_dict(config), indent=2)
     (output / "config.json").write_text(text + "\n")
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     log.info(
-        f"{model.directory}: {len(model.tensors)} tensors, {config.model.num_params:,} parameters "
+        f"{model.directory}: {len(model.tensors)} tensors, {num_params:,} parameters "
         f"(padding rows included), read with at most {human_bytes(model.largest_tensor_bytes)} in "
         f"host memory at a time, and written {host_gb} GB at a time\n{_next_steps(output, causal)}"
     )
@@ -119,7 +120,7 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
             f"alone are converted. To train or to generate, put one into {output}, or set "
             f"--config.data.tokenizer={'esm2' if model.config.family == 'esm' else 'FILE'}"
         )
-    return {"tensors": len(model.tensors), "parameters": config.model.num_params}
+    return {"tensors": len(model.tensors), "parameters": num_params}
 
 
 def _tokenizers(directory: pathlib.Path) -> list[str]:
