@@ -79,11 +79,6 @@ class ModelSettings:
         """Of the fields that have others than those of their class."""
         return {}
 
-    @property
-    def without_formulas(self) -> str:
-        """The setting for which it has none."""
-        return f"model.family = {self.family!r}"
-
 
 def is_own_family(family: str) -> bool:
     """Whether `model.family` is "module:function", from outside the package."""
