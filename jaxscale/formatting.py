@@ -90,22 +90,28 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def changed_fields(record: Any, defaults: Mapping[str, Any] | None = None) -> str:
-    """A dataclass as its constructor is called, without the fields that have their defaults: all of
-    a config's, as the last line of a cell in a notebook, would fill a page.
+def changed_values(record: Any, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The fields of a dataclass that do not have their defaults, and their values.
 
     Args:
       defaults: of fields that have others than those of their class.
     """
-    changed = []
+    changed = {}
     for field in dataclasses.fields(record):
         value, default = getattr(record, field.name), field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         default = (defaults or {}).get(field.name, default)
         if default is dataclasses.MISSING or value != default:
-            changed.append(f"{field.name}={value!r}")
-    return f"{type(record).__name__}({', '.join(changed)})"
+            changed[field.name] = value
+    return changed
+
+
+def changed_fields(record: Any, defaults: Mapping[str, Any] | None = None) -> str:
+    """A dataclass as its constructor is called, without the fields that have their defaults: all of
+    a config's, as the last line of a cell in a notebook, would fill a page."""
+    changed = changed_values(record, defaults).items()
+    return f"{type(record).__name__}({', '.join(f'{name}={value!r}' for name, value in changed)})"
 
 
 def printable(text: str) -> str:

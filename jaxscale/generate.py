@@ -62,7 +62,7 @@ def _generate(
         "seed": options.seed,
         "stop": options.stop,
     }
-    encoder = getattr(config.model, "num_encoder_layers", 0)
+    encoder = config.model.num_encoder_layers
     with command_line.refusals():
         keep_compiled_programs()
         if encoder and not all(isinstance(prompt, str) for prompt in prompts):

@@ -212,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jaxscale.plan",
         description="Ranks the layouts of a model on a cluster by predicted step time, with "
         "memory, energy and cost, and explains them. Needs no device.",
-        epilog="Examples: python -m jaxscale.plan --config configs/llama2_70b.py --hardware "
+        epilog="Examples: python -m jaxscale.plan --config llama2_70b --hardware "
         "h100-sxm --devices 512 --pin tensor=8, or with --model mixtral-8x7b --seq_len 4096 "
         "--batch_tokens 4M instead of the config",
     )

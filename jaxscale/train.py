@@ -260,7 +260,7 @@ def _train(
     _show_sample(ready, state.params)
     store = store_of(workdir)
     where = store.address if store else workdir
-    draws = getattr(ready.engine.model, "can_decode", False)
+    draws = ready.engine.model.can_decode
     log.info(_next_steps(same, where, ready.config, options.trackers, draws))
     return 0
 
@@ -295,20 +295,20 @@ def _show_sample(trainer: Any, params: Any) -> None:
     from jaxscale.decoding import sampling  # noqa: PLC0415
 
     model, data = trainer.config.model, trainer.config.data
-    if not _is_causal(trainer.config):
+    if not model.causal:
         log.info("\nno sample: the model is not causal; it fills in masked tokens")
         return
     num_tokens = 128
     tokenizer, prompt, read = trainer.text.tokenizer, "", ""
     try:
-        if getattr(model, "num_encoder_layers", 0):
+        if model.num_encoder_layers:
             prompt = _encoders_text(trainer.text)
             read = tokenizer.decode(prompt[prompt < tokenizer.vocab_size]) + "\n-> "
         elif find_objective(data.objective, data.seq_len, data.target_len).keeps_marks:
             prompt = _first_prompt(trainer.text)
             read = tokenizer.decode(prompt) if len(prompt) else ""
-        if model.positions == "learned":
-            num_tokens = min(num_tokens, model.max_seq_len + 1 - max(len(prompt), 1))
+        if model.max_positions is not None:
+            num_tokens = min(num_tokens, model.max_positions + 1 - max(len(prompt), 1))
         (text,) = sampling.sample(
             trainer.engine, params, tokenizer, [prompt], num_tokens=num_tokens, top_p=0.95
         )
@@ -341,11 +341,6 @@ def _first_prompt(text: Any) -> Any:
     last = int((example.weights > 0).argmax())
     begin = int((example.segments == example.segments[last]).argmax())
     return example.tokens[begin : last + 1]
-
-
-def _is_causal(config: configs.Config) -> bool:
-    """Whether the model continues texts; one of one's own need not say."""
-    return getattr(config.model, "causal", True)
 
 
 def _next_steps(

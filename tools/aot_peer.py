@@ -164,7 +164,7 @@ def written_out(num_layers: int) -> float:
             "-m",
             "jaxscale.aot",
             "--config",
-            "configs/llama2_7b.py",
+            "llama2_7b",
             "--topology",
             "v5p:4x4x4",
             "--unroll_loops",

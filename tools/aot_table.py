@@ -176,7 +176,6 @@ def compiled(case: Case) -> dict[str, Any]:
     others = {name: settings.pop(name) for name in list(settings) if "." in name}
     settings = {"data": "1", "fsdp": "-1", "zero_stage": "3", "microbatches": "1"} | settings
     settings = {f"layout.{name}": value for name, value in settings.items()} | others
-    config = f"configs/{case.model}.py"
     batch = round(case.sequences * num_devices(case.topology))
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "numbers.json"
@@ -185,7 +184,7 @@ def compiled(case: Case) -> dict[str, Any]:
             "-m",
             "jaxscale.aot",
             "--config",
-            config,
+            case.model,
             "--topology",
             case.topology,
             "--json",
@@ -198,7 +197,7 @@ def compiled(case: Case) -> dict[str, Any]:
         if not written.exists():
             return {"refusal": (run.stderr.strip().splitlines() or ["nothing was said"])[-1]}
         numbers = json.loads(written.read_text())
-    said = {"config": config, "global_batch_size": batch, "others": others}
+    said = {"config": case.model, "global_batch_size": batch, "others": others}
     if platform_of(case.topology) == "tpu":
         said["libtpu"] = importlib.metadata.version("libtpu")
     return said | {key: numbers[key] for key in numbers if key != "buffers"}

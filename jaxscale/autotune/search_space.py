@@ -129,7 +129,7 @@ def _schedules(wanted: str) -> list[tuple[str, int]]:
 def _meshes(config: Config, num_devices: int) -> Iterator[Layout]:
     """Every factorisation of the devices into the axes of the mesh, and of tensor into rows and
     columns; expert divides the model's experts."""
-    model, experts = TrainableModel(config), getattr(config.model, "num_experts", 0)
+    model, experts = TrainableModel(config), config.model.num_experts
     method = _method_without_ring(config.layout)
     for sizes in space.mesh_shapes(num_devices, experts=experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))

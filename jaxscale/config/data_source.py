@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.choices import check_choice, did_you_mean
-from jaxscale.formatting import changed_fields
+from jaxscale.formatting import changed_fields, changed_values
 
 RECORD_FORMATS = ("jsonl", "json", "parquet", "arrow", "arrayrecord", "fasta")
 FORMATS = ("text", *RECORD_FORMATS, "shards")
@@ -184,11 +184,7 @@ def setting(key: str) -> str:
 
 def to_plain(source: Source) -> str | dict[str, Any]:
     """The shortest form that `to_sources` reads: a path, or the keys that differ from defaults."""
-    changed = {
-        field.name: getattr(source, field.name)
-        for field in dataclasses.fields(source)
-        if field.name == "path" or getattr(source, field.name) != field.default
-    }
+    changed = changed_values(source)
     path = source.path[0] if len(source.path) == 1 else list(source.path)
     if isinstance(path, str) and changed.keys() == {"path"}:
         return path

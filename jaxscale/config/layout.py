@@ -273,15 +273,9 @@ class Layout:
         return self.schedule == AUTO
 
     @property
-    def leaves(self) -> dict[str, Any]:
-        """The fields and their values, without defaults that are not read, as those of an axis of
-        size 1."""
-        unread = unread_settings(vars(self))
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in unread or getattr(self, field.name) != field.default
-        }
+    def unread(self) -> set[str]:
+        """The settings that nothing reads, as those of an axis of size 1."""
+        return unread_settings(vars(self))
 
     @property
     def settings(self) -> dict[str, int]:

@@ -8,7 +8,6 @@ import fnmatch
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxscale.choices import check_at_least, check_choice
 from jaxscale.config.model import DTYPES
@@ -142,17 +141,11 @@ class OptimizerConfig:
         return self.reduction_dtype or self.accumulation_dtype
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The fields and their values, without defaults that are not read."""
-        unused = UNUSED.get(self.name, ())
-        if not self._has_narrow_moments:
-            unused = (*unused, "moment_rounding")
-        unused = (*unused, "reduction_dtype")  # that of accumulation, unless it is set
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in unused or getattr(self, field.name) != field.default
-        } | {"groups": tuple(map(_to_plain, self.groups))}
+    def unread(self) -> set[str]:
+        """The settings that nothing reads, and those that are off by default."""
+        unread = {"keep_state", "reduction_dtype", *UNUSED.get(self.name, ())}
+        unread |= set() if self._has_narrow_moments else {"moment_rounding"}
+        return unread | ({"final_learning_rate"} if self.schedule == "constant" else set())
 
     @property
     def _has_narrow_moments(self) -> bool:
@@ -272,15 +265,6 @@ def check_groups(
             "optimizer.groups freeze every parameter, and nothing would be trained; leave 'frozen' "
             "out for those that a run trains"
         )
-
-
-def _to_plain(group: ParamGroup) -> dict[str, Any]:
-    """The keys that differ from defaults."""
-    return {
-        field.name: getattr(group, field.name)
-        for field in dataclasses.fields(group)
-        if getattr(group, field.name) != field.default
-    }
 
 
 def _to_group(name: str, entry: object) -> ParamGroup:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import pathlib
 import runpy
@@ -11,11 +12,11 @@ from typing import Any
 
 import ml_collections
 
-from jaxscale.choices import check_kind, did_you_mean, nearest, nearest_settings
+from jaxscale.choices import check_choice, check_kind, did_you_mean, nearest, nearest_settings
 from jaxscale.config.data_source import to_plain
 from jaxscale.config.layout import AUTO
-from jaxscale.config.model import ModelConfig, is_own_family, settings_record
-from jaxscale.config.records import PAIRED_OBJECTIVES, SECTIONS, WITHOUT_FILE, Config
+from jaxscale.config.model import ModelConfig, ModelSettings, is_own_family, settings_record
+from jaxscale.config.records import SECTIONS, WITHOUT_FILE, Config
 from jaxscale.config.values import (
     convert_value,
     leaves,
@@ -24,6 +25,7 @@ from jaxscale.config.values import (
     setting_type,
     suggestion,
 )
+from jaxscale.formatting import changed_values
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 from jaxscale.storage.untrusted import load_json
 
@@ -52,7 +54,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
     check_kind("path", path, (str, pathlib.PurePath), advice)
     path = str(path)
     if path.endswith(".json"):
-        return from_dict(read_sections(_existing(path)), overrides)
+        return from_dict(read_sections(pathlib.Path(_existing(path))), overrides)
     sections: dict[str, dict] = {section.name: {} for section in dataclasses.fields(Config)}
     for name, values in _read(path).items():
         section_record(name)
@@ -201,33 +203,32 @@ def _import_schedule(config: Config) -> None:
 
 
 def to_dict(config: Config) -> dict[str, dict]:
-    """The nested dictionaries of `from_dict`: every leaf, but those of other model families,
-    optimizers and objectives, and defaults that nothing reads, as of mesh axes of size 1."""
-    sections = dataclasses.asdict(config)
-    sections["model"], sections["optimizer"] = config.model.settings, config.optimizer.settings
-    sections["layout"] = config.layout.leaves
+    """The nested dictionaries of `from_dict`: every leaf, but those of other model families, and
+    defaults that nothing reads with the other settings of their section."""
+    sections = {name: read_settings(getattr(config, name)) for name in SECTIONS}
     for key in ("source", "validation"):
-        sections["data"][key] = tuple(map(to_plain, getattr(config.data, key)))
-    if config.data.tokenizer in WITHOUT_FILE:
-        del sections["data"]["text_begin"]  # which is theirs
-    if config.data.objective not in PAIRED_OBJECTIVES:
-        del sections["data"]["target_len"]  # always 0
-    if not getattr(config.model, "init_from", ""):
-        del sections["optimizer"]["keep_state"]  # always False
-    if not config.run.skip_bad_steps:
-        del sections["run"]["spike_score"]  # always 0
-    if not config.run.epochs:
-        del sections["run"]["epochs"]  # of a run, which has steps once its text is counted
-    if not config.run.keep_best:
-        del sections["run"]["keep_best"]  # where nothing compares checkpoints
+        sections["data"][key] = tuple(map(to_plain, sections["data"][key]))
+    sections["optimizer"]["groups"] = tuple(map(changed_values, config.optimizer.groups))
     return sections
 
 
+def read_settings(record: Any) -> dict[str, Any]:
+    """The fields of a section's record and their values, without its `unread` ones that have their
+    defaults: the record is made of these again."""
+    changed = changed_values(record, record.defaults if isinstance(record, ModelSettings) else {})
+    left_out = record.unread - changed.keys()
+    names = (field.name for field in dataclasses.fields(record))
+    return {name: getattr(record, name) for name in names if name not in left_out}
+
+
 def _read(path: str) -> ml_collections.ConfigDict:
-    name, _, argument = path.partition(":")
-    name = str(_existing(name))
+    name, colon, argument = path.partition(":")
+    name, _, argument = f"{_existing(name)}{colon}{argument}".partition(":")
     with _blame(name):
-        get_config = runpy.run_path(name).get("get_config")
+        module = runpy.run_path(name)
+    get_config, sizes = module.get("get_config"), module.get("SIZES")
+    if sizes and argument:
+        check_choice(f"--config {path}: size ", argument, sizes, equals="")
     if not callable(get_config):
         raise ValueError(f"{name} has no get_config(); a configuration file defines one")
     if argument and not inspect.signature(get_config).parameters:
@@ -239,15 +240,22 @@ def _read(path: str) -> ml_collections.ConfigDict:
     return values
 
 
-def shipped_configs() -> dict[str, pathlib.Path]:
-    """Name -> file."""
-    return {file.stem: file for file in sorted(SHIPPED.glob("*.py"))}
+@functools.cache
+def shipped_configs() -> dict[str, str]:
+    """Name -> what `load` reads: a file, or one of its `SIZES`, as "llama2.py:7b"."""
+    found: dict[str, str] = {}
+    for file in sorted(SHIPPED.glob("*.py")):
+        sizes = runpy.run_path(str(file)).get("SIZES", ())
+        found |= {f"{file.stem}_{size}": f"{file}:{size}" for size in sizes} or {
+            file.stem: str(file)
+        }
+    return found
 
 
-def _existing(name: str) -> pathlib.Path:
+def _existing(name: str) -> str:
     """The file of this name, or the shipped configuration."""
     if pathlib.Path(name).is_file():
-        return pathlib.Path(name)
+        return name
     shipped = shipped_configs()
     if name not in shipped and (file := pathlib.Path(name, "config.json")).is_file():
         read_sections(file)  # refuses that of a Hugging Face model
@@ -255,9 +263,10 @@ def _existing(name: str) -> pathlib.Path:
     if name not in shipped:
         found = {str(file) for file in pathlib.Path(name).parent.glob("*.py")}
         found |= {str(file) for file in pathlib.Path("configs").glob("*.py")} | shipped.keys()
-        hint = did_you_mean(name, sorted(found), cutoff=0.5)
         # Without a checkout configs/tiny.py is no file, and `tiny` is the shipped one everywhere.
-        hint = hint or did_you_mean(pathlib.PurePath(name).stem, sorted(shipped), cutoff=0.5)
+        stem = pathlib.PurePath(name).stem
+        hint = "" if stem in shipped else did_you_mean(name, sorted(found), cutoff=0.5)
+        hint = hint or did_you_mean(stem, sorted(shipped), cutoff=0.5)
         raise FileNotFoundError(
             f"--config {name}: there is no such file{hint or '.'} The shipped configurations are "
             f"{', '.join(shipped)}"

@@ -8,10 +8,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxscale.choices import check_at_least, check_choice
+from jaxscale.choices import check_at_least, check_choice, check_kind
 from jaxscale.config.data_source import Source, to_sources, to_validation
 from jaxscale.config.layout import Layout
-from jaxscale.config.model import ModelConfig
+from jaxscale.config.model import ModelConfig, ModelSettings
 from jaxscale.config.model.rope_scaling import BY_LENGTH
 from jaxscale.config.optimizer import OptimizerConfig
 from jaxscale.formatting import changed_fields
@@ -120,6 +120,12 @@ class DataConfig:
         return dataclasses.replace(source, apart=bool(source.response))
 
     @property
+    def unread(self) -> set[str]:
+        """The settings that nothing reads."""
+        unread = {"text_begin"} if self.tokenizer in WITHOUT_FILE else set()
+        return unread | (set() if self.objective in PAIRED_OBJECTIVES else {"target_len"})
+
+    @property
     def tokens_per_step(self) -> int:
         """Positions of a global batch, padding included."""
         return self.global_batch_size * (self.seq_len + self.target_len)
@@ -213,12 +219,18 @@ class RunConfig:
                 + ("" if self.checkpoint_every else " and run.checkpoint_every, too")
             )
 
+    @property
+    def unread(self) -> set[str]:
+        """The settings that nothing reads, and those that are off by default."""
+        unread = {"epochs", "keep_best"} | (set() if self.checkpoint_every else {"keep_every"})
+        return unread | (set() if self.skip_bad_steps else {"spike_score"})
+
 
 @dataclass(frozen=True)
 class Config:
     """Everything that defines a run."""
 
-    # Of a shipped family; or the record of a model of one's own, which extends `ModelSettings`.
+    # A `ModelConfig`, or the record of a custom model, which extends `ModelSettings`.
     model: Any = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -237,14 +249,25 @@ class Config:
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} is more than "
                 f"{name} = {self.schedule_steps}; lower optimizer.warmup_steps, or raise {name}"
             )
+        advice = "its record extends jaxscale.ModelSettings or jaxscale.ModelConfig"
+        check_kind("config.model", self.model, ModelSettings, advice)
+        self._check_positions()
         if isinstance(self.model, ModelConfig):
             self._take_length(self.model)
             self._check_family(self.model)
-        if self.optimizer.keep_state and not getattr(self.model, "init_from", ""):
+        if self.optimizer.keep_state and not self.model.init_from:
             raise ValueError(
                 "optimizer.keep_state = True keeps the optimizer's state of the run in "
                 "model.init_from, which is empty; name a run there, or set "
                 "optimizer.keep_state = False"
+            )
+
+    def _check_positions(self) -> None:
+        most, name = self.model.max_positions, f"model.{self.model.position_setting}"
+        if most is not None and self.data.seq_len > most:
+            raise ValueError(
+                f"data.seq_len = {self.data.seq_len} is more than {name} = {most}, the learned "
+                f"positions there are; lower data.seq_len or raise {name}"
             )
 
     def _take_length(self, model: ModelConfig) -> None:
@@ -265,12 +288,6 @@ class Config:
             raise ValueError(
                 f"layout.expert = {expert}, but model.family = {model.family!r} has no experts "
                 "here; set layout.expert = 1"
-            )
-        if model.positions == "learned" and self.data.seq_len > model.max_seq_len:
-            raise ValueError(
-                f"data.seq_len = {self.data.seq_len} is more than model.max_seq_len = "
-                f"{model.max_seq_len}, the learned positions there are; lower data.seq_len or "
-                "raise model.max_seq_len"
             )
         if not model.gated and "mlp_gate" in self.layout.remat:
             raise ValueError(

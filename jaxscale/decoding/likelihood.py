@@ -81,10 +81,10 @@ def log_likelihoods(
     check_decodes(engine)
     sources, given, ids = _encode(engine, tokenizer, pairs)
     config, longest = engine.config.model, max(map(len, ids)) - 1
-    if config.positions == "learned" and longest > config.max_seq_len:
+    if config.max_positions is not None and longest > config.max_positions:
         raise ValueError(
-            f"a prompt and its choice of {longest} tokens need as many learned positions, and the "
-            f"model has model.max_seq_len = {config.max_seq_len}; shorten the prompt"
+            f"a prompt and its choice of {longest} tokens need as many learned positions, and "
+            f"model.{config.position_setting} = {config.max_positions}; shorten the prompt"
         )
     params, mesh = without_pipeline_or_context(engine, params)
     replicas = mesh.size // math.prod(mesh.shape[axis] for axis in automatic_axes(mesh.shape))

@@ -23,17 +23,16 @@ def check_decodes(engine: Engine) -> None:
       ValueError: with what such a model can do.
     """
     model = engine.config.model
-    if not getattr(model, "causal", True):
+    if not model.causal:
         raise ValueError(
             f"model.family = {model.family!r} is not causal here: it fills in masked tokens, and "
             "neither continues a text nor scores continuations; call jaxscale.from_pretrained(DIR)"
         )
-    if not getattr(engine.model, "can_decode", False):
-        chooses = getattr(model, "router", "") == "expert_choice"
+    if not engine.model.can_decode:
         why = (
             "with model.router = 'expert_choice' experts choose among all tokens of a text, later "
             "ones too"
-            if chooses
+            if model.router == "expert_choice"
             else "its blocks have no decode()"
         )
         raise ValueError(f"model.family = {model.family!r} neither draws nor scores text: {why}")

@@ -318,9 +318,9 @@ def _check_positions(engine: Engine, longest: int, num_tokens: int) -> None:
     """
     config = engine.config.model
     needs = longest + num_tokens - 1  # the last token drawn is never read
-    if config.positions == "learned" and needs > config.max_seq_len:
+    if config.max_positions is not None and needs > config.max_positions:
         raise ValueError(
             f"a prompt of {longest} tokens and --num_tokens {num_tokens} need {needs} learned "
-            f"positions, and the model has model.max_seq_len = {config.max_seq_len}; shorten the "
+            f"positions, and model.{config.position_setting} = {config.max_positions}; shorten the "
             "prompt or lower --num_tokens"
         )

@@ -33,7 +33,7 @@ from jaxscale.models.prediction import (
     prediction_stack,
     with_further_targets,
 )
-from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
+from jaxscale.models.protocol import STREAM, Layer, Model, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.stacks import (
     Part,
     adjust_biases,
@@ -74,7 +74,7 @@ def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
 
 
 @dataclass(frozen=True)
-class Decoder:
+class Decoder(Model):
     """A decoder as pure functions over its parameters: a `models.protocol.Model` over the stream
     {"x": [batch, seq, d_model]}, of one stack, "layers", or where the first layers have no
     experts of two, "dense_layers" and "expert_layers". The modules that predict further tokens, if
@@ -206,9 +206,9 @@ class Decoder:
         return expert_metrics if self.settings.num_experts else None
 
     @property
-    def num_classes(self) -> int:
-        """That the head chooses from."""
-        return self.settings.vocab_size
+    def draws_noise(self) -> bool:
+        """For dropout, or the jitter of routers."""
+        return bool(self.settings.dropout or self.settings.router_jitter)
 
     @property
     def rules(self) -> Mapping[str, tuple[str, ...]]:
@@ -432,7 +432,7 @@ class Decoder:
         matrix = head["tied"] if tied else module.output[...]
         bias = getattr(module, "output_bias", None)
         how = {
-            "vocab_size": self.num_classes,
+            "vocab_size": self.num_classes or self.settings.vocab_size,
             "bias_V": None if bias is None else bias[...],
             "soft_cap": self.settings.logit_soft_cap,
             "transposed": tied,

@@ -31,7 +31,7 @@ from jaxscale.models.forward import apply_stack, scan_periods
 from jaxscale.models.head import Head
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.lora import borrowed_rows, frozen_names, rows_in_head
-from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
+from jaxscale.models.protocol import STREAM, Layer, Model, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import (
     axes_of,
     module_of,
@@ -44,7 +44,7 @@ from jaxscale.ops.loss import logits
 
 
 @dataclass(frozen=True)
-class EncoderDecoder:
+class EncoderDecoder(Model):
     """An encoder-decoder as pure functions over its parameters: a `models.protocol.Model` of the
     stacks "encoder", over {"encoded": [batch, source, d_model]}, and "decoder", over
     {"x": [batch, seq, d_model]}, which reads what the encoder made.
@@ -55,6 +55,7 @@ class EncoderDecoder:
 
     settings: ModelConfig
     kernels: Kernels
+    can_decode = True  # once the encoder has read a text
 
     @property
     def stacks(self) -> tuple[Stack, Stack]:
@@ -85,16 +86,6 @@ class EncoderDecoder:
         """A tied head uses the embedding."""
         tied = {"tied": ("embed", "tokens")} if self.settings.tied_embeddings else {}
         return {**tied, **borrowed_rows(self.settings)}
-
-    @property
-    def rules(self) -> Mapping[str, tuple[str, ...]]:
-        """None."""
-        return {}
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -170,11 +161,6 @@ class EncoderDecoder:
         """Float32 [batch, seq, vocab_size]."""
         x_BTD, matrix, how = self._final(head, x_BTD)
         return logits(x_BTD, matrix, **how)
-
-    @property
-    def can_decode(self) -> bool:
-        """Tokens can be drawn one after the other, once the encoder has read a text."""
-        return True
 
     @property
     def cache_axes(self) -> Any:

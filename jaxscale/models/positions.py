@@ -34,7 +34,7 @@ def rope_settings(config: ModelConfig, kind: int) -> dict[str, Any]:
 
 def by_length(settings: Any) -> bool:
     """Whether the rotary positions of a text depend on its length."""
-    return getattr(settings, "rope_scaling", "none") in BY_LENGTH
+    return settings.rope_scaling in BY_LENGTH
 
 
 def for_width(model: Any, width: int) -> Any:

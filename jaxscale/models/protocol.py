@@ -9,9 +9,10 @@ Parameters have one canonical form, `{"embed": ..., <stack's name>: [layers, ...
 model with one stack calls it "layers".
 """
 
+import abc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,72 +78,80 @@ class Stack:
     """Names that the block gives to its activations (`checkpoint_name`), for `layout.remat`."""
 
 
-class Model(Protocol):
-    """A model, as `make(settings, kernels)` returns it; hashable, since it is static under jit.
+class Model(abc.ABC):
+    """The base of a model that `make(settings, kernels)` returns, with defaults for what few models
+    have; hashable, since a model is static under jit."""
 
-    A model may also have `adjust(params, sums) -> params`, which follows the update of a step: for
-    parameters that change by another rule than a gradient's, which `frozen` should name. Where it
-    is None, what `frozen` names stays as it is, and checkpoints share its files. `sums` are
-    those of the whole step; those of layers are in the order of the parameters' rows. And it may
-    have `report(sums) -> sums`, from the sums of its layers to numbers for each layer, [layers]
-    each, whose means become metrics by these names; where it is None the sums are reported as they
-    are.
+    settings: Any
+    """A frozen record that extends `ModelSettings`."""
 
-    It may have `prepare(batch) -> batch`, on the host, which adds `extras` that are made of other
-    tokens' fields: on the mesh neighbours may lie on different ranks. And it may have `evaluated`,
-    the model without stacks that only training passes through, its last ones: of the same
-    parameters, and with a head that takes the stream of the stack before.
-    """
+    borrows: Mapping[str, tuple[str, ...]] = {}
+    """Parameters of the embedding that the head uses too: name in `head` -> path, such as
+    {"tied": ("embed", "tokens")}. Their gradients are added to the embedding's."""
+
+    frozen: tuple[str, ...] = ()
+    """Names of parameters that no step changes, such as "layers/attention/base"."""
+
+    metrics: tuple[str, ...] = ()
+    """Names of the sums that `loss` returns besides "loss" and "nll"."""
+
+    rules: Mapping[str, tuple[str, ...]] = {}
+    """The mesh axes of logical axes of its own: ("tensor",), or () for whole."""
+
+    draws_noise: bool = False
+    """Whether its layers read `Batch.noise`, as dropout does: a step makes it, an evaluation
+    leaves it ()."""
+
+    num_classes: int | None = None
+    """Classes that the head chooses from; None is the vocabulary."""
+
+    can_decode: bool = False
+    """Whether tokens can be drawn one after the other."""
+
+    adjust: Callable[[Params, Sums], Params] | None = None
+    """Follows the update of a step, for parameters that change by another rule than a gradient's,
+    which `frozen` should name: params, sums of the whole step -> params. The sums of layers are in
+    the order of the parameters' rows. With None what `frozen` names stays as it is, and checkpoints
+    share its files."""
+
+    report: Callable[[Sums], Sums] | None = None
+    """From the sums of its layers to numbers for each layer, [layers] each, whose means become
+    metrics by these names; with None the sums are reported as they are."""
 
     @property
-    def settings(self) -> Any:
-        """A frozen record with at least vocab_size, compute_dtype and param_dtype."""
-        ...
+    def evaluated(self) -> "Model":
+        """The model without stacks that only training passes through, its last ones: of the same
+        parameters, and with a head that takes the stream of the stack before."""
+        return self
 
     @property
+    @abc.abstractmethod
     def stacks(self) -> tuple[Stack, ...]:
         """In the order in which the stream passes them."""
-        ...
 
     @property
+    @abc.abstractmethod
     def axes(self) -> Params:
         """The tree of parameters in canonical form, with a tuple of logical axes for each array."""
-        ...
 
-    @property
-    def borrows(self) -> Mapping[str, tuple[str, ...]]:
-        """Parameters of the embedding that the head uses too: name in `head` -> path, such as
-        {"tied": ("embed", "tokens")}. Their gradients are added to the embedding's."""
-        ...
+    @abc.abstractmethod
+    def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
+        """Fresh parameters, which depend on the key alone; None stacks all layers in order."""
 
-    @property
-    def frozen(self) -> tuple[str, ...]:
-        """Names of parameters that no step changes, such as "layers/attention/base"."""
-        ...
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the sums that `loss` returns besides "loss" and "nll"."""
-        ...
-
-    @property
-    def rules(self) -> Mapping[str, tuple[str, ...]]:
-        """The mesh axes of logical axes of its own: ("tensor",), or () for whole."""
-        ...
+    @abc.abstractmethod
+    def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
+        """Sums over weighted tokens: "loss", which is minimised, "nll", the negative log-likelihood
+        in nats, and those of `metrics`."""
 
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
         """The arrays of `Batch.extras` that the model reads, for sequences of a length: name ->
         (length, type)."""
-        ...
+        return {}
 
-    def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
-        """Fresh parameters, which depend on the key alone; None stacks all layers in order."""
-        ...
-
-    def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
-        """Sums over weighted tokens: "loss", which is minimised, "nll", the negative log-likelihood
-        in nats, and those of `metrics`."""
-        ...
+    def prepare(self, batch: Batch) -> Batch:
+        """A batch on the host with those `extras` that are made of other tokens' fields: on the
+        mesh neighbours may lie on different ranks."""
+        return batch
 
 
 def head_params(model: Model, params: Params) -> Params:
@@ -243,7 +252,7 @@ def _check_names(what: str, got: Iterable[str], wanted: Iterable[str]) -> None:
 
 
 def _check_losses(model: Model, sums: Any) -> None:
-    """Refuses other sums than the model names, and those that are no scalars: without a word they
+    """Refuses other sums than the model names, and those that are no scalars: silently they
     would be trained, or reported, as other numbers."""
     name, wanted = f"{type(model).__name__}.loss", {"loss", "nll", *model.metrics}
     if not isinstance(sums, dict):

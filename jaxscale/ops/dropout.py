@@ -91,7 +91,16 @@ def _where(layer: Array | int, site: int) -> Array:
 
 
 def _words(shape: tuple[int, ...], noise_B: Array, where: Array, place: Array) -> Array:
-    """A random word for each value."""
+    """A random word for each value.
+
+    Raises:
+      ValueError: there is no noise.
+    """
+    if isinstance(noise_B, tuple):
+        raise ValueError(
+            "batch.noise is (), as in an evaluation; a step makes it for a model whose draws_noise "
+            "is True: set that, and drop nothing where batch.noise is ()"
+        )
     feature_D = jax.lax.broadcasted_iota(jnp.uint32, (1, 1, shape[2]), 2)
     place = jnp.broadcast_to(place, shape[:2]).astype(jnp.uint32)[:, :, None]
     return _hash(noise_B.astype(jnp.uint32)[:, None, None], where, place, feature_D)

@@ -34,7 +34,7 @@ def plan_layouts(
     """The fastest layouts of a model on a cluster, by predicted step time.
 
     >>> pins = {"tensor": 1, "pipeline": 1}
-    >>> answer = plan_layouts("configs/llama2_7b.py", "H100-SXM", 64, pins=pins)
+    >>> answer = plan_layouts("llama2_7b", "H100-SXM", 64, pins=pins)
     >>> answer.plans[0].fits
     True
     >>> asked = {"batch_tokens": 2**24, "pins": {"pipeline": 1}}

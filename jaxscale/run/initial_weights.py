@@ -163,7 +163,7 @@ def open_weights(
         if step is None:
             raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
         metadata = checkpoints.metadata(step)
-    context = max(config.data.seq_len, getattr(config.model, "max_seq_len", 0))
+    context = max(config.data.seq_len, config.model.max_seq_len)
     return RunWeights(
         directory,
         config.model,
@@ -179,10 +179,10 @@ def open_weights(
 def may_differ(model: ModelConfig) -> set[str]:
     """`MAY_DIFFER` of this model, which may be of one's own."""
     names = set[str](MAY_DIFFER)
-    if getattr(model, "router", "") == "expert_choice":
+    if model.router == "expert_choice":
         names.remove("capacity_factor")  # by which experts choose their tokens
     # Of rows of a table; otherwise it only says how long texts were.
-    if getattr(model, "positions", "learned") != "learned":
+    if isinstance(model, ModelConfig) and model.max_positions is None:
         names.add("max_seq_len")
     return names
 
@@ -252,14 +252,14 @@ def _as_used(model: ModelConfig) -> dict[str, Any]:
     """The settings of a model, which may be of one's own, and the usual turns of rotary positions
     where they are left out: Hugging Face writes them."""
     settings = dataclasses.asdict(model)
-    if getattr(model, "rope_scaling", "none") in USUAL_TURNS:
+    if model.rope_scaling in USUAL_TURNS:
         settings |= zip(("rope_low_turns", "rope_high_turns"), model.rope_turns)
     return settings
 
 
 def adds_adapters(model: ModelConfig, weights: Weights) -> bool:
     """Whether a model has low-rank adapters beside weights that have none."""
-    ranks = [getattr(one, "lora_rank", 0) for one in (model, weights.config)]
+    ranks = [one.lora_rank for one in (model, weights.config)]
     return ranks[0] > 0 and not ranks[1]
 
 
@@ -278,7 +278,7 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
     Raises:
       ValueError: they do not fit the run.
     """
-    name = getattr(config.model, "init_from", "")  # a model of one's own need not have it
+    name = config.model.init_from
     if (workdir / CHECKPOINTS / "0").is_dir():
         if name:
             raise ValueError(
@@ -289,14 +289,13 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
     elif name:
         why, folder = f"model.init_from = {name!r}", folder_of(name)
     else:
-        if rank := getattr(config.model, "lora_rank", 0):
+        if rank := config.model.lora_rank:
             log.warning(
                 f"warning: model.lora_rank = {rank} freezes weights that are random: set "
                 "model.init_from to a model's folder, or to a run"
             )
         return None
-    depth = getattr(config.model, "prediction_depth", 0)
-    weights = open_weights(folder, config.model.family, depth)
+    weights = open_weights(folder, config.model.family, config.model.prediction_depth)
     check_settings(config.model, weights, why, config.data.seq_len, may_grow=True)
     axes, placement = _placement(engine, weights)
     weights.check(axes, placement.canonical)
@@ -310,7 +309,7 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
 
 
 def _warn_of_rate(config: Config, why: str) -> None:
-    optimizer, adapted = config.optimizer, getattr(config.model, "lora_rank", 0)
+    optimizer, adapted = config.optimizer, config.model.lora_rank
     frozen = any(group.frozen for group in optimizer.groups)
     if optimizer.learning_rate > TUNING_RATE and not (adapted or frozen):
         log.warning(
@@ -353,7 +352,8 @@ def _check_state(config: Config, engine: Engine, weights: Weights, why: str) -> 
             f"above the {weights.config.vocab_size} of {why}: new tokens have no moments; set "
             "optimizer.keep_state = False"
         )
-    ours, theirs, own = config.optimizer.settings, weights.optimizer, engine.own_optimizer
+    ours, theirs = configs.to_dict(config)["optimizer"], weights.optimizer
+    own = engine.own_optimizer
     differ = [
         f"optimizer.{name} = {ours[name]!r} here, {theirs[name]!r} there"
         for name in ("name", "moment_dtype", "second_moment_dtype")

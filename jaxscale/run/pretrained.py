@@ -148,7 +148,7 @@ def from_pretrained(
     )
     model: Any = find_model(config)(config, evaluation_kernels(plain_kernels()))
     params = read_weights(weights, model.axes, jax.eval_shape(model.init, jax.random.key(0)))
-    return Pretrained(config, params, getattr(model, "evaluated", model))
+    return Pretrained(config, params, model.evaluated)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -45,8 +45,7 @@ def wait_for_write(checkpoints: CheckpointWriter, step: int) -> None:
 def unchanged_params(engine: Engine) -> set[str]:
     """The paths in a state of the parameters that no step changes: frozen ones, but those that the
     model adjusts itself."""
-    adjusts = getattr(engine.model, "adjust", None)
-    names = () if adjusts else engine.model.frozen
+    names = () if engine.model.adjust else engine.model.frozen
     frozen = frozen_params(engine.config.optimizer.groups, engine.model.axes, names)
     leaves, _ = jax.tree_util.tree_flatten_with_path(frozen)
     return {f"params/{leaf_name(path)}" for path, still in leaves if still}

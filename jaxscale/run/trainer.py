@@ -339,7 +339,7 @@ def _open_text(engine: Engine, workdir: pathlib.Path) -> Text:
     Raises:
       ValueError: as `open_text`, or the model's head chooses from fewer classes.
     """
-    config, classes = engine.config, getattr(engine.model, "num_classes", None)
+    config, classes = engine.config, engine.model.num_classes
     text = open_text(config, workdir)
     if classes is not None and classes < text.tokenizer.vocab_size:
         raise ValueError(

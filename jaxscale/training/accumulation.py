@@ -188,8 +188,8 @@ def _cast_once(model: Model, layout: Layout, zero: Zero, params: Tree) -> Tree:
 def quantises_once(model: Model, layout: Layout) -> bool:
     """Whether a step also quantises them once: those that no ranks of tensor share, each of which
     scales its own part."""
-    dtype = getattr(model.settings, "matmul_dtype", "")
-    return layout.casts_once and layout.tensor == 1 and dtype == "float8"
+    rounded = model.settings.matmul_dtype == "float8"
+    return layout.casts_once and layout.tensor == 1 and rounded
 
 
 def _unfilled(like: Tree) -> Tree:

@@ -20,14 +20,14 @@ def shard_batch(
     config: Config,
     sharding: NamedSharding,
     global_batch_size: int | None,
-    prepare: Callable[[Batch], Batch] | None = None,
-    num_classes: int | None = None,
+    prepare: Callable[[Batch], Batch],
+    num_classes: int | None,
 ) -> ShardedBatch:
     """`Engine.shard`, for a config's layout and the sharding of its batches; `prepare` is the
     model's, and so is `num_classes`, that targets are of; None is the vocabulary."""
     _check_fields(batch)
     _check_values(batch, config.model)
-    batch = prepare(batch) if prepare else batch
+    batch = prepare(batch)
     _check_targets(batch, config.model.vocab_size, num_classes)
     if config.data.one_document:
         _check_one_document(batch.segments, config.data.objective)
@@ -120,14 +120,14 @@ def _check_fields(batch: Any) -> None:
 
 
 def _check_values(batch: Batch, model: Any) -> None:
-    """Refuses what a gather on a device would clip without a word."""
+    """Refuses what a gather on a device would clip silently."""
     vocabulary, at_most = model.vocab_size, f"below model.vocab_size = {model.vocab_size}"
     _check_range("tokens", batch.tokens, vocabulary, at_most)
-    if getattr(model, "positions", "") == "learned":
-        at_most = f"below model.max_seq_len = {model.max_seq_len}"
-        _check_range("positions", batch.positions, model.max_seq_len, at_most)
-    else:
+    if model.max_positions is None:
         _check_range("positions", batch.positions, 2**31, "of 32 bits")
+    else:
+        at_most = f"below model.{model.position_setting} = {model.max_positions}"
+        _check_range("positions", batch.positions, model.max_positions, at_most)
     if not np.isfinite(batch.weights).all():
         raise ValueError("batch.weights are not all finite; 0 leaves a token out of the loss")
 

@@ -111,8 +111,10 @@ class Engine:
           ValueError: it is not a batch on the host, has values out of range, or does not divide
             over the layout.
         """
-        own = [getattr(self.model, name, None) for name in ("prepare", "num_classes")]
-        return shard_batch(batch, self.config, self.batch_sharding, global_batch_size, *own)
+        model, sharding = self.model, self.batch_sharding
+        return shard_batch(
+            batch, self.config, sharding, global_batch_size, model.prepare, model.num_classes
+        )
 
     def local_rows(self, global_batch_size: int) -> tuple[int, ...]:
         """The rows of a step's batch that this process's devices hold, in order.
@@ -245,6 +247,8 @@ def _make_models(
     """The models of `make_engine`, which has the arguments."""
     make = model or find_model(config.model)
     plain = make(config.model, plain_kernels())
+    advice = "let its class extend jaxscale.models.protocol.Model, which has the optional members"
+    check_kind(f"the model of model.family = {config.model.family!r}", plain, Model, advice)
     own = own_rules({**plain.rules, **(rules or {})})
     kernels = make_kernels(
         config.layout,
@@ -256,13 +260,12 @@ def _make_models(
         unroll=unroll_loops,
     )
     recomputing = functools.partial(rematerialised_attention, remat=config.layout.remat_policy)
-    evaluated = make(config.model, evaluation_kernels(kernels))
     return _Models(
         plain,
         make(config.model, kernels),
         make(config.model, recomputing(kernels)),
         make(config.model, recomputing(counted_kernels())),
-        getattr(evaluated, "evaluated", evaluated),
+        make(config.model, evaluation_kernels(kernels)).evaluated,
         own,
     )
 

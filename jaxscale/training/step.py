@@ -79,7 +79,7 @@ def make_step(
         # A batch of long prompts may have no token that counts; its gradients are zero.
         loss_tokens = jnp.sum(batch.weights)
         count = jnp.where(loss_tokens == 0, 1, loss_tokens)
-        if any(getattr(config.model, name, 0) for name in ("dropout", "router_jitter")):
+        if model.draws_noise:
             batch = batch._replace(noise=step_noise(config, state.step))
         sums, grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
@@ -202,8 +202,7 @@ def _but_frozen(before: Tree, after: Tree, frozen: Tree) -> Tree:
 
 def _adjusted(model: Model, rows: Rows, params: Tree, sums: Sums) -> Tree:
     """`Model.adjust`, with the sums of layers in the order of the parameters' rows."""
-    adjust = getattr(model, "adjust", None)
-    if adjust is None:
+    if model.adjust is None:
         return params
     placed = {
         name: sums[name][rows[stack.name]]
@@ -211,20 +210,20 @@ def _adjusted(model: Model, rows: Rows, params: Tree, sums: Sums) -> Tree:
         for name in sum_shapes(stack)
         if name != "loss"
     }
-    return adjust(params, {**sums, **placed})
+    return model.adjust(params, {**sums, **placed})
 
 
 def _others(model: Model, sums: Sums, count: jax.Array) -> tuple[Sums, Sums]:
     """A model's own metrics: sums over tokens as means, and those of each layer: as they are, or as
     the model reports them."""
     own = {name: value for name, value in sums.items() if name not in ("loss", "nll")}
-    report = getattr(model, "report", None)
-    if report is not None:
+    layers: Sums = {}
+    if model.report:
         names = {name for stack in model.stacks for name in sum_shapes(stack)}
         layers = {name: value for name, value in own.items() if name in names}
         own = {name: value for name, value in own.items() if name not in names}
     means = {name: value / count if value.ndim == 0 else value for name, value in own.items()}
-    return means, {} if report is None else report(layers)
+    return means, model.report(layers) if model.report else {}
 
 
 def mean_and_norm(sums: Tree, count: jax.Array, limit: float) -> tuple[Tree, jax.Array]:

@@ -37,5 +37,5 @@ def trace_model(settings: ModelSettings) -> ModelTrace:
     stacks = [StackTrace(one.name, one.num_layers, one.period, one.turn) for one in model.stacks]
     paths = {"/".join(path) for path in model.borrows.values()}
     borrowed = [one.path for one in parameters if one.path in paths and "vocab" in one.axes]
-    adjusts = getattr(model, "adjust", None) is not None
+    adjusts = model.adjust is not None
     return ModelTrace(tuple(parameters), tuple(stacks), tuple(borrowed), adjusts)

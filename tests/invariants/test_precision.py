@@ -16,7 +16,7 @@ from jaxscale.batch import Batch
 from jaxscale.config import from_dict
 from jaxscale.config.model import ModelSettings
 from jaxscale.models.kernels import Kernels
-from jaxscale.models.protocol import Layer, Stack
+from jaxscale.models.protocol import Layer, Model, Stack
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training import engine as engines
 from jaxscale.training.step import mean_and_norm
@@ -161,7 +161,7 @@ DEPTH, WIDTH = 600, 8
 
 
 @dataclass(frozen=True)
-class ManyReaders:
+class ManyReaders(Model):
     """Every layer adds the same array to the stream, by way of a matrix of its own."""
 
     settings: ModelSettings
@@ -171,17 +171,10 @@ class ManyReaders:
         "layers": {"mix": ("layers", "embed", "mlp")},
         "head": {"scale": ("embed",)},
     }
-    borrows: ClassVar = {}
-    rules: ClassVar = {}
-    metrics: ClassVar = ()
-    frozen: ClassVar = ()
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
         return (Stack("layers", DEPTH, self.enter, self.read, shared={"bias": ("embed",)}),)
-
-    def extras(self, seq_len: int) -> dict:
-        return {}
 
     def init(self, key: jax.Array, rows: Any = None) -> dict:
         mix = jnp.where((np.arange(DEPTH) if rows is None else rows["layers"]) >= 0, 1.0, 0.0)

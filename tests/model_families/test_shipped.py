@@ -1,5 +1,6 @@
 """Families: published sizes, the settings that a user may set, and their Hugging Face side."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -11,8 +12,6 @@ import pytest
 from jaxscale import config
 from jaxscale.config import Config, DataConfig
 from jaxscale.config.model import ModelConfig
-from jaxscale.config.model.prediction import PREDICTION
-from jaxscale.config.model.rope_scaling import SCALING
 from jaxscale.hugging_face.value_types import check_value_types
 from jaxscale.model_families.family import HfConfig
 from jaxscale.model_families.hf.config import with_context
@@ -96,52 +95,62 @@ def test_parameters_are_those_of_a_published_model(name):
 
 
 def shown(run):
-    """The sections of a run, which are it, and how many leaves they have."""
+    """The settings of a run's config.json, which is read back to the run; and so is one of before,
+    which had every setting."""
     sections = config.to_dict(run)
-    assert config.from_dict(json.loads(json.dumps(sections))) == run
-    return sections, sum(len(section) for section in sections.values())
+    every = {name: dataclasses.asdict(getattr(run, name)) for name in sections}
+    for one in (sections, every):
+        assert config.from_dict(json.loads(json.dumps(one))) == run
+    return {f"{name}.{key}" for name, section in sections.items() for key in section}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_run_has_at_most_80_leaves_and_only_those_of_its_family(name):
+def test_a_run_shows_only_settings_of_its_family(name):
     model = ModelConfig(family=name)
     data = DataConfig(objective="causal" if model.causal else "masked")
     if model.num_encoder_layers:
         data = DataConfig(objective="span_corruption", target_len=64)
-    run = Config(model=model, data=data)
-    sections, leaves = shown(run)
-    assert leaves <= 80
-    # What scales rotary positions, or predicts further tokens, is left out where nothing does.
-    unread = {*SCALING, *PREDICTION, "expert_pattern", "router_groups_kept"}
-    assert set(FAMILIES[name].settings) - unread <= set(sections["model"])
-    assert not set(FAMILIES[name].fixed) & set(sections["model"])
+    found = shown(Config(model=model, data=data))
+    options = {key for one in SHIPPED for key in (*one.settings, *one.fixed)}
+    own = {f"model.{key}" for key in FAMILIES[name].settings}
+    assert {f"model.{key}" for key in options} & found == own - {
+        f"model.{key}" for key in model.unread
+    }
+
+
+@pytest.mark.parametrize("name", config.shipped_configs())
+def test_a_shipped_configuration_is_read_back(name):
+    shown(config.load(name))
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("family", "setting", "on", "off", "read"),
     [
-        ("deepseek_v3", ["model.prediction_depth=1"]),
-        ("qwen3_30b_a3b", ["model.expert_pattern=DE", "layout.tensor=2"]),
-        ("llama32_1b", ["layout.tensor=2", "layout.microbatches=2"]),
-        ("moe_tiny", ["layout.pipeline=2", "layout.expert=2", "layout.microbatches=2"]),
+        ("mixtral", "model.num_experts", 4, 0, "model.experts_per_token"),
+        ("mixtral", "model.balance_weight", 1, 0, "model.balance"),
+        ("deepseek_v3", "model.prediction_depth", 1, 0, "model.prediction_weight"),
+        ("llama", "model.lora_rank", 2, 0, "model.lora_alpha"),
+        ("llama", "model.lora_rank", 2, 0, "model.param_dtype"),
+        ("llama", "model.rope_scaling", "linear", "none", "model.rope_factor"),
+        ("llama", "layout.microbatches", 2, 1, "layout.accumulation"),
+        ("llama", "layout.context", 2, 1, "layout.context_method"),
+        ("llama", "optimizer.name", "adamw", "lion", "optimizer.epsilon"),
+        ("llama", "optimizer.schedule", "wsd", "constant", "optimizer.final_learning_rate"),
+        ("llama", "run.skip_bad_steps", 1, 0, "run.spike_score"),
+        ("llama", "run.checkpoint_every", 1, 0, "run.keep_every"),
     ],
 )
-def test_a_run_that_uses_many_options_has_as_few(name, options):
-    run = config.load(name, options)
-    sections, leaves = shown(run)
-    assert leaves <= 80
-    assert {option.partition(".")[2].partition("=")[0] for option in options} <= {
-        leaf for section in sections.values() for leaf in section
-    }
+def test_a_setting_is_shown_where_it_is_read(family, setting, on, off, read):
+    given = {"model": {"family": family, "num_layers": 4}}
+    assert read in shown(config.from_dict(given, [f"{setting}={on}"]))
+    assert read not in shown(config.from_dict(given, [f"{setting}={off}"]))
 
 
 def test_what_nothing_reads_is_shown_where_it_was_set():
     settings = {"family": "llama", "max_seq_len": 4096, "rope_low_turns": 1.0}
-    sections, _ = shown(Config(model=ModelConfig(**settings)))
-    assert set(settings) <= set(sections["model"])
-    assert not {"keep_state", "spike_score", "accumulation"} & {
-        leaf for section in sections.values() for leaf in section
-    }
+    found = shown(Config(model=ModelConfig(**settings)))
+    assert {f"model.{key}" for key in settings} <= found
+    assert not {"optimizer.keep_state", "run.spike_score", "layout.accumulation"} & found
 
 
 def test_an_option_is_a_setting_or_fixed_and_never_both():

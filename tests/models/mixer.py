@@ -1,10 +1,8 @@
-"""The least model of one's own that trains on text: its settings extend `ModelSettings`, not those
+"""The least custom model that trains on text: its settings extend `ModelSettings`, not those
 of a decoder."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 from jaxscale.batch import Batch
 from jaxscale.config.model import ModelSettings
 from jaxscale.models.kernels import Kernels
-from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
+from jaxscale.models.protocol import STREAM, Layer, Model, Params, Rows, Stack, Stream, Sums
 
 
 @dataclass(frozen=True)
@@ -21,15 +19,12 @@ class MixerSettings(ModelSettings):
 
 
 @dataclass(frozen=True)
-class Mixer:
+class Mixer(Model):
     """Two layers, in which a token reads the one before it."""
 
     settings: MixerSettings
     kernels: Kernels
     borrows = MappingProxyType({"tied": ("embed", "tokens")})
-    metrics = ()
-    frozen = ()
-    rules = MappingProxyType({})
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -39,9 +34,6 @@ class Mixer:
     def axes(self) -> Params:
         layers = {"weight": ("layers", "embed", "mlp")}
         return {"embed": {"tokens": ("vocab", "embed")}, "layers": layers, "head": {}}
-
-    def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
-        return {}
 
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
         assert rows is None, "no pipeline"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxscale.batch import Batch
 from jaxscale.config.model import ModelSettings
 from jaxscale.models.kernels import Kernels
-from jaxscale.models.protocol import STREAM, Layer, Params, Rows, Stack, Stream, Sums
+from jaxscale.models.protocol import STREAM, Layer, Model, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import exact_normal
 
 WIDTH, HIDDEN, HEADS, HEAD_DIM, SOURCE_LEN = 32, 48, 4, 8, 16
@@ -27,7 +27,7 @@ class TwoStacksSettings(ModelSettings):
 
 
 @dataclass(frozen=True)
-class TwoStacks:
+class TwoStacks(Model):
     """Readers go over the source tokens; writers, which differ in turn, read what they made."""
 
     settings: TwoStacksSettings

@@ -46,10 +46,7 @@ def test_a_run_is_sampled_evaluated_and_generated_from(tmp_path, capsys):
     source = {"path": str(pairs), "prompt": "q", "response": "a"}
     settings = {**SETTINGS, "data.source": repr(source)}
     settings = (f"--config.{name}={value}" for name, value in settings.items())
-    assert (
-        train.main(["--config", "configs/mt5_small.py", *workdir, "--trackers=none", *settings])
-        == 0
-    )
+    assert train.main(["--config", "mt5_small", *workdir, "--trackers=none", *settings]) == 0
     printed = capsys.readouterr().out
     sample = printed.partition("A sample at step 1:\n\n")[2].partition("\nNext steps")[0]
     assert sample.startswith("say jax\n-> ")

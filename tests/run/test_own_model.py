@@ -74,7 +74,7 @@ def test_a_run_starts_from_a_run_of_the_same_model_and_is_evaluated(texts, tmp_p
 
 
 def test_a_head_of_labels_is_not_trained_on_text(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(mixer.Mixer, "num_classes", 3, raising=False)
+    monkeypatch.setattr(mixer.Mixer, "num_classes", 3)
     with pytest.raises(ValueError, match=r"3 classes .* the 257 tokens of .* engine\.shard"):
         train(texts, tmp_path, {"data": 8})
 

@@ -36,14 +36,13 @@ def test_there_are_enough_cases_and_each_is_its_own():
 
 @pytest.mark.parametrize("case", [*tool.CASES, *tool.STAGES], ids=lambda case: case.name)
 def test_a_case_names_a_config_a_machine_and_settings_of_the_layout(case):
-    assert (ROOT / "configs" / f"{case.model}.py").is_file()
     assert f"{case.topology.partition(':')[0]}:" in topology.describe_topologies()
     names = [setting.partition("=")[0] for setting in case.layout.split()]
     names = [name for name in names if "." not in name]
     assert set(names) <= set(vars(Layout()))
     sequences = case.sequences * tool.num_devices(case.topology)
     assert sequences == round(sequences)
-    assert config.load(str(ROOT / "configs" / f"{case.model}.py")).model.num_layers > 1
+    assert config.load(case.model).model.num_layers > 1
 
 
 def test_a_step_of_every_zero_stage_is_shown_whether_it_fits_or_not():

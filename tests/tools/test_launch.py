@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from jaxscale import supervise
-from jaxscale.config.read_config import SHIPPED
+from jaxscale.config import shipped_configs
 from jaxscale.distributed import launcher
 
 FOLDER = pathlib.Path("tools/launch").resolve()
@@ -163,7 +163,7 @@ def check_command(container):
     assert container["command"] == ["python", *SUPERVISED.split()]
     flag, name = container["args"][:2]
     assert flag == "--config"
-    assert (SHIPPED / f"{name}.py").is_file(), "the image has the package, and no checkout"
+    assert name in shipped_configs(), "the image has the package, and no checkout"
     (token,) = (each for each in container["env"] if each["name"] == "JAXSCALE_TOKEN")
     assert token["valueFrom"] == {"secretKeyRef": {"name": "jaxscale", "key": "token"}}
 

@@ -176,9 +176,7 @@ def test_losses_and_plans_say_what_they_show(tmp_path):
         for bar, text in zip(bars, right.texts):
             assert not text.get_position()[0] <= bar.get_width()  # beside it
             assert not bar.get_width() > right.get_xlim()[1]
-    answer = plan_layouts(
-        "configs/llama2_7b.py", "H100-SXM", 8, top=1, pins={"pipeline": 1, "tensor": 1}
-    )
+    answer = plan_layouts("llama2_7b", "H100-SXM", 8, top=1, pins={"pipeline": 1, "tensor": 1})
     (best,) = answer.plans
     for draw, unit in zip(BARS, ("seconds", "GB")):
         figure = draw({"best": best})

@@ -189,7 +189,9 @@ def plain_step(config, adjust, platform="cpu"):
     """A step of two parameters, the gradients of which are their sines, and its state and batch."""
     params = {"held": jnp.zeros(3), "free": jnp.zeros(3)}
     axes = dict.fromkeys(params, ("embed",))
-    model: Any = SimpleNamespace(axes=axes, stacks=(), adjust=adjust)
+    model: Any = SimpleNamespace(
+        axes=axes, stacks=(), adjust=adjust, report=None, draws_noise=False
+    )
     here = jax.tree.map(lambda x: x.sharding, params)
     sums, optimizer = {"nll": jnp.zeros(())}, optax.sgd(0.0, momentum=0.5)
     step = make_step(

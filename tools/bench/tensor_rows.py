@@ -44,7 +44,7 @@ def planned(tensor: int, across: int) -> dict[str, Any]:
     """What the planner says of one grid."""
     pins = {"pipeline": 1, "data": 1, "context": 1, "zero_stage": 3, "microbatches": 1}
     pins |= {"tensor": tensor, "tensor_rows": across, "remat": "full", "offload": "none"}
-    command = ["jaxscale.plan", "--config", "configs/llama2_70b.py", "--hardware", "v5p"]
+    command = ["jaxscale.plan", "--config", "llama2_70b", "--hardware", "v5p"]
     command += ["--devices", "64", "--top", "1", "--config.data.global_batch_size=64"]
     for name, value in pins.items():
         command += ["--pin", f"{name}={value}"]
@@ -69,7 +69,7 @@ def run(command: list[str]) -> dict[str, Any]:
 def measured(topology: str, tensor: int, across: int) -> dict[str, Any]:
     """The numbers of one layout."""
     sizes = (f"layout.tensor={tensor}", f"layout.tensor_rows={across}")
-    command = ["jaxscale.aot", "--config", "configs/llama2_70b.py", "--topology", topology]
+    command = ["jaxscale.aot", "--config", "llama2_70b", "--topology", topology]
     command += ["--skip_memory_check"]
     report = run([*command, *(f"--config.{setting}" for setting in (*SETTINGS, *sizes))])
     found: dict[str, Any] = {"topology": topology}

@@ -1,5 +1,6 @@
 """The options of models whose layers have experts."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -177,3 +178,7 @@ class ExpertOptions:
     def has_balance_loss(self) -> bool:
         """Whether layers with experts add to the loss."""
         return bool(self.num_experts and (self.balance_weight or self.router_z_loss))
+
+
+EXPERTS = tuple(one.name for one in dataclasses.fields(ExpertOptions) if one.name != "num_experts")
+"""The settings that are read where `num_experts` is not 0."""

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from jaxscale.choices import check_at_least
 from jaxscale.config.model.settings import option
 
+LATENT = ("query_rank", "rope_head_dim", "value_head_dim")
+"""The settings that are read where `kv_rank` is not 0."""
+
 
 @dataclass(frozen=True)
 class LatentOptions:

@@ -8,18 +8,12 @@ from typing import Any
 
 from jaxscale.choices import check_at_least, check_choice, nearest_divisors
 from jaxscale.config.layout import BLOCK_TENSORS, parse_remat
-from jaxscale.config.model.experts import ExpertOptions
-from jaxscale.config.model.latent_attention import LatentOptions
+from jaxscale.config.model.experts import EXPERTS, ExpertOptions
+from jaxscale.config.model.latent_attention import LATENT, LatentOptions
 from jaxscale.config.model.lora import LORA, LoraOptions
 from jaxscale.config.model.prediction import PREDICTION, PredictionOptions
 from jaxscale.config.model.rope_scaling import READ_BY, SCALING, RopeScalingOptions
-from jaxscale.config.model.settings import (
-    ATTENTIONS,
-    DTYPES,
-    MATMUL_DTYPES,
-    is_own_family,
-    option,
-)
+from jaxscale.config.model.settings import ModelSettings, is_own_family, option
 from jaxscale.formatting import changed_fields
 from jaxscale.model_families.shipped import find_family, refuse_setting
 
@@ -34,15 +28,18 @@ CHOICES = {
     "attention_bias": ("none", "qkv", "all"),
     "positions": ("rotary", "learned", "none"),
     "relative_bias": ("none", "shared", "layer"),
-    "attention": ATTENTIONS,
-    "compute_dtype": DTYPES,
-    "param_dtype": DTYPES,
-    "matmul_dtype": MATMUL_DTYPES,
 }
 
 
 @dataclass(frozen=True)
-class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, RopeScalingOptions):
+class ModelConfig(
+    ExpertOptions,
+    LatentOptions,
+    LoraOptions,
+    PredictionOptions,
+    RopeScalingOptions,
+    ModelSettings,
+):
     """A transformer of any family of `jaxscale.model_families`: a decoder, or an encoder and a
     decoder where `num_encoder_layers` is not zero.
 
@@ -56,7 +53,6 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
     num_kv_heads: int = 4  # grouped-query attention when below num_heads
     head_dim: int = 16
     d_ff: int = 256
-    vocab_size: int = 257
     family: str = "llama"
     # Rows of the learned position table, 0 for 2048. Other positions have no limit: there the
     # longest text of the model that the weights come from, if any.
@@ -106,15 +102,10 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
 
     z_loss: float = 0.0  # weight of log(Z)^2
     dropout: float = 0.0  # share of embeddings and of what attention and MLP add that a step drops
-    attention: str = "auto"
-    compute_dtype: str = "bfloat16"
     param_dtype: str = ""  # "": float32; of weights that adapters freeze, compute_dtype
-    matmul_dtype: str = ""  # of the operands of layers' matmuls; "" is compute_dtype
-    init_from: str = ""  # a Hugging Face model, or a run, whose weights a new run starts from
 
     def __repr__(self) -> str:
-        defaults = {**self._family_defaults(), "param_dtype": self._usual_param_dtype}
-        return changed_fields(self, defaults)
+        return changed_fields(self, self.defaults)
 
     def __post_init__(self) -> None:
         self._take_family()
@@ -129,9 +120,7 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
             d_model=1,
             num_heads=1,
             num_kv_heads=1,
-            head_dim=1,
             d_ff=1,
-            vocab_size=2,
             max_seq_len=0,
             num_encoder_layers=int(self.relative_bias != "none"),
             relative_buckets=4,
@@ -147,6 +136,7 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
             z_loss=0,
             dropout=0,
         )
+        super().__post_init__()
         if self.dropout >= 1:
             raise ValueError(f"model.dropout = {self.dropout} must be below 1")
         if self.dropout and self.num_encoder_layers:
@@ -243,46 +233,43 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
         self.check_rope_scaling(self.rotary_dim)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The fields that a user of this family may set, and their values, without defaults that
-        nothing reads: of rotary positions' scaling, of modules that predict further tokens, of
-        experts in turns or in groups, and of a table of positions; and without dropout and rounded
-        matmuls where they are off, and the usual type of parameters, which a run with adapters that
-        reads them changes."""
-        if is_own_family(self.family):
-            return dataclasses.asdict(self)
-        family = find_family(self.family)
-        found = {
-            one.name: getattr(self, one.name)
-            for one in dataclasses.fields(self)
-            if "plain" not in one.metadata or one.name in family.settings
-        }
-        plain = {**{one.name: one.default for one in dataclasses.fields(self)}, **family.settings}
-        plain["param_dtype"] = "float32"
-        return {n: x for n, x in found.items() if n not in self._idle or x != plain[n]}
+    def defaults(self) -> dict[str, Any]:
+        """Those of the family, and of the type of the parameters."""
+        return {**self._family_defaults(), "param_dtype": self._usual_param_dtype}
 
     @property
-    def _idle(self) -> set[str]:
-        """Settings that this model does not read."""
-        idle = set(SCALING) - set(READ_BY[self.rope_scaling])
-        idle |= set() if self.prediction_depth else set(PREDICTION)
-        idle |= {"lora_tokens"} if self.lora_rank else set(LORA)
-        idle |= set() if self.expert_pattern else {"expert_pattern"}
-        idle |= set() if self.matmul_dtype else {"matmul_dtype"}
-        idle |= set() if self.lora_rank else {"param_dtype"}
-        idle |= set() if self.dropout else {"dropout"}
-        idle |= set() if self.router_groups > 1 else {"router_groups_kept"}
-        return idle | (set() if self.positions == "learned" else {"max_seq_len"})
+    def unread(self) -> set[str]:
+        """The settings that nothing reads: those that the family fixes, those of options that this
+        model does not have, and those that are off by default. A custom model may read any."""
+        unread = {"dropout", "expert_pattern", "lora_tokens", "matmul_dtype"}
+        if is_own_family(self.family):
+            return unread
+        options = {one.name for one in dataclasses.fields(self) if "plain" in one.metadata}
+        has = {
+            tuple(options - find_family(self.family).settings.keys()): False,
+            EXPERTS: self.num_experts,
+            ("router_groups_kept",): self.router_groups > 1,
+            ("balance",): self.balance_weight,
+            LATENT: self.kv_rank,
+            LORA: self.lora_rank,
+            ("param_dtype",): self.lora_rank,
+            PREDICTION: self.prediction_depth,
+            ("relative_buckets", "relative_max_distance"): self.relative_bias != "none",
+            ("rope_theta", "rope_share", "local_rope_theta"): self.positions == "rotary",
+            tuple({*SCALING} - {*READ_BY[self.rope_scaling]}): False,
+            ("max_seq_len",): self.positions == "learned",
+        }
+        return unread.union(*(names for names, read in has.items() if not read))
+
+    @property
+    def position_setting(self) -> str:
+        """The setting that counts the rows of learned positions, "" where there are none."""
+        return "max_seq_len" if self.positions == "learned" else ""
 
     @property
     def has_formulas(self) -> bool:
         """Whether the planner has formulas for the model's memory and time."""
         return not is_own_family(self.family)
-
-    @property
-    def without_formulas(self) -> str:
-        """The setting for which it has none."""
-        return f"model.family = {self.family!r}"
 
     @property
     def has_flops_formula(self) -> bool:

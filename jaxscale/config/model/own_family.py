@@ -2,7 +2,6 @@
 
 import typing
 
-from jaxscale.config.model.model import ModelConfig
 from jaxscale.config.model.settings import ModelSettings, find_make
 
 
@@ -18,7 +17,7 @@ def settings_record(family: str) -> type:
     record = next(iter(hints.values()), None)
     if (
         not isinstance(record, type)
-        or not issubclass(record, ModelSettings | ModelConfig)
+        or not issubclass(record, ModelSettings)
         or "__dataclass_fields__" not in vars(record)
     ):
         raise ValueError(

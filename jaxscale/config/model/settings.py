@@ -1,6 +1,5 @@
 """What the engine reads of any model's record, and the records of models of one's own."""
 
-import dataclasses
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,8 +22,12 @@ def option(plain: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What the engine reads of any model's settings. The record of a model of one's own extends it
-    with fields of its own; they are the keys of the config's section "model"."""
+    """What the engine reads of any model's settings. The record of a custom model extends it with
+    fields of its own; they are the keys of the config's section "model".
+
+    The attributes without a type are no settings: they are the values of a model that does not have
+    the option. A record that has it overrides them with a field or a property.
+    """
 
     family: str = ""  # "my_package.my_model:make"
     vocab_size: int = 257
@@ -33,7 +36,21 @@ class ModelSettings:
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
     matmul_dtype: str = ""  # of the operands of layers' matmuls; "" is compute_dtype
-    init_from: str = ""  # a run of the same model, whose weights a new run starts from
+    init_from: str = ""  # a run, or a Hugging Face model of a shipped family, to start from
+
+    causal = True  # otherwise tokens attend to both sides
+    num_encoder_layers = 0
+    num_experts = 0
+    router = ""
+    attention_soft_cap = 0.0
+    position_setting = ""  # the name of the setting that counts the rows of learned positions
+    max_seq_len = 0  # the longest text of the model, where that is known
+    rope_scaling = "none"
+    lora_rank = 0
+    prediction_depth = 0
+    dropped_token = -1  # the id whose embedding is zero
+    has_formulas = False  # of the planner, for the model's memory and time
+    has_flops_formula = False  # otherwise FLOPs are counted in the traced program
 
     def __post_init__(self) -> None:
         check_choice("model.attention", self.attention, ATTENTIONS)
@@ -43,15 +60,9 @@ class ModelSettings:
         check_at_least("model", self, vocab_size=2, head_dim=1)
 
     @property
-    def attention_soft_cap(self) -> float:
-        """Attention's scores have none; a record whose model has one says so in a field."""
-        return 0.0
-
-    @property
-    def causal(self) -> bool:
-        """Whether tokens attend to those before them only; a record whose model's attend to both
-        sides says so in a field."""
-        return True
+    def max_positions(self) -> int | None:
+        """The learned positions that there are; None without such."""
+        return getattr(self, self.position_setting) if self.position_setting else None
 
     @property
     def attention_uses(self) -> tuple[str, ...]:
@@ -59,28 +70,14 @@ class ModelSettings:
         return ("soft_cap",) if self.attention_soft_cap else ()
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The fields and their values, without `matmul_dtype` where it is not set."""
-        found = dataclasses.asdict(self)
-        if not self.matmul_dtype:
-            del found["matmul_dtype"]
-        return found
+    def unread(self) -> set[str]:
+        """The settings that nothing reads, and those that are off by default."""
+        return {"matmul_dtype"}
 
     @property
-    def has_formulas(self) -> bool:
-        """Whether the planner has formulas for the model's memory and time."""
-        return False
-
-    @property
-    def without_formulas(self) -> str:
-        """The setting for which it has none."""
-        return f"model.family = {self.family!r}"
-
-    @property
-    def has_flops_formula(self) -> bool:
-        """Whether the record counts the operations of a token; else they are counted in the traced
-        program."""
-        return False
+    def defaults(self) -> dict[str, Any]:
+        """Of the fields that have others than those of their class."""
+        return {}
 
 
 def is_own_family(family: str) -> bool:

@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from jaxscale.config.model import ModelSettings, is_own_family
+from jaxscale.config.read_config import read_settings
 from jaxscale.sharding.model_trace import ModelTrace, ModelWork, ParamShape, StackTrace
 from jaxscale.storage import durable
 from jaxscale.storage.untrusted import load_json
@@ -60,7 +61,7 @@ def _trace(settings: ModelSettings) -> ModelTrace:
 
 
 def _digest(settings: ModelSettings) -> str:
-    return hashlib.sha256(f"{_sources()} {settings.settings}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{_sources()} {read_settings(settings)}".encode()).hexdigest()[:32]
 
 
 @functools.cache

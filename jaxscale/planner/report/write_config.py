@@ -9,6 +9,7 @@ from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.config.layout import Layout
 from jaxscale.config.model import ModelConfig
+from jaxscale.config.read_config import read_settings
 from jaxscale.planner.search.plan import Plan
 
 TEMPLATE = '''"""{headline}
@@ -45,7 +46,7 @@ def config_text(path: pathlib.Path, plan: Plan, source: str) -> str:
     # A family has defaults of its own, and settings that others do not have.
     family = plan.config.model.family
     usual = {"family": defaults["model"]["family"]}
-    defaults["model"] = ModelConfig(family=family).settings | usual
+    defaults["model"] = read_settings(ModelConfig(family=family)) | usual
     # Every axis is written, so that another number of devices is refused.
     defaults["layout"] = dict.fromkeys(dataclasses.asdict(Layout()))
     sections = "\n".join(

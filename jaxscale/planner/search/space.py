@@ -97,8 +97,8 @@ class Query:
         if isinstance(self.model, Config) and not self.model.model.has_formulas:
             raise ValueError(
                 "layouts are planned with formulas, and there are none for "
-                f"{self.model.model.without_formulas}; python -m jaxscale.aot compiles a layout's "
-                "step for absent devices and says what it needs"
+                f"model.family = {self.model.model.family!r}; python -m jaxscale.aot compiles a "
+                "layout's step for absent devices and says what it needs"
             )
         if isinstance(self.model, Config):
             self._check_matmuls(self.model.model.matmul_dtype)

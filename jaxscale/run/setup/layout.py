@@ -69,7 +69,7 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
     if not config.model.has_formulas:
         raise ValueError(
             "layout = 'auto' plans with formulas, and there are none for "
-            f"{config.model.without_formulas}; set the layout"
+            f"model.family = {config.model.family!r}; set the layout"
         )
     # Imported here: twenty modules that most runs do not need.
     from jaxscale.planner.auto_layout import choose_layout  # noqa: PLC0415

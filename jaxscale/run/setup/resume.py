@@ -88,8 +88,7 @@ def with_stored_type(config: Config, saved: Mapping[str, Any]) -> Config:
       saved: the config of a checkpoint, {} of a new run.
     """
     stored = saved.get("model", {}).get("param_dtype")
-    frozen = getattr(config.model, "lora_rank", 0)
-    if not (stored and frozen) or stored == config.model.param_dtype:
+    if not (stored and config.model.lora_rank) or stored == config.model.param_dtype:
         return config
     log.info(f"model.param_dtype = {stored!r}, as when the run started")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, param_dtype=stored))

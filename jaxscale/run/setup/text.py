@@ -91,7 +91,7 @@ def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
     """
     check_kind("config", config, Config, configs.CONFIG_ADVICE)
     data, workdir = config.data, pathlib.Path(workdir)
-    if getattr(config.model, "num_encoder_layers", 0) and not data.target_len:
+    if config.model.num_encoder_layers and not data.target_len:
         raise ValueError(
             f"model.family = {config.model.family!r} has an encoder, which reads data.seq_len = "
             f"{data.seq_len} tokens, and a decoder; set data.target_len, the tokens that it "
@@ -150,7 +150,7 @@ def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) 
     it starts from, so that the folder can be moved, and exported to Hugging Face's format."""
     if tokenizer.file:
         save_tokenizer(tokenizer, workdir)
-    if origin := getattr(config.model, "init_from", ""):
+    if origin := config.model.init_from:
         copy_special_ids(run_folder.folder_of(origin), workdir)
 
 
@@ -169,7 +169,7 @@ def _fitting(tokenizer: Tokenizer, config: Config) -> Tokenizer:
             f"{tokenizer.vocab_size} tokens of data.tokenizer = {config.data.tokenizer!r}; set "
             f"model.vocab_size = {tokenizer.vocab_size}"
         )
-    dropped = getattr(config.model, "dropped_token", -1)
+    dropped = config.model.dropped_token
     if config.data.objective == "masked" and dropped not in (-1, tokenizer.mask):
         raise ValueError(
             f"model.dropped_token = {dropped} is not the mask of data.tokenizer = "

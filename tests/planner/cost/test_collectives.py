@@ -68,7 +68,7 @@ def test_gradients_that_are_not_scattered_cross_twice():
     """Stage 0 sums whole gradients, which is a reduce-scatter and an all-gather (arXiv 1910.02054,
     section 7): twice the time of stage 2's, but for what does not depend on the bytes."""
     machine = make_cluster("h100", 64, network_latency_seconds=0.0, node_latency_seconds=0.0)
-    work = TrainableModel(load("configs/llama2_7b.py")).work
+    work = TrainableModel(load("llama2_7b")).work
     for sizes in ({"fsdp": 64}, {"fsdp": 8, "tensor": 8}):
         parallelism = Parallelism(**sizes)
         sent = state_traffic(work, parallelism, collectives.axis_levels(machine, parallelism))

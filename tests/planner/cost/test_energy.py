@@ -9,7 +9,7 @@ from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.search.trainable_model import TrainableModel
 
-LLAMA = TrainableModel(load("configs/llama2_7b.py")).work
+LLAMA = TrainableModel(load("llama2_7b")).work
 
 
 @pytest.mark.parametrize(

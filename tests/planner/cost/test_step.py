@@ -21,8 +21,8 @@ from jaxscale.planner.tables.state_ticks import TickCollectives, state_ticks
 from jaxscale.planner.tables.table_makespan import TableSpec
 from tools.planner_validation.trainers import MEGATRON_CORE
 
-LLAMA = TrainableModel(load("configs/llama2_70b.py")).work
-SMALL = TrainableModel(load("configs/llama2_7b.py")).work
+LLAMA = TrainableModel(load("llama2_70b")).work
+SMALL = TrainableModel(load("llama2_7b")).work
 SHAPE = ModelShape(32, 4096, 32, 32, 128, 11008, gated=True, vocab=32000, tied=False, seq_len=4096)
 MOE = replace(SHAPE, experts=64, top_k=4, expert_ff=2048).work
 H100 = make_cluster("h100", 512)

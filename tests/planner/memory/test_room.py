@@ -12,7 +12,7 @@ from jaxscale.planner.memory.step import step_memory
 
 
 def on(devices: int, name: str = "llama3_8b") -> configs.Config:
-    config = configs.load(f"configs/{name}.py")
+    config = configs.load(name)
     return dataclasses.replace(config, layout=resolve_sizes(config.layout, devices))
 
 

@@ -43,7 +43,7 @@ def test_a_written_config_trains(tmp_path):
 @pytest.mark.parametrize(
     ("path", "changes"),
     [
-        ("configs/mt5_base.py", []),
+        ("mt5_base", []),
         # The default of another family, which is not that of this one.
         ("configs/tiny.py", ["model.family=gemma3", "model.tied_embeddings=False"]),
     ],

@@ -26,7 +26,7 @@ from jaxscale.planner.search.space import Query, check_pins
 from jaxscale.planner.search.trainable_model import TrainableModel
 from jaxscale.training.flops import example, forward_cost, step_flops
 
-XXL = load("configs/mt5_xxl.py", ["optimizer.name=adamw"])
+XXL = load("mt5_xxl", ["optimizer.name=adamw"])
 
 
 def with_layout(config: Config, **layout) -> Config:
@@ -36,7 +36,7 @@ def with_layout(config: Config, **layout) -> Config:
 @pytest.mark.proof
 @pytest.mark.parametrize("name", ["t5", "umt5"])
 def test_its_counts_are_those_of_the_model(name):
-    config = load("configs/mt5_small.py", [f"model.family={name}", "model.num_layers=6"])
+    config = load("mt5_small", [f"model.family={name}", "model.num_layers=6"])
     model, planned = config.model, TrainableModel(config)
     assert planned.num_params == planned.shape.num_params == model.num_params
     counted = step_flops(with_layout(config), EncoderDecoder(model, plain_kernels())).model
@@ -48,7 +48,7 @@ def test_its_counts_are_those_of_the_model(name):
 @pytest.mark.proof
 def test_its_head_costs_as_many_layers_as_the_traced_program_says():
     """By which the engine and the planner deal layers to stages."""
-    config = load("configs/mt5_small.py", ["model.num_layers=6"])
+    config = load("mt5_small", ["model.num_layers=6"])
     model = EncoderDecoder(config.model, plain_kernels())
     counted = forward_cost(model, example(config, model), parse_remat("none"))
     layers = config.model.num_layers + config.model.num_encoder_layers
@@ -59,7 +59,7 @@ def test_its_head_costs_as_many_layers_as_the_traced_program_says():
     assert head_cost == pytest.approx(expected, rel=1e-3)
 
 
-BASE = load("configs/mt5_base.py", ["data.global_batch_size=64"])
+BASE = load("mt5_base", ["data.global_batch_size=64"])
 QUERY = Query(BASE, make_cluster("h200", 4))
 PIPELINE = Layout(pipeline=4, data=1, microbatches=8, remat="full")
 
