@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from etils import epy
+
 from jaxscale import command_line
 from jaxscale import config as configs
 from jaxscale.config import Config
@@ -27,6 +29,11 @@ from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
 from jaxscale.planner.search.search import search_layouts
 from jaxscale.planner.search.space import check_fields, check_pins
+
+with epy.lazy_imports():  # JAX, and optional packages
+    from jaxscale.autotune import run
+    from jaxscale.compiled import prove_plans, topology
+    from jaxscale.planner.validation import score
 
 MOST_DEVICES = 2**20
 MOST_TOKENS = 2**40
@@ -84,9 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\nwrote {options.report}")
     numbers = json_report.ranking_json(answer)
     if options.prove:
-        from jaxscale.compiled.prove_plans import prove_plans  # noqa: PLC0415  imports JAX
-
-        numbers["proved"] = prove_plans(answer.plans[: options.prove], topology)
+        numbers["proved"] = prove_plans.prove_plans(answer.plans[: options.prove], topology)
     if options.json:
         options.json.write_text(json.dumps(numbers, indent=2) + "\n")
     if options.prove and not any(one["compiled_bytes"] for one in numbers["proved"]):
@@ -191,8 +196,6 @@ def _topology(options: argparse.Namespace) -> str:
       ValueError: it is not known, there is none for the hardware, or its number of devices is not
         that of the plans.
     """
-    from jaxscale.compiled import topology  # noqa: PLC0415  it imports JAX
-
     name = options.topology or topology.topology_name(
         make_cluster(options.hardware, options.devices)
     )
@@ -412,19 +415,17 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ValueError("--config is missing; see --help for an example")
     config = configs.load(options.config, overrides)
     try:
-        from jaxscale.autotune import run  # noqa: PLC0415
+        measure = run.measure
     except ModuleNotFoundError as error:
         command_line.refuse(
             f"--measure needs optional packages: uv sync --inexact --extra measure ({error})"
         )
     command_line.log_to_stdout()
-    return run.measure(options, config, parse_pins(options.pin))
+    return measure(options, config, parse_pins(options.pin))
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from jaxscale.planner.validation.score import validate  # noqa: PLC0415
-
-    scores = validate(options.validate)
+    scores = score.validate(options.validate)
     print(scores.text())
     if options.json:
         options.json.write_text(json.dumps(scores.as_json(), indent=2) + "\n")

@@ -13,12 +13,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from etils import epy
 from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.ops.tensor_parallel import Spread
+
+with epy.lazy_imports():  # half a second, and only a GPU needs it
+    from jaxscale.ops import loss_kernel
 
 
 class _Static(NamedTuple):
@@ -261,13 +265,10 @@ def _has_kernel(static: _Static, raw_CV: Array) -> bool:
 
 def _reduced_by_kernel(static: _Static, raw_CV: Array, targets_C: Array) -> tuple[Array, Array]:
     """log Z and the target's logit of each token from one pass over logits that are not capped."""
-    # Half a second to import, and only a GPU needs it.
-    from jaxscale.ops.loss_kernel import log_z_and_target  # noqa: PLC0415
-
     columns = raw_CV.shape[-1]
     first = _first_id(static, columns)
     end = jnp.clip(static.vocab_size - first, 0, columns)
-    return log_z_and_target(
+    return loss_kernel.log_z_and_target(
         raw_CV, (targets_C - first).astype(jnp.int32), end, soft_cap=static.soft_cap
     )
 

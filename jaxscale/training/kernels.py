@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epy
 from jax.typing import DTypeLike
 
 from jaxscale.config import Config
@@ -32,6 +33,9 @@ from jaxscale.sharding.layout_checks import check_spread_attention
 from jaxscale.sharding.resolve import automatic_axes, constrain
 from jaxscale.sharding.rules import ACTIVATIONS, WEIGHTS, Rules, spreads_attention
 from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec
+
+with epy.lazy_imports():  # half a second, and only a GPU needs it
+    from jaxscale.ops.attention import context_flash
 
 ATTENTION_SCOPE = "attention_kernel"
 """The named scope of all that computes the heads' outputs from queries, keys and values."""
@@ -205,10 +209,7 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
 def _context_kernel(implementation: str) -> Callable[..., jax.Array]:
     if implementation != "flash":
         return context_attention
-    # Half a second to import, and only a GPU needs it.
-    from jaxscale.ops.attention.context_flash import context_flash  # noqa: PLC0415
-
-    return context_flash
+    return context_flash.context_flash
 
 
 def _manual(layout: Layout, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
