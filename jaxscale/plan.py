@@ -68,20 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seq_len=options.seq_len,
             top=options.top,
         )
-        print(text_report.ranking_text(answer))
-        print(f"\nStep time of the best plan\n{text_report.waterfall_text(answer.plans[0])}")
-        print(f"\nIts memory per device\n{text_report.memory_text(answer.plans[0])}")
-        if grids := tensor_grids.grids_text(answer.query, answer.plans[0]):
-            print(
-                "\nBytes that a device sends over its tensor ranks, by their grid (a layer's are "
-                f"of one micro-batch)\n{grids}"
-            )
-        if options.why_not:
-            print("\n" + why_not.explain_why_not(answer, parse_pins(split_pins(options.why_not))))
-        if options.compare:
-            print(
-                "\n" + text_report.comparison(*(_named(answer, name) for name in options.compare))
-            )
+        _print_answer(answer, options)
         if options.write:
             write_plan(options.write, answer.plans[0], options.config)
             written = shlex.quote(str(options.write))
@@ -97,6 +84,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.prove and not any(one["compiled_bytes"] for one in numbers["proved"]):
         return 1
     return 0
+
+
+def _print_answer(answer: RankedPlans, options: argparse.Namespace) -> None:
+    """The table of plans, the best one, and what was asked about others."""
+    print(text_report.ranking_text(answer))
+    print(f"\nStep time of the best plan\n{text_report.waterfall_text(answer.plans[0])}")
+    print(f"\nIts memory per device\n{text_report.memory_text(answer.plans[0])}")
+    if grids := tensor_grids.grids_text(answer.query, answer.plans[0]):
+        print(
+            "\nBytes that a device sends over its tensor ranks, by their grid (a layer's are "
+            f"of one micro-batch)\n{grids}"
+        )
+    if options.why_not:
+        print("\n" + why_not.explain_why_not(answer, parse_pins(split_pins(options.why_not))))
+    if options.compare:
+        print("\n" + text_report.comparison(*(_named(answer, name) for name in options.compare)))
 
 
 READ = {
