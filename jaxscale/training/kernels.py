@@ -25,7 +25,7 @@ from jaxscale.ops.attention.ulysses import ulysses_attention
 from jaxscale.ops.dropout import dropout, jitter
 from jaxscale.ops.embedding import spread_lookup
 from jaxscale.ops.experts.dispatch import Dispatch
-from jaxscale.ops.loss import cross_entropy
+from jaxscale.ops.loss import LossForm, cross_entropy
 from jaxscale.ops.rope import rotary, rotary_on_tpu
 from jaxscale.ops.sizes import LANES
 from jaxscale.ops.tensor_parallel import Spread, columns, linear, rows, spread_columns, spread_rows
@@ -111,7 +111,9 @@ def make_kernels(
             halves=layout.overlap_experts,
         ),
         all_rows=functools.partial(_all_rows, layout),
-        cross_entropy=functools.partial(_cross_entropy, layout, platform=platform, unroll=unroll),
+        cross_entropy=functools.partial(
+            _cross_entropy, layout, LossForm(platform=platform, unroll=unroll)
+        ),
         shard=lambda x, axes: constrain(x, axes, layout.sizes, {**ACTIVATIONS, **(rules or {})}),
     )
 
@@ -307,7 +309,12 @@ def _lookup(
 
 
 def _cross_entropy(
-    layout: Layout, x_BTD: jax.Array, head: jax.Array, *args: jax.Array, **settings: Any
+    layout: Layout,
+    form: LossForm,
+    x_BTD: jax.Array,
+    head: jax.Array,
+    *args: jax.Array,
+    **settings: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """The loss, which ranks of context and tensor share."""
     time, columns = _mesh_axes(layout, ACTIVATIONS["seq"]), _mesh_axes(layout, WEIGHTS["vocab"])
@@ -320,7 +327,8 @@ def _cross_entropy(
         of_stream = features[0] if features else None
         spread = Spread(axis, time, automatic_axes(layout.sizes), of_stream)
     scatters = _scatters(layout, x_BTD.shape[-1])
-    return cross_entropy(x_BTD, head, *args, spread=spread, scatters=scatters, **settings)
+    form = form._replace(spread=spread, scatters=scatters)
+    return cross_entropy(x_BTD, head, *args, form=form, **settings)
 
 
 def _scatters(layout: Layout, features: int) -> bool:
