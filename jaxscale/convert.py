@@ -67,21 +67,14 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     model = model_folder.open_model(options.from_hf, adapters=peft)
     # That of the adapters, where they have one: it has the tokens that were added for them.
     beside = peft if peft and _tokenizers(peft) else model.directory
-    causal = model.config.causal
-    data = {} if causal else {"objective": "masked"}
-    sections: dict[str, dict] = {"model": dict(model.settings), "data": data}
-    files = _tokenizers(beside)
+    causal, files = model.config.causal, _tokenizers(beside)
     # Where there is none, this is where the run looks for one.
     own = str(output / (*files, *run_folder.TOKENIZERS)[0])
-    sections["data"]["tokenizer"] = own
-    if model.config.positions == "learned":
-        sections["data"]["seq_len"] = model.config.max_seq_len
-    if model.config.num_encoder_layers:  # so that the folder can be trained as it is
-        paired = {"objective": "span_corruption", "target_len": configs.DataConfig.seq_len}
-        sections["data"] = {**sections.get("data", {}), **paired}
+    settings = dict(model.settings)
     if peft and model.dtype == "float32":
-        sections["model"]["param_dtype"] = model.dtype  # exactly, whatever a run may begin with
-    config = configs.from_dict(sections, overrides)
+        settings["param_dtype"] = model.dtype  # exactly, whatever a run may begin with
+    data = {"tokenizer": own, **_data_of(model.config)}
+    config = configs.from_dict({"model": settings, "data": data}, overrides)
     if depth := config.model.prediction_depth:
         model = model_folder.open_model(options.from_hf, prediction_depth=depth, adapters=peft)
     if config.model.lora_rank and not peft:
@@ -114,8 +107,9 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     # Written last: without it the folder is not a run.
     text = json.dumps(configs.to_dict(config), indent=2)
     (output / "config.json").write_text(text + "\n")
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     log.info(
-        f"{model.directory}: {len(model.tensors)} tensors, {config.model.num_params:,} parameters "
+        f"{model.directory}: {len(model.tensors)} tensors, {num_params:,} parameters "
         f"(padding rows included), read with at most {human_bytes(model.largest_tensor_bytes)} in "
         f"host memory at a time, and written {host_gb} GB at a time\n{_next_steps(output, causal)}"
     )
@@ -125,7 +119,17 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
             f"alone are converted. To train or to generate, put one into {output}, or set "
             f"--config.data.tokenizer={'esm2' if model.config.family == 'esm' else 'FILE'}"
         )
-    return {"tensors": len(model.tensors), "parameters": config.model.num_params}
+    return {"tensors": len(model.tensors), "parameters": num_params}
+
+
+def _data_of(model: ModelConfig) -> dict[str, Any]:
+    """The settings of data with which a converted model can be trained as it is."""
+    data: dict[str, Any] = {} if model.causal else {"objective": "masked"}
+    if model.positions == "learned":
+        data["seq_len"] = model.max_seq_len
+    if model.num_encoder_layers:
+        data |= {"objective": "span_corruption", "target_len": configs.DataConfig.seq_len}
+    return data
 
 
 def _tokenizers(directory: pathlib.Path) -> list[str]:

@@ -20,6 +20,7 @@ from jaxscale.compiled.collectives import collectives
 from jaxscale.compiled.compile_ahead import CompileReport, compile_for
 from jaxscale.compiled.flops import FLASH_MATMULS
 from jaxscale.config import from_dict
+from jaxscale.planner.model.traces import model_trace
 from jaxscale.training import loop_form
 
 # Which attention on GPUs is written for.
@@ -90,7 +91,7 @@ def arrays(report: CompileReport, *asked: str) -> float:
 @pytest.mark.parametrize("name", ["v5p:2x2x1", "h200:1x4"])
 def test_arguments_are_the_shards_of_the_state_and_the_batch(name):
     report = compiled(name, "layered", MICROBATCHES)
-    num_params = from_dict({"model": MODELS[PLATFORMS[name]]}).model.num_params
+    num_params = model_trace(from_dict({"model": MODELS[PLATFORMS[name]]}).model).num_params
     state = 3 * 4 * num_params / 4  # parameters and two moments in float32, a quarter of each
     batch = 5 * 4 * 16 * 256 / 4
     # Norms are padded on TPUs.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.choices import check_choice, check_kind, check_whole, nearest_divisors
+from jaxscale.config import zero_stage
 from jaxscale.formatting import changed_fields
 from jaxscale.pipeline_schedules.shipped import check_known, is_foreign
 
@@ -333,8 +334,8 @@ class Layout:
         """Whether a step casts the matrices of its layers to the compute type once, and keeps them.
         Weights that are gathered are kept or not by their ZeRO stage alone, and a loop over layers
         would copy each layer's of them."""
-        whole = (self.zero_stage == 0) | (self.zero_ranks == 1)
-        return self.unroll_layers & (self.zero_stage < 3) & whole
+        kept = zero_stage.keeps(self.zero_stage) & (self.zero_ranks == 1)
+        return self.unroll_layers & (zero_stage.whole(self.zero_stage) | kept)
 
     @property
     def batch_shards(self) -> int:

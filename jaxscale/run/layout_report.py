@@ -22,7 +22,7 @@ from jaxscale.pipeline.simulator import simulate
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.planner.memory.at_rest import sides
 from jaxscale.planner.memory.step import Memory, is_predicted, step_memory
-from jaxscale.planner.model.param_shapes import parameters
+from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.search.trainable_model import check_parameters
 from jaxscale.sharding.resolve import is_axes, layer_rules, leaf_name, resolve
 from jaxscale.sharding.rules import Axes, Rules
@@ -106,7 +106,7 @@ def _optimizer(engine: Engine) -> list[tuple[str, str]]:
     each = math.ceil(rows / math.prod(sizes[axis] for axis in over or ["pipeline"]))
     flops = sum(
         5 * (4 * min(pair) ** 2 * max(pair) + 2 * min(pair) ** 3)
-        for array in parameters(model)
+        for array in model_trace(model).parameters
         if array.part == "layers" and (pair := [math.prod(side) for side in sides(array)])
     )
     where = f", split over {' x '.join(over)}" if over else ""
@@ -210,7 +210,8 @@ def _parameter_counts(engine: Engine) -> str:
     count = sum(leaf.size for leaf in jax.tree.leaves(canonical))
     notes = []
     if isinstance(model, ModelConfig) and model.has_formulas and model.num_experts:
-        notes.append(f"{model.num_active_params:,} active per token")
+        active = model_trace(model).num_active_params(model.experts_per_token)
+        notes.append(f"{active:,} active per token")
     if engine.zero.frozen is not None:
         trained = engine.zero.trained(canonical, engine.zero.frozen)
         notes.append(f"{sum(leaf.size for leaf in trained):,} trained")

@@ -6,7 +6,7 @@ Nothing here imports JAX: the planner uses the same checks.
 import math
 
 from jaxscale.choices import nearest_divisors
-from jaxscale.config import Config
+from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import ULYSSES, Layout
 from jaxscale.config.model import ModelConfig
 from jaxscale.config.model.settings import SPREAD_ATTENTIONS
@@ -83,7 +83,7 @@ def check_pipeline_gather(config: Config) -> None:
     layout = config.layout
     if layout.pipeline == 1 or layout.pipeline_gather == "chunk":
         return
-    if layout.zero_ranks == 1 or layout.zero_stage < 2:
+    if layout.zero_ranks == 1 or not zero_stage.scatters(layout.zero_stage):
         raise ValueError(
             f"layout.pipeline_gather = 'layer' with layout.fsdp = {layout.fsdp}, layout.context = "
             f"{layout.context} and layout.zero_stage = {layout.zero_stage}: neither weights nor "

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxscale.config import zero_stage
 from jaxscale.config.layout import MANUAL_AXES
 from jaxscale.sharding import blocks
 from jaxscale.sharding.blocks import Form, blocks_over, map_manually, sharded_dim
@@ -77,7 +78,7 @@ class Zero:
     def state_rules(self) -> Rules:
         """The rules of parameters at rest, of the optimizer's state, and of a step's reduced
         gradients."""
-        return self.rules if self.stage >= 1 else self.replicated_rules
+        return self.rules if zero_stage.shards_state(self.stage) else self.replicated_rules
 
     def accumulator_rules(self, *, single_visit: bool) -> Rules:
         """The rules of gradients while they are summed.
@@ -105,12 +106,12 @@ class Zero:
     def gathers(self) -> bool:
         """Whether weights must be gathered before they are used."""
         several = max(self.sizes["fsdp"], self.sizes["context"]) > 1
-        return self.stage >= 1 and several and not self.has_gathered
+        return zero_stage.shards_state(self.stage) and several and not self.has_gathered
 
     @property
     def keeps(self) -> bool:
         """Whether weights are kept for the rest of a step when they have been gathered."""
-        return self.gathers and self.stage < 3
+        return self.gathers and zero_stage.keeps(self.stage)
 
     @property
     def kept(self) -> "Zero":
@@ -120,7 +121,7 @@ class Zero:
     @property
     def scatters(self) -> bool:
         """Whether every visit leaves shards of gradients."""
-        return self.stage >= 2
+        return zero_stage.scatters(self.stage)
 
     @property
     def reduces(self) -> bool:
@@ -130,13 +131,13 @@ class Zero:
     @property
     def scatters_last(self) -> bool:
         """Whether gradients are whole until the last visit leaves shards."""
-        return self.stage == 1 and self.sizes["fsdp"] > 1
+        return zero_stage.scatters_last(self.stage) and self.sizes["fsdp"] > 1
 
     @property
     def remains(self) -> bool:
         """Whether more than vectors remains to be reduced over replicas by the last visit."""
-        replicas = max(self.sizes["data"], self.sizes["expert"])
-        return replicas > 1 or (self.stage < 2 and self.sizes["fsdp"] > 1)
+        replicas = self.sizes["data"] * self.sizes["expert"]
+        return zero_stage.remains(self.stage, self.sizes["fsdp"], replicas)
 
     def trained(self, grads: Tree, frozen: Tree) -> list[Any]:
         """The gradients that a step reads. Others are dropped by the compiler, with what computes
@@ -215,12 +216,12 @@ class Zero:
         """The reductions over replicas that remain for the sum of all visits."""
 
         def one(axes, grad):
-            if self.stage == 1 and "outer_embed" in axes and self.sizes["fsdp"] > 1:
+            if self.scatters_last and "outer_embed" in axes:
                 # In one collective, as it was gathered. One axis after the other, a TPU would lay
                 # the parts of a few ranks along 128 lanes, and need the memory of 128 parts.
                 grad = self._scattered(grad, ("pipeline", "fsdp"), axes.index("outer_embed"))
                 return self._sum_replicas(grad, axes)
-            if self.stage == 1:
+            if zero_stage.scatters_last(self.stage):
                 grad = self._reduce_scatter(grad, axes)
             if "layers" not in axes:
                 grad = self._reduce_over_pipeline(grad, axes)
@@ -239,7 +240,7 @@ class Zero:
         is_apart = blocks_over(self.state_rules, self.sizes) is not None
         more = {"embed": 1, "outer_embed": 1}
         if not finished:
-            whole = self.sizes["fsdp"] if self.stage == 1 else 1
+            whole = self.sizes["fsdp"] if self.scatters_last else 1
             more = {"embed": whole, "outer_embed": whole * self.sizes["pipeline"]}
 
         def one(axes, param):
@@ -288,7 +289,7 @@ class Zero:
     def _sum_replicas(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """The sum over the axes that no reduce-scatter has summed over."""
         summed = ["data"]
-        if self.stage == 0 or sharded_dim(axes) is None:
+        if not zero_stage.shards_state(self.stage) or sharded_dim(axes) is None:
             summed.append("fsdp")
         if "experts" not in axes:
             summed.append("expert")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from etils import epy
 from jax.typing import DTypeLike
 
-from jaxscale.config import Config
+from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import TENSOR_ROWS, ULYSSES, Layout
 from jaxscale.hardware import check_matmul_units, find_chip
 from jaxscale.models.kernels import Kernels, plain_lookup
@@ -333,7 +333,7 @@ def _cross_entropy(
 
 def _scatters(layout: Layout, features: int) -> bool:
     """Whether ranks of context keep their features of a gradient alone, as they do of the state."""
-    return layout.zero_stage >= 1 and features % layout.context == 0
+    return zero_stage.shards_state(layout.zero_stage) and features % layout.context == 0
 
 
 def _mesh_axes(layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:

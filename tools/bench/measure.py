@@ -74,9 +74,6 @@ def serve(build: Callable[[Config, str], Case]) -> None:
     done("compile")
     state, loss = _step(compiled, state, case.batch)
     done("step")
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(case.state.params))
-    if num_params != config.model.num_params:
-        raise ValueError(f"{num_params} parameters; the config says {config.model.num_params}")
     memory, device = compiled.memory_analysis(), jax.devices()[0]
     _say(
         phases=phases,

@@ -41,6 +41,7 @@ from jaxscale import command_line  # noqa: E402
 from jaxscale import config as configs  # noqa: E402
 from jaxscale.config import Config  # noqa: E402
 from jaxscale.config.model import ModelConfig  # noqa: E402
+from jaxscale.planner.model.traces import model_trace  # noqa: E402
 
 PACKAGE = "maxtext[tpu]==0.2.5"
 CONFIG = "configs/bench_8x256.py"
@@ -190,12 +191,11 @@ def check_same_model(config: Config, subjects: Sequence[Subject]) -> None:
     """Raises:
     ValueError: a peer has another number of parameters than our config.
     """
+    ours = model_trace(config.model).num_params
     for subject in subjects:
-        found = subject.first.get("num_params", config.model.num_params)
-        if found != config.model.num_params:
-            raise ValueError(
-                f"{subject.name} has {found:,} parameters, ours {config.model.num_params:,}"
-            )
+        found = subject.first.get("num_params", ours)
+        if found != ours:
+            raise ValueError(f"{subject.name} has {found:,} parameters, ours {ours:,}")
 
 
 def with_ratios(

@@ -363,27 +363,6 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
         return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
     @property
-    def num_layer_params(self) -> int:
-        """Parameters of one layer without experts, exact; where there is an encoder, of one of its
-        layers."""
-        heads = self.num_heads * self.head_dim
-        keys = self.num_kv_heads * self.head_dim
-        total = sum(self._attention_sizes.values()) + self._mlp_params(self.d_ff)
-        if self.kv_rank:
-            total += self.query_rank + self.kv_rank
-        if self.qk_norm:
-            total += heads + keys if self.qk_norm_over_heads else 2 * self.head_dim
-        if self.attention_bias != "none":
-            total += heads + 2 * keys
-        if self.attention_bias == "all":
-            total += self.d_model
-        total += self.num_heads * self.attention_sinks
-        total += sum(map(sum, self._adapter_sizes.values()))
-        if self.relative_bias == "layer":
-            total += self.relative_buckets * self.num_heads
-        return total + (4 if self.norm_placement == "both" else 2) * self._norm_params
-
-    @property
     def _adapter_sizes(self) -> dict[str, tuple[int, int]]:
         """Parameters of each adapter's two matrices in a layer."""
         heads, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -399,82 +378,10 @@ class ModelConfig(ExpertOptions, LatentOptions, LoraOptions, PredictionOptions, 
         keys = self.d_model * self.num_kv_heads * self.head_dim
         return {"query": heads, "key": keys, "value": keys, "attention_out": heads}
 
-    def _mlp_params(self, d_ff: int) -> int:
-        """Parameters of an MLP."""
-        biases = (1 + self.gated) * d_ff + self.d_model if self.mlp_bias and d_ff else 0
-        return (2 + self.gated) * self.d_model * d_ff + biases
-
-    def expert_layer_params(self, experts: int) -> int:
-        """Parameters of a layer with so many experts, and with its router for all of them."""
-        router = self.num_experts * (self.d_model + self.router_bias + self.router_logit_bias)
-        shared = self._mlp_params(self.shared_d_ff) - self._mlp_params(self.d_ff)
-        expert = self._mlp_params(self.expert_d_ff or self.d_ff)
-        return self.num_layer_params + router + shared + experts * expert
-
     @property
     def num_expert_layers(self) -> int:
         """Layers with experts."""
         return sum(map(self.has_experts, range(self.num_layers)))
-
-    @property
-    def num_active_params(self) -> int:
-        """Parameters that one token meets: those of its own experts and of all that is shared."""
-        idle = self.num_experts - self.experts_per_token
-        expert = self._mlp_params(self.expert_d_ff or self.d_ff)
-        layers = self.num_expert_layers + self.prediction_depth * (self.num_experts > 0)
-        return self.num_params - layers * idle * expert
-
-    @property
-    def _prediction_params(self) -> int:
-        """Parameters of the modules that predict further tokens: each has a layer, two matrices
-        before it, and three norms."""
-        if not self.prediction_depth:
-            return 0
-        experts = self.num_experts
-        layer = self.expert_layer_params(experts) if experts else self.num_layer_params
-        return self.prediction_depth * (layer + 2 * self.d_model**2 + 3 * self._norm_params)
-
-    @property
-    def _encoder_params(self) -> int:
-        """What an encoder adds: its layers and norm, cross attention in each layer of the decoder,
-        and the tables of relative positions that the layers share."""
-        if not self.num_encoder_layers:
-            return 0
-        heads = self.num_heads * self.head_dim
-        keys = self.num_kv_heads * self.head_dim
-        cross = 2 * self.d_model * (heads + keys) + self._norm_params
-        adapters = self._adapter_sizes.items()
-        cross += sum(sum(sizes) for name, sizes in adapters if not name.startswith("mlp"))
-        tables = 2 * self.relative_buckets * self.num_heads * (self.relative_bias == "shared")
-        layers = self.num_encoder_layers * self.num_layer_params
-        return layers + self._norm_params + self.num_layers * cross + tables
-
-    @property
-    def _norm_params(self) -> int:
-        return self.d_model * (2 if self.norm == "layer" else 1)
-
-    @property
-    def num_params(self) -> int:
-        """Parameters of the whole model, exact, the padding rows of the vocabulary included."""
-        embedding = self.padded_vocab_size * self.d_model
-        head = 0 if self.tied_embeddings else embedding
-        positions = self.max_seq_len * self.d_model if self.positions == "learned" else 0
-        layers = (self.num_layers - self.num_expert_layers) * self.num_layer_params
-        layers += self.num_expert_layers * self.expert_layer_params(self.num_experts)
-        types = self.token_types * self.d_model
-        norms = self.final_norm + self.embedding_norm + self.head_transform
-        if self.head_transform:
-            head += self.d_model**2 + self.d_model + self.padded_vocab_size
-        rows = len(self.trained_tokens) * self.d_model * (1 if self.tied_embeddings else 2)
-        outer = embedding + head + rows + positions + types + norms * self._norm_params
-        return layers + outer + self._encoder_params + self._prediction_params
-
-    @property
-    def published_params(self) -> int:
-        """Parameters without the padding rows of the vocabulary, as model cards count."""
-        rows = self.padded_vocab_size - self.vocab_size
-        width = self.d_model * (1 if self.tied_embeddings else 2) + self.head_transform
-        return self.num_params - rows * width
 
     def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
         """Floating-point operations that one token of training needs: forward and backward.

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.config import zero_stage
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.communication import StateTraffic, local_params
 from jaxscale.planner.cost.kernels import memory_seconds
@@ -54,10 +55,11 @@ def state_seconds(
     zero, chunks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.virtual_stages)
     by_layer = parallelism.pipeline_gather == "layer"
     at_once = (chunks == 1) & (not by_layer)
-    around = (zero == 3) * (state.gather_outer + at_once * state.gather)
-    around = around + (zero >= 2) * at_once * state.scatter_layers
-    ends = np.where(zero == 0, state.whole, (zero == 1) * state.scatter + state.replicas)
-    ends = ends + ((zero == 1) | (zero == 2)) * state.update + state.ends
+    around = zero_stage.gathers_each_pass(zero) * (state.gather_outer + at_once * state.gather)
+    around = around + zero_stage.scatters(zero) * at_once * state.scatter_layers
+    last = zero_stage.scatters_last(zero) * state.scatter + state.replicas
+    ends = np.where(zero_stage.shards_state(zero), last, state.whole)
+    ends = ends + zero_stage.keeps(zero) * state.update + state.ends
     fsdp = np.where(ours, around + by_layer * fsdp, fsdp)
     kept = np.where(ours & (not by_layer), 0.0, hidden["fsdp"])
     return fsdp, np.where(ours, ends, data), {"fsdp": kept, "data": ~ours * hidden["data"]}
@@ -70,9 +72,9 @@ def tick_collectives(parallelism: Parallelism, state: StateTraffic) -> TickColle
     ours = parallelism.traits.own_engine & (np.asarray(parallelism.pipeline) > 1)
     turns = ours & (chunks > 1) & (parallelism.pipeline_gather == "chunk")
     return TickCollectives(
-        gather=turns * (zero == 3) * state.gather / chunks,
-        reduce=turns * (zero >= 2) * state.scatter_layers / chunks,
-        outer=ours * (zero >= 2) * state.scatter_outer,
+        gather=turns * zero_stage.gathers_each_pass(zero) * state.gather / chunks,
+        reduce=turns * zero_stage.scatters(zero) * state.scatter_layers / chunks,
+        outer=ours * zero_stage.scatters(zero) * state.scatter_outer,
     )
 
 
@@ -110,7 +112,7 @@ def _overlapped(
         late = np.maximum(np.minimum(sent, first), sent - work)
         return late + slow * np.minimum(sent - late, work), sent - late
 
-    third = zero == 3
+    third = zero_stage.gathers_each_pass(zero)
     outer, scatter = state.gather_outer, state.scatter
     if by_layer:  # embedding and head are apart: see `state_seconds`
         outer, scatter = np.where(p > 1, 0.0, outer), np.where(p > 1, state.scatter_layers, scatter)
@@ -122,7 +124,7 @@ def _overlapped(
         traits.overlap_parameters,
         once + outer,
     )
-    scatters = (zero >= 2) if traits.reduce_each else np.zeros_like(third)
+    scatters = zero_stage.scatters(zero) if traits.reduce_each else np.zeros_like(third)
     gathers = third * (0.0 if traits.keep_gathered else 1.0)
     if by_layer and parallelism.remat == "full":
         gathers = gathers + third * (p > 1)  # recomputing is an operation of its own
@@ -136,9 +138,10 @@ def _overlapped(
     # Once per step, overlapped with the last backward pass.
     last = backward / np.where(p > 1, np.maximum(m / walks, 1), 1.0)
     left = ~np.asarray(scatters, bool)
-    at_end = np.where(zero == 0, state.whole, left * state.scatter + state.replicas)
+    last_sums = left * state.scatter + state.replicas
+    at_end = np.where(zero_stage.shards_state(zero), last_sums, state.whole)
     ended = beside(at_end, last, traits.overlap_gradients, at_end / count)
-    updated = ((zero == 1) | (zero == 2)) * state.update
+    updated = zero_stage.keeps(zero) * state.update
     one_pass = forward * walks / m
     fresh = beside(updated, one_pass, traits.overlap_parameters, updated / count)
     return fsdp, ended[0] + fresh[0] + state.ends, {"fsdp": hidden, "data": ended[1] + fresh[1]}
@@ -165,7 +168,8 @@ def optimizer_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parallel
     layers, outer = local_params(shape, parallelism)
     if parallelism.traits.frozen:
         return np.zeros(())
-    ranks = np.where(np.asarray(parallelism.zero_stage) > 0, parallelism.zero_ranks, 1)
+    shards = zero_stage.shards_state(np.asarray(parallelism.zero_stage))
+    ranks = np.where(shards, parallelism.zero_ranks, 1)
     peak = cluster.peak_flops() * cluster.chip.matmul_fraction
     matmuls = update_flops(parallelism) / (peak * (WIDE_RATE if cluster.chip.cores else 1.0))
     return memory_seconds(cluster, OPTIMIZER_BYTES * (layers + outer) / ranks) + matmuls
@@ -180,7 +184,7 @@ def accumulate_seconds(shape: ModelShape, cluster: Cluster, parallelism: Paralle
     reduced = np.where(
         np.asarray(parallelism.pipeline) > 1, by_layer, parallelism.accumulation == "sequential"
     )
-    shards = parallelism.traits.own_engine & reduced & (parallelism.zero_stage >= 2)
+    shards = parallelism.traits.own_engine & reduced & zero_stage.scatters(parallelism.zero_stage)
     ranks = np.where(shards, parallelism.zero_ranks, 1)
     return m * memory_seconds(cluster, ACCUMULATE_BYTES * (layers + outer) / ranks)
 
@@ -192,14 +196,14 @@ def weight_cast_seconds(shape: ModelShape, cluster: Cluster, parallelism: Parall
         return np.zeros(())
     layers, outer = local_params(shape, parallelism)
     zero, ranks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.zero_ranks)
-    kept = ((zero == 1) | (zero == 2)) & (ranks > 1)
+    kept = zero_stage.keeps(zero) & (ranks > 1)
     by_layer = parallelism.pipeline_gather == "layer"
     kept = kept | ((np.asarray(parallelism.pipeline) > 1) & (not by_layer))
     layered = parallelism.accumulation == "layered"
     visits = np.where(kept | layered, 1.0, np.asarray(parallelism.microbatches, float))
     once = kept | parallelism.casts_once
     elements = np.where(once, 1.0, 2.0 * visits) * layers + visits * outer
-    elements = elements / np.where(zero > 0, ranks, 1)
+    elements = elements / np.where(zero_stage.shards_state(zero), ranks, 1)
     return memory_seconds(cluster, CAST_BYTES * elements)
 
 
@@ -217,7 +221,8 @@ def offload_seconds(
     layers, outer = local_params(shape, parallelism)
     seconds = np.zeros(())
     if "optimizer" in parallelism.offload:
-        ranks = np.where(np.asarray(parallelism.zero_stage) > 0, parallelism.zero_ranks, 1)
+        shards = zero_stage.shards_state(np.asarray(parallelism.zero_stage))
+        ranks = np.where(shards, parallelism.zero_ranks, 1)
         seconds = seconds + 12.0 * (layers + outer) / ranks / host
     if "activations" in parallelism.offload or parallelism.remat.startswith("offload:"):
         tokens = np.asarray(parallelism.microbatch) * shape.seq_len / parallelism.context

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.config import zero_stage
 from jaxscale.config.layout import parse_remat
 from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.planner.cost.communication import local_params
@@ -60,8 +61,8 @@ class _Step:
             pipelined=p > 1,
             group=group,
             single=single,
-            gathers=(z > 1) & (zero == 3),
-            scatters=(z > 1) & ((zero >= 2) | ((zero == 1) & single)),
+            gathers=(z > 1) & zero_stage.gathers_each_pass(zero),
+            scatters=(z > 1) & zero_stage.leaves_shards(zero, single),
             layer=layer,
             stack=layer * rows,
             head=(shape.head_params + shape.tied * shape.embedding_params) / t,
@@ -90,13 +91,15 @@ def analytic_memory(
         np.asarray(parallelism.zero_ranks),
         np.asarray(parallelism.zero_stage),
     )
+    shards = zero_stage.shards_state(zero)
+    state_ranks = np.where(shards, z, 1)
     layer, group, stream, pipelined = step.layer, step.group, step.stream, step.pipelined
     together = group > 1
     # At rest embedding and head are sharded over the pipeline; during a step a tied head is there
     # beside the embedding.
     rest = step.stack + step.outer / np.where(spreads_outer(p, z, shape.d_model), p, 1)
     ends = step.outer + pipelined * shape.tied * shape.embedding_params / parallelism.tensor
-    moments = 2 * WIDE * rest / np.where(zero >= 1, z, 1)
+    moments = 2 * WIDE * rest / state_ranks
     kept, whole = layer_bytes(shape, parallelism), layer_bytes(shape, parallelism, "none")
     # Activations of a layer and as many gradients; matmuls read the stream gathered over tensor.
     spread = (
@@ -112,10 +115,10 @@ def analytic_memory(
     reduces = step.scatters | (~pipelined & (parallelism.batch_shards * parallelism.context > 1))
     gradients = WIDE * (step.stack + np.where(step.single, 0.0, ends))
     gradients = gradients / np.where(step.scatters, z, 1)
-    late = (z > 1) & (zero == 1) & ~step.scatters & ~pipelined
+    late = (z > 1) & zero_stage.scatters_last(zero) & ~step.scatters & ~pipelined
     in_place = transients.in_place
     return Memory(
-        parameters=WIDE * rest / np.where(zero >= 1, z, 1),
+        parameters=WIDE * rest / state_ranks,
         optimizer=moments * ("optimizer" not in parallelism.offload),
         batch=BATCH_BYTES
         * parallelism.microbatches
@@ -140,7 +143,7 @@ def analytic_memory(
         reduction=np.where(
             pipelined,
             _sums(shape, parallelism, step, rows),
-            2 * WIDE * (layer + step.outer) * (reduces & (zero == 0)),
+            2 * WIDE * (layer + step.outer) * (reduces & np.logical_not(shards)),
         ),
         update=0,
         moments_copy=0,
@@ -149,7 +152,7 @@ def analytic_memory(
         messages=np.where(pipelined, (buffers.inbox + buffers.input + 2) * stream, 0.0),
         reduced_gradients=late * WIDE * step.stack / z,
         kept_weights=NARROW
-        * ((z > 1) & ((zero == 1) | (zero == 2)))
+        * ((z > 1) & zero_stage.keeps(zero))
         * (step.stack + np.where(pipelined, 0.0, step.outer)),
         outer_weights=np.where(pipelined, NARROW * (ends + step.gathers * next_chunk), 0.0),
         pending=np.where(
@@ -191,7 +194,8 @@ def _sums(shape: ModelShape, parallelism: Parallelism, step: _Step, rows: Floats
     """Outputs of the gradient reductions at the end of a step; expert ranks reduce all but the
     routed experts'."""
     z, zero = np.asarray(parallelism.zero_ranks), np.asarray(parallelism.zero_stage)
-    every = (np.asarray(parallelism.data) > 1) | ((z > 1) & (zero <= 1))
+    every = zero_stage.remains(zero, z, np.asarray(parallelism.data))
     common = (shape.block_params - shape.routed_params) / parallelism.tensor * rows / shape.layers
     common = (common + step.outer) * (np.asarray(parallelism.expert) > 1)
-    return WIDE * np.where(every, step.stack + step.outer, common) / np.where(zero >= 1, z, 1)
+    state_ranks = np.where(zero_stage.shards_state(zero), z, 1)
+    return WIDE * np.where(every, step.stack + step.outer, common) / state_ranks

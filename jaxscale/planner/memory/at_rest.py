@@ -5,9 +5,9 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
-from jaxscale.config import Config
+from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import Layout
-from jaxscale.config.model import ModelConfig
+from jaxscale.config.model import ModelSettings
 from jaxscale.config.optimizer import (
     FACTORED_SIZE,
     ParamGroup,
@@ -16,15 +16,8 @@ from jaxscale.config.optimizer import (
     matrix_dims,
 )
 from jaxscale.planner.memory.zero_traffic import reduces_last
-from jaxscale.planner.model.param_shapes import (
-    Ints,
-    ParamShape,
-    Rows,
-    itemsize,
-    parameters,
-    select,
-    stack_sizes,
-)
+from jaxscale.planner.model.traces import model_trace
+from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, itemsize, select
 
 BATCH_BYTES = 5 * 4  # per token: the fields of `Batch`
 FURTHER_BYTES = 2 * 4  # per token and module that predicts further ones
@@ -34,15 +27,13 @@ COUNT_BYTES = 4  # an int32 scalar
 COUNTS = {"adamw": 2, "lion": 2, "adafactor": 2, "muon": 3}
 """Scalars of an optimizer's state: step counts of its own (Muon uses AdamW for vectors), and of the
 learning-rate schedule."""
-BALANCED = "mlp/router_bias"
-"""Which is never narrower than float32."""
 MUON_COEFFICIENTS = 3 * 4  # float32, in its state
 
 
 def whole_state_bytes(config: Config) -> Ints:
     """Parameters and moments of the whole model, as a checkpoint has them."""
     whole = dataclasses.replace(config, layout=Layout(data=1))
-    rows = dict(stack_sizes(config.model))
+    rows = model_trace(config.model).stack_layers
     return parameter_bytes(whole, rows) + moment_bytes(whole, rows)
 
 
@@ -50,13 +41,13 @@ def unchanged_bytes(config: Config) -> Ints:
     """Of these, the parameters that no step changes, whose files checkpoints share."""
     whole = dataclasses.replace(config, layout=Layout(data=1))
     model, groups = config.model, config.optimizer.groups
+    trace = model_trace(model)
     unchanged = [
         array
-        for array in parameters(model)
-        if find_group(f"{array.part}/{array.name}", groups).frozen
-        or (model.lora_rank and not array.in_adapter)
+        for array in trace.parameters
+        if find_group(array.path, groups).frozen or (array.frozen and not trace.adjusts)
     ]
-    return _bytes_of(unchanged, whole, dict(stack_sizes(model)))
+    return _bytes_of(unchanged, whole, model_trace(model).stack_layers)
 
 
 def parameter_bytes(config: Config, rows: Rows) -> Ints:
@@ -65,16 +56,15 @@ def parameter_bytes(config: Config, rows: Rows) -> Ints:
     Args:
       rows: layers of each stack that a device allocates.
     """
-    return _bytes_of(parameters(config.model), config, rows)
+    return _bytes_of(model_trace(config.model).parameters, config, rows)
 
 
 def _bytes_of(arrays: Iterable[ParamShape], config: Config, rows: Rows) -> Ints:
     layout, stage = config.layout, config.layout.zero_stage
-    width = itemsize(config.model.param_dtype)
     return sum(
-        (max(width, 4) if array.name.endswith(BALANCED) or array.in_adapter else width)
+        itemsize(array.dtype)
         * _repeats(array, rows)
-        * array.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
+        * array.shard_size(layout, over_fsdp=zero_stage.shards_state(stage), at_rest=True)
         for array in _stacks(arrays)
     )
 
@@ -87,7 +77,7 @@ def moment_bytes(config: Config, rows: Rows) -> Ints:
     return sum(
         itemsize(width)
         * _repeats(moment, rows)
-        * moment.shard_size(layout, over_fsdp=stage >= 1, at_rest=True)
+        * moment.shard_size(layout, over_fsdp=zero_stage.shards_state(stage), at_rest=True)
         for array in _stacks(trained_parameters(config))
         for width, moments in zip(widths, _moments(optimizer.name, array), strict=True)
         for moment in moments
@@ -111,9 +101,11 @@ def batch_bytes(config: Config) -> Ints:
     source = data.global_batch_size * data.seq_len // shards
     # Nothing reads positions but barriers: before the layer loop gathers weights, and between
     # accumulation groups of which the first gathers, or the last reduces, what others do not.
-    gathers = (layout.zero_ranks > 1) & (layout.zero_stage >= 1)
+    several, stage = layout.zero_ranks > 1, layout.zero_stage
+    gathers = several & zero_stage.shards_state(stage)
     apart = (gathers | reduces_last(layout)) & (layout.num_groups > 1)
-    read = (gathers & (layout.zero_stage == 3) | apart) & (layout.pipeline == 1)
+    each = several & zero_stage.gathers_each_pass(stage)
+    read = (each | apart) & (layout.pipeline == 1)
     return found + SOURCE_BYTES * source - select(read, 0, POSITION_BYTES * (tokens + source))
 
 
@@ -123,9 +115,9 @@ def check_param_groups(config: Config) -> None:
     Raises:
       ValueError: one changes nothing, or all is frozen.
     """
-    names = {f"{array.part}/{array.name}": array for array in parameters(config.model)}
-    moved = [name for name, array in names.items() if not _is_trained(config.model, array)]
-    check_groups(config.optimizer.groups, sorted(names), moved)
+    arrays = model_trace(config.model).parameters
+    moved = [array.path for array in arrays if array.frozen]
+    check_groups(config.optimizer.groups, sorted(array.path for array in arrays), moved)
 
 
 def trained_parameters(config: Config) -> tuple[ParamShape, ...]:
@@ -135,19 +127,12 @@ def trained_parameters(config: Config) -> tuple[ParamShape, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _trained(model: ModelConfig, groups: tuple[ParamGroup, ...]) -> tuple[ParamShape, ...]:
+def _trained(model: ModelSettings, groups: tuple[ParamGroup, ...]) -> tuple[ParamShape, ...]:
     return tuple(
         array
-        for array in parameters(model)
-        if _is_trained(model, array) and not find_group(f"{array.part}/{array.name}", groups).frozen
+        for array in model_trace(model).parameters
+        if not (array.frozen or find_group(array.path, groups).frozen)
     )
-
-
-def _is_trained(model: ModelConfig, array: ParamShape) -> bool:
-    """Whether the model itself neither moves nor freezes it."""
-    if model.lora_rank:
-        return array.in_adapter
-    return not array.name.endswith(BALANCED)
 
 
 def _stacks(arrays: Iterable[ParamShape]) -> list[ParamShape]:

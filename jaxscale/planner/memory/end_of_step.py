@@ -4,29 +4,24 @@ import math
 
 import numpy as np
 
-from jaxscale.config import Config
+from jaxscale.config import Config, zero_stage
 from jaxscale.planner.memory.at_rest import sides, trained_parameters
 from jaxscale.planner.memory.layer_loop import LayerLoop, gradient_elements
 from jaxscale.planner.memory.transients import Transients
-from jaxscale.planner.model.param_shapes import (
-    Ints,
-    ParamShape,
-    Rows,
-    maximum,
-    select,
-    stack_sizes,
-)
+from jaxscale.planner.model.traces import model_trace
+from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, maximum, select
 from jaxscale.sharding.rules import LAYER_SHARD_AXES, shards_layers
 
 
 def reduction_bytes(config: Config, loop: LayerLoop, transients: Transients, rows: Rows) -> Ints:
     """Outputs of reductions over replicas."""
     layout, stage = config.layout, config.layout.zero_stage
+    shards = zero_stage.shards_state(stage)
 
     def largest(rows: Rows) -> Ints:
         return maximum(
             *(
-                rows.get(array.part, 1) * array.shard_size(layout, over_fsdp=stage >= 1)
+                rows.get(array.part, 1) * array.shard_size(layout, over_fsdp=shards)
                 for array in trained_parameters(config)
             )
         )
@@ -36,11 +31,11 @@ def reduction_bytes(config: Config, loop: LayerLoop, transients: Transients, row
     last = loop.gradients + gradient_elements(config, "embed head")
     if transients.in_place:
         last = select(loop.single, last, largest({}))
-    once = select(loop.reduces & (stage == 0), 2 * loop.accumulated * last)
+    once = select(loop.reduces & np.logical_not(shards), 2 * loop.accumulated * last)
     # In a pipeline, the stacks that are not reduced per visit.
-    left = (layout.data > 1) | ((layout.zero_ranks > 1) & (stage <= 1))
+    left = zero_stage.remains(stage, layout.zero_ranks, layout.data)
     parts = {**rows, "embed head": 1}
-    sums = [count * gradient_elements(config, part, stage >= 1) for part, count in parts.items()]
+    sums = [count * gradient_elements(config, part, shards) for part, count in parts.items()]
     stacks = loop.accumulated * sum(sums)
     if transients.in_place:
         stacks = 2 * loop.accumulated * largest(rows)
@@ -52,7 +47,8 @@ def update_bytes(config: Config, rows: Rows) -> Ints:
     layout, wide = config.layout, 4
     if config.optimizer.name == "adafactor":
         # All squared gradients, before the means over rows and columns.
-        over_fsdp, counts = layout.zero_stage >= 1, dict(stack_sizes(config.model))
+        over_fsdp = zero_stage.shards_state(layout.zero_stage)
+        counts = model_trace(config.model).stack_layers
         return wide * sum(
             counts.get(array.part, 1) * array.shard_size(layout, over_fsdp=over_fsdp)
             for array in trained_parameters(config)
@@ -88,7 +84,7 @@ def _orthogonalised(config: Config, part: str, rows: Ints) -> Ints:
     ]
     whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)
     mine = -(-rows // ranks) * (2 * whole + 2 * maximum(*squares))
-    shards = (layout.zero_stage >= 1) & (np.asarray(layout.zero_ranks) > 1)
+    shards = zero_stage.shards_state(layout.zero_stage) & (np.asarray(layout.zero_ranks) > 1)
     # The compiler's own way through shards: every matrix, and its Gram matrix.
     alone = rows * (2 * whole + sum(squares))
     sharded = mine + select((ranks > 1) & np.logical_not(shards), rows * whole)

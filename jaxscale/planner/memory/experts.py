@@ -13,14 +13,11 @@ import numpy as np
 from jaxscale.config import Config
 from jaxscale.config.layout import RematPolicy
 from jaxscale.config.model import ModelConfig
-from jaxscale.planner.model.param_shapes import (
-    PREDICTION,
-    Ints,
-    itemsize,
-    maximum,
-    parameters,
-    select,
-)
+from jaxscale.planner.model.traces import model_trace
+from jaxscale.sharding.model_trace import Ints, itemsize, maximum, select
+
+PREDICTION = "prediction"
+"""The stack of the modules that predict further tokens (`models.prediction`)."""
 
 
 def rows_of_token(model: ModelConfig, layout: Any, length: int) -> Ints:
@@ -168,7 +165,7 @@ def restacked_bytes(config: Config, loop: Any, layers: Ints) -> Ints:
     dimension that it scatters to be the first, and the accumulators are laid out both ways."""
     mine = sum(
         array.shard_size(config.layout, over_fsdp=True)
-        for array in parameters(config.model)
+        for array in model_trace(config.model).parameters
         if array.part == loop.part and "experts" in array.axes
     )
     return select(loop.scatters, layers * loop.accumulated * mine)

@@ -12,7 +12,7 @@ from jaxscale.planner.memory.layer_loop import (
     stream_bytes,
 )
 from jaxscale.planner.memory.transients import Transients
-from jaxscale.planner.model.param_shapes import Ints, maximum, select
+from jaxscale.sharding.model_trace import Ints, maximum, select
 
 
 def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:

@@ -6,23 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.config import Config
+from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import RematPolicy, parse_remat
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.at_rest import trained_parameters
 from jaxscale.planner.memory.experts import hidden_features, rows_of_token, saved_row_bytes
 from jaxscale.planner.memory.saved_activations import saved_bytes, saved_source_bytes
 from jaxscale.planner.memory.zero_traffic import reduces_last
-from jaxscale.planner.model.param_shapes import (
-    Ints,
-    ParamShape,
-    Rows,
-    StackSize,
-    itemsize,
-    parameters,
-    select,
-    turn_of,
-)
+from jaxscale.planner.model.traces import model_trace
+from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, StackTrace, itemsize, select
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class LayerLoop:
     reduced: Ints  # of the layers' gradients that the last of several visits leaves beside them
 
     @classmethod
-    def of(cls, config: Config, rows: Rows, stack: StackSize, capacity: Ints = 0) -> "LayerLoop":
+    def of(cls, config: Config, rows: Rows, stack: StackTrace, capacity: Ints = 0) -> "LayerLoop":
         """Of a config whose layout is resolved.
 
         Args:
@@ -67,33 +59,35 @@ class LayerLoop:
         layout, count = config.layout, config.layout.num_groups
         whole = layout.pipeline == 1
         several, stage, single = layout.zero_ranks > 1, layout.zero_stage, (count == 1) & whole
+        keeps, gathers = (
+            several & rule(stage) for rule in (zero_stage.keeps, zero_stage.gathers_each_pass)
+        )
+        scatters = several & zero_stage.leaves_shards(stage, single)
         shards = layout.batch_shards * layout.microbatches * layout.context
         data = config.data
-        length = data.seq_len if stack.part == "encoder" else data.output_len
-        source = data.seq_len if stack.part == "decoder" else 0
+        length = data.seq_len if stack.name == "encoder" else data.output_len
+        source = data.seq_len if stack.name == "decoder" else 0
         tokens = data.global_batch_size * length // shards
-        rows_here, turn = 0, turn_of(config.model, stack.part)
+        rows_here, turn = 0, model_trace(config.model).experts_of(stack.name)
         if any(turn):
             rows_here = tokens * rows_of_token(config.model, layout, length)
-        gathers, keeps = several & (stage == 3), several & ((stage == 1) | (stage == 2))
-        scatters = several & ((stage >= 2) | ((stage == 1) & single))
         sums = sum(
             count * gradient_elements(config, part, scatters) for part, count in rows.items()
         )
         # With a single visit the gradients of embedding and head need no accumulator.
         sums = sums + select(single, 0, gradient_elements(config, "embed head", scatters))
         # The compiler reduces over context in each visit, whatever the engine does over fsdp.
-        late = (stage == 1) & np.logical_not(single)
+        late = zero_stage.scatters_last(stage) & np.logical_not(single)
         sums = sums // select(late, layout.context, 1)
-        early = (layout.fsdp > 1) & (stage >= 2) & whole
+        early = (layout.fsdp > 1) & zero_stage.scatters(stage) & whole
         remat, group = layout.remat_policy, layout.microbatches // count
         recomputes = remat.by_names & (not remat.names)
         shards_left = sum(
             count * gradient_elements(config, part, True) for part, count in rows.items()
         )
-        gradients = gradient_elements(config, stack.part)
+        gradients = gradient_elements(config, stack.name)
         return cls(
-            part=stack.part,
+            part=stack.name,
             turn=turn,
             num_layers=stack.num_layers,
             length=length,
@@ -113,9 +107,9 @@ class LayerLoop:
             compute=itemsize(config.model.compute_dtype),
             accumulated=itemsize(config.optimizer.accumulation_dtype),
             capacity=capacity,
-            weights=elements(config, stack.part),
+            weights=elements(config, stack.name),
             gradients=gradients,
-            unreduced=gradients // select(stage >= 1, layout.context, 1),
+            unreduced=gradients // select(zero_stage.shards_state(stage), layout.context, 1),
             sums=sums,
             reduced=select(late & several & whole, shards_left),
         )
@@ -134,7 +128,7 @@ class LayerLoop:
 
 def elements(config: Config, parts: str, over_fsdp: Any = False) -> Ints:
     """Parameters of some parts of the model on a device; of a stack those of one layer."""
-    return _elements(config, parameters(config.model), parts, over_fsdp)
+    return _elements(config, model_trace(config.model).parameters, parts, over_fsdp)
 
 
 def gradient_elements(config: Config, parts: str, over_fsdp: Any = False) -> Ints:
@@ -154,7 +148,7 @@ def _elements(
 
 def head_elements(config: Config, over_fsdp: Any = False) -> Ints:
     """Parameters that the head reads: a tied one reads the embedding."""
-    return _head_elements(config, parameters(config.model), over_fsdp)
+    return _head_elements(config, model_trace(config.model).parameters, over_fsdp)
 
 
 def head_gradient_elements(config: Config, over_fsdp: Any = False) -> Ints:
@@ -163,14 +157,14 @@ def head_gradient_elements(config: Config, over_fsdp: Any = False) -> Ints:
 
 
 def _head_elements(config: Config, arrays: Sequence[ParamShape], over_fsdp: Any) -> Ints:
-    tied = [one for one in arrays if config.model.tied_embeddings and one.name == "tokens"]
-    own = [one for one in arrays if one.part == "head"]
-    return sum(one.shard_size(config.layout, over_fsdp=over_fsdp) for one in own + tied)
+    borrowed = model_trace(config.model).borrowed
+    read = [one for one in arrays if one.part == "head" or one.path in borrowed]
+    return sum(one.shard_size(config.layout, over_fsdp=over_fsdp) for one in read)
 
 
 def mlp_weights(config: Config, part: str = "layers") -> Ints:
     """Parameters of a layer's MLP, not sharded over fsdp."""
-    return _mlp_weights(config, parameters(config.model), part)
+    return _mlp_weights(config, model_trace(config.model).parameters, part)
 
 
 def mlp_gradients(config: Config, part: str) -> Ints:

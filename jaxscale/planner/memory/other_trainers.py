@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.config import zero_stage
 from jaxscale.config.layout import MESH_AXES
 from jaxscale.planner.cost.communication import local_params
 from jaxscale.planner.model.parallelism import Parallelism
@@ -222,11 +223,12 @@ def _stage(shape: ModelShape, parallelism: Parallelism, stage: Any) -> TrainerMe
     mine = np.ceil((shape.layers + 2 * traits.balanced_ends * (p > 1)) / p)
     mine = mine - traits.balanced_ends * is_end * (p > 1)
     held = layers * mine * p / shape.layers + outer * is_end
-    third, trained = zero == 3, 0.0 if traits.frozen else 1.0
+    state_ranks = np.where(zero_stage.shards_state(zero), z, 1)
+    third, trained = zero_stage.gathers_each_pass(zero), 0.0 if traits.frozen else 1.0
     # 32-bit accumulators are allocated beside the 16-bit gradients.
     sums = np.where(third, 0.0, 4.0 * (traits.gradient_bytes == 4))
-    gradients = np.where(third, 4.0, 2.0 + sums) * held / np.where(zero >= 2, z, 1)
-    optimizer = np.where(third, 8.0, 12.0) * held / np.where(zero >= 1, z, 1)
+    gradients = np.where(third, 4.0, 2.0 + sums) * held / np.where(zero_stage.scatters(zero), z, 1)
+    optimizer = np.where(third, 8.0, 12.0) * held / state_ranks
     share = np.asarray(parallelism.remat_share)
     each = share * layer_bytes(shape, parallelism) + (1 - share) * layer_bytes(
         shape, parallelism, "none"
@@ -251,7 +253,7 @@ def _stage(shape: ModelShape, parallelism: Parallelism, stage: Any) -> TrainerMe
         "context": np.asarray(_context(parallelism)),
     }
     # 32-bit gradients for the update only, of a device's optimizer shard.
-    update = np.where(third | (sums > 0), 0.0, 4.0 * held / np.where(zero >= 1, z, 1)) * trained
+    update = np.where(third | (sums > 0), 0.0, 4.0 * held / state_ranks) * trained
     fragments = FRAGMENTATION * sum(parts.values())
     eager = float(traits.eager)  # compiled steps allocate ahead of time
     return TrainerMemory(**parts, fragments=eager * fragments, cached=eager * update)

@@ -8,7 +8,7 @@ from jaxscale.config import Config
 from jaxscale.formatting import gigabytes
 from jaxscale.planner.memory.experts import rows_of_token
 from jaxscale.planner.memory.step import Memory, is_predicted, step_memory
-from jaxscale.planner.model.param_shapes import itemsize
+from jaxscale.sharding.model_trace import itemsize
 
 MARGIN = 1.15
 """By how much a predicted peak must exceed the limit to be refused: the planner's largest error on

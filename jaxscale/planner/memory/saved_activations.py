@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxscale.config.layout import Layout, RematPolicy
 from jaxscale.config.model import ModelConfig
 from jaxscale.ops.sizes import LANES
-from jaxscale.planner.model.param_shapes import Ints, itemsize, maximum, select
+from jaxscale.sharding.model_trace import Ints, itemsize, maximum, select
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxscale.planner.memory.layer_loop import (
     stream_bytes,
 )
 from jaxscale.planner.memory.transients import Transients
-from jaxscale.planner.model.param_shapes import Ints, select
+from jaxscale.sharding.model_trace import Ints, select
 
 
 def held_between_bytes(config: Config, loops: list[LayerLoop]) -> Ints:

@@ -57,14 +57,9 @@ from jaxscale.planner.memory.transients import (
     walk_end_bytes,
     working_set_bytes,
 )
-from jaxscale.planner.model.param_shapes import (
-    Ints,
-    Rows,
-    maximum,
-    select,
-    stack_sizes,
-)
+from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, config_buffers
+from jaxscale.sharding.model_trace import Ints, Rows, maximum, select
 
 
 @dataclass(frozen=True)
@@ -222,8 +217,8 @@ def step_memory(
         raise ValueError("there are no formulas for the memory of this model and layout")
     buffers = buffers or config_buffers(config)
     transients = _transients(back_end, gated=config.model.gated)
-    sizes = stack_sizes(config.model)
-    rows = {stack.part: count for stack, count in zip(sizes, buffers.rows)}
+    sizes = model_trace(config.model).stacks
+    rows = {stack.name: count for stack, count in zip(sizes, buffers.rows)}
     capacity = buffers.capacity or (0,) * len(sizes)
     loops = [LayerLoop.of(config, rows, stack, room) for stack, room in zip(sizes, capacity)]
     passes = [

@@ -14,7 +14,7 @@ from jaxscale.planner.memory.layer_loop import (
     mlp_gradients,
     recomputed_bytes,
 )
-from jaxscale.planner.model.param_shapes import Ints, maximum, select
+from jaxscale.sharding.model_trace import Ints, maximum, select
 
 
 @dataclass(frozen=True)

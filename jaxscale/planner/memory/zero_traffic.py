@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxscale.config import Config
+from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import Layout
-from jaxscale.planner.model.param_shapes import ParamShape, itemsize, parameters, select
+from jaxscale.planner.model.traces import model_trace
+from jaxscale.sharding.model_trace import ParamShape, itemsize
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class ZeroTraffic:
 
 
 def reduces_last(layout: Layout) -> Any:
-    """As `Zero.remains`: whether the last of several visits reduces what the others do not."""
-    return layout.batch_shards > select(layout.zero_stage >= 2, layout.fsdp, 1)
+    """Whether the last of several visits reduces what the others do not."""
+    return zero_stage.remains(layout.zero_stage, layout.fsdp, layout.data * layout.expert)
 
 
 def step_traffic(config: Config) -> list[ZeroTraffic]:
@@ -42,7 +43,7 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
     model, layout = config.model, config.layout
     stage, layers = layout.zero_stage, model.num_layers
     compute, reduced = itemsize(model.compute_dtype), itemsize(config.optimizer.reduced_in)
-    arrays = parameters(model)
+    arrays = model_trace(model).parameters
     # A tied head reads the embedding and has its own gradient of it.
     tied = [array for array in arrays if model.tied_embeddings and array.name == "tokens"]
     outer = [(array, 1) for array in arrays if array.part != "layers"]
@@ -68,25 +69,26 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
         return [item for item in sent if ("embed" in item[0].axes) == wanted]
 
     visits = [(array, 1) for array in layer for _ in range(layers)] + once
-    if stage >= 1:
-        # Stages 1 and 2 keep what they gather; a tied head is the embedding then.
-        kept = stage < 3
+    shards, scatters = zero_stage.shards_state(stage), zero_stage.scatters(stage)
+    if shards:
+        # A tied head is the embedding where what is gathered is kept.
+        kept = not zero_stage.gathers_each_pass(stage)
         passes = [(array, 1) for array in layer for _ in range(layers if kept else 2 * layers - 1)]
         times = 1 if kept else count
         read = outer if kept else once
         add("weights of layers", "all-gather", zero, over_embed(passes), times, compute)
         add("weights of embedding and head", "all-gather", zero, over_embed(read), times, compute)
         add(
-            "gradients of each visit" if stage >= 2 else "gradients of the last visit",
+            "gradients of each visit" if scatters else "gradients of the last visit",
             "reduce-scatter",
             ["fsdp"],
             over_embed(visits),
-            count if stage >= 2 else 1,
+            count if scatters else 1,
             reduced,
             parts=layout.context,
         )
     left = visits if count == 1 or reduces_last(layout) else stacks
-    if stage >= 1:
+    if shards:
         add(
             "gradient shards",
             "all-reduce",

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from jaxscale.config.layout import MESH_AXES, Layout
-from jaxscale.planner.model.param_shapes import Ints
+from jaxscale.sharding.model_trace import Ints
 
 INTEGER_FIELDS = (
     *MESH_AXES,

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxscale.config.layout import MESH_AXES, Layout
 from jaxscale.planner.model.layout_batch import LayoutBatch
-from jaxscale.planner.model.param_shapes import Ints
+from jaxscale.sharding.model_trace import Ints
 
 
 @dataclass(frozen=True)

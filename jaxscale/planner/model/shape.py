@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxscale.config import Config
 from jaxscale.config.model import ModelConfig
+from jaxscale.planner.model.traces import model_trace
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,12 @@ class ModelShape:
             **_expert_sizes(model),
             latent=_latent_sizes(model),
         )
-        usual = shape.attention_params + shape.mlp_params + shape.norm_params
+        trace = model_trace(model)
+        usual, layers = shape.block_params, trace.stack_layers
+        found = sum(array.size * layers.get(array.part, 0) for array in trace.parameters)
         unused = (model.max_seq_len - shape.seq_len) * shape.d_model * shape.learned_positions
-        shape = replace(shape, extra_params=model.num_layer_params - usual)
-        return replace(shape, extra_head_params=model.num_params - unused - shape.num_params)
+        shape = replace(shape, extra_params=(found - usual) // shape.layers)
+        return replace(shape, extra_head_params=trace.num_params - unused - shape.num_params)
 
     @property
     def encoder(self) -> "ModelShape":

@@ -5,7 +5,7 @@ import math
 from jaxscale.config import Config
 from jaxscale.planner.memory.at_rest import sides, trained_parameters
 from jaxscale.planner.model.parallelism import WholeMatrices
-from jaxscale.planner.model.param_shapes import stack_sizes
+from jaxscale.planner.model.traces import model_trace
 
 STEPS = 5
 """Of the Newton-Schulz iteration (`training.optimizer.MUON_STEPS`)."""
@@ -14,7 +14,7 @@ STEPS = 5
 def muon_matrices(config: Config) -> tuple[WholeMatrices, ...]:
     """The matrices of the layers, each step of which has three matmuls: with s the shorter and l
     the longer side, s s l twice, which ranks of tensor share, and s s s, which they repeat."""
-    counts = dict(stack_sizes(config.model))
+    counts = model_trace(config.model).stack_layers
     found = []
     for array in trained_parameters(config):
         if not (array.in_layers and sides(array)):

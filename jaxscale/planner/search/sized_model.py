@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from jaxscale.choices import nearest_divisors
+from jaxscale.config import zero_stage
 from jaxscale.config.layout import Layout
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory import analytic
@@ -235,7 +236,7 @@ class SizedModel:
                     f"{name} = {size} does not divide over layout.{axis} = {sizes[axis]}; the "
                     f"nearest that does is layout.{axis} = {nearest_divisors(size, sizes[axis])}"
                 )
-        if layout.zero_stage >= 1:
+        if zero_stage.shards_state(layout.zero_stage):
             yield from self._state(layout)
 
     def _state(self, layout: Layout) -> Iterator[str]:

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxscale.config import Config
+from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import OFFLOADS, Layout
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory.saved_activations import stash_refusal
 from jaxscale.planner.memory.step import Memory, step_memory
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
-from jaxscale.planner.model.param_shapes import itemsize, parameters
 from jaxscale.planner.model.remat_flops import recomputed_flops
 from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.search import sized_model
 from jaxscale.planner.search.muon_matrices import muon_matrices
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, stack_layers
@@ -32,6 +32,7 @@ from jaxscale.sharding.layout_checks import (
     check_tensor_rows,
     check_ulysses,
 )
+from jaxscale.sharding.model_trace import itemsize
 from jaxscale.sharding.rules import REPLICATED_WEIGHTS, WEIGHTS, mesh_axes, with_whole_kv_heads
 
 REMATS = (
@@ -119,7 +120,7 @@ class TrainableModel:
 
     @property
     def num_params(self) -> int:
-        return self.config.model.num_params
+        return model_trace(self.config.model).num_params
 
     @property
     def sequences(self) -> int:
@@ -266,10 +267,11 @@ def check_parameters(config: Config) -> None:
       ValueError: names the dimension and the nearest size of the axis.
     """
     layout = config.layout
-    rules = WEIGHTS if layout.zero_stage >= 1 else REPLICATED_WEIGHTS
-    for array in parameters(config.model):
+    rules = WEIGHTS if zero_stage.shards_state(layout.zero_stage) else REPLICATED_WEIGHTS
+    for array in model_trace(config.model).parameters:
         axes = with_whole_kv_heads(array.axes, array.shape, layout.sizes)
-        mesh_axes(axes, rules, layout.sizes, array.shape, name=f"{array.part}/{array.name}")
+        known = {**rules, **dict(array.own_rules)}
+        mesh_axes(axes, known, layout.sizes, array.shape, name=array.path)
 
 
 @dataclass(frozen=True)

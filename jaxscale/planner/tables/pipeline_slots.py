@@ -22,13 +22,14 @@ from jaxscale.pipeline.partition import (
     stack_shares,
 )
 from jaxscale.pipeline.stages import chunk_stages, open_stages
-from jaxscale.planner.model.param_shapes import Ints, stack_sizes
+from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.tables.table_makespan import (
     OperationSeconds,
     TableSpec,
     makespan,
     pipeline_table,
 )
+from jaxscale.sharding.model_trace import Ints
 
 SLOTS = ("residual_b", "residual_w", "cotangent", "input", "inbox")
 
@@ -50,7 +51,7 @@ class RankBuffers:
     @classmethod
     def whole(cls, model: ModelConfig) -> "RankBuffers":
         """Without a pipeline."""
-        return cls(tuple(stack.num_layers for stack in stack_sizes(model)))
+        return cls(tuple(stack.num_layers for stack in model_trace(model).stacks))
 
 
 def stack_buffers(each: Sequence[RankBuffers], index: Any) -> RankBuffers:
@@ -84,7 +85,10 @@ def join_buffers(batches: Sequence[RankBuffers]) -> RankBuffers:
 
 def stack_layers(model: ModelConfig) -> tuple[StackLayers, ...]:
     """The stacks of a model, as a pipeline divides them."""
-    return tuple(StackLayers(name, count, model.period) for name, count in stack_sizes(model))
+    return tuple(
+        StackLayers(one.name, one.num_layers, one.period, one.turn)
+        for one in model_trace(model).stacks
+    )
 
 
 def busiest_rank_buffers(

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from jaxscale.config.model import ModelConfig
+from jaxscale.planner.model.traces import model_trace
 
 OWN = {"family": "tests.models.experts:make", "num_layers": 4, "num_experts": 8}
 SHIPPED = {"family": "mixtral", "num_layers": 4}
@@ -101,7 +102,8 @@ def test_a_token_meets_its_own_experts_and_what_is_shared():
     """Mixtral 8x7B: 46.7 billion parameters, of which a token meets 12.9."""
     sizes = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "vocab_size": 32000}
     model = ModelConfig(family="mixtral", num_layers=32, d_model=4096, d_ff=14336, **sizes)
-    assert (model.num_params, model.num_active_params) == (46_702_792_704, 12_879_925_248)
+    trace = model_trace(model)
+    assert (trace.num_params, trace.num_active_params(2)) == (46_702_792_704, 12_879_925_248)
 
 
 def test_layers_with_and_without_experts_take_turns():
@@ -110,6 +112,6 @@ def test_layers_with_and_without_experts_take_turns():
     sizes |= {"num_layers": 48, "d_model": 2048, "d_ff": 6144, "expert_d_ff": 768}
     whole, half = (ModelConfig(family="qwen3_moe", **sizes, expert_pattern=p) for p in ("", "DE"))
     layer = 128 * (3 * 2048 * 768 + 2048) - 3 * 2048 * 6144
-    assert whole.num_params - half.num_params == 24 * layer
+    assert model_trace(whole).num_params - model_trace(half).num_params == 24 * layer
     assert [half.has_experts(i) for i in range(4)] == [False, True, False, True]
     assert half.has_formulas

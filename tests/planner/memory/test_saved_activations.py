@@ -35,7 +35,7 @@ from jaxscale.planner.memory.saved_activations import (
     source_stash_bytes,
     stash_bytes,
 )
-from jaxscale.planner.model.param_shapes import stack_sizes
+from jaxscale.planner.model.traces import model_trace
 from jaxscale.training.remat import rematerialised, rematerialised_attention
 
 ROWS, TIME = 2, 64
@@ -178,7 +178,7 @@ def test_a_layer_with_experts_keeps_these_bytes(name):
         )
         data = DataConfig(global_batch_size=ROWS, seq_len=TIME)
         run = Config(model=model, data=data, layout=Layout(data=1, remat=remat))
-        loop = LayerLoop.of(run, dict(stack_sizes(model)), stack_sizes(model)[-1])
+        loop = LayerLoop.of(run, model_trace(model).stack_layers, model_trace(model).stacks[-1])
         assert found == layer_saved_bytes(run, loop), remat
 
 

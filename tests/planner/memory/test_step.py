@@ -11,7 +11,7 @@ from jaxscale.config.layout import Layout
 from jaxscale.planner.memory import at_rest, layer_loop
 from jaxscale.planner.memory import step as formulas
 from jaxscale.planner.memory.step import step_memory
-from jaxscale.planner.model.param_shapes import stack_sizes
+from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.report import text_report
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
@@ -99,7 +99,7 @@ def check_state(one):
             for leaf in jax.tree.leaves(tree)
         )
 
-    rows, state = dict(stack_sizes(one.model)), engine.abstract_state
+    rows, state = model_trace(one.model).stack_layers, engine.abstract_state
     assert at_rest.parameter_bytes(one, rows) == device_bytes(state.params)
     moments = at_rest.moment_bytes(one, rows) + at_rest.count_bytes(one)
     assert moments == device_bytes(state.opt_state)

@@ -9,6 +9,7 @@ from jaxscale.config.model import ModelConfig
 from jaxscale.model_families.shipped import PLANNED
 from jaxscale.planner.model.named_models import NAMED, published_shape
 from jaxscale.planner.model.shape import LatentAttention, ModelShape
+from jaxscale.planner.model.traces import model_trace
 
 
 @pytest.mark.parametrize("name", ["llama2_7b", "llama2_70b", "llama3_8b", "gpt_22b", "gpt_175b"])
@@ -18,7 +19,7 @@ def test_counts_are_those_of_the_model(name):
     # A model learns max_seq_len positions; a shape has those of its sequences.
     extra = config.model.max_seq_len - shape.seq_len
     learned = extra * shape.d_model if shape.learned_positions else 0
-    assert shape.num_params + learned == config.model.num_params
+    assert shape.num_params + learned == model_trace(config.model).num_params
     assert shape.flops_per_token == pytest.approx(
         config.model.flops_per_token(config.data.seq_len), rel=1e-3
     )
@@ -33,7 +34,7 @@ def test_counts_are_those_of_every_decoder(family):
     objective = "causal" if model.causal else "masked"
     config = Config(model=model, data=DataConfig(objective=objective))
     shape = ModelShape.of(config)
-    assert shape.num_params == config.model.num_params
+    assert shape.num_params == model_trace(config.model).num_params
     assert shape.flops_per_token == pytest.approx(config.model.flops_per_token(128), rel=1e-2)
 
 
@@ -41,8 +42,10 @@ def test_turns_count_the_layers_with_experts():
     config = load("qwen3_30b_a3b", ["model.num_layers=12", "model.expert_pattern=DDE"])
     shape = ModelShape.of(config)
     assert shape.expert_layers == 4
-    assert shape.num_params == config.model.num_params
-    assert shape.active_params == config.model.num_active_params
+    assert shape.num_params == model_trace(config.model).num_params
+    assert shape.active_params == model_trace(config.model).num_active_params(
+        config.model.experts_per_token
+    )
     flops = config.model.flops_per_token(config.data.seq_len)
     assert shape.flops_per_token == pytest.approx(flops, rel=1e-3)
 
@@ -51,8 +54,10 @@ def test_turns_count_the_layers_with_experts():
 def test_counts_are_those_of_a_model_with_experts(name):
     config = load(f"configs/{name}.py")
     shape, length = ModelShape.of(config), config.data.seq_len
-    assert shape.num_params == config.model.num_params
-    assert shape.active_params == config.model.num_active_params
+    assert shape.num_params == model_trace(config.model).num_params
+    assert shape.active_params == model_trace(config.model).num_active_params(
+        config.model.experts_per_token
+    )
     assert shape.flops_per_token == pytest.approx(config.model.flops_per_token(length), rel=1e-3)
     # Their published sizes; ours count the features that are rotated as a head's, and d_ff always.
     named = dataclasses.replace(

@@ -18,6 +18,7 @@ from jaxscale.planner.memory.room import check_room
 from jaxscale.planner.model.named_models import NAMED
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
+from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.planner.report import text_report
 from jaxscale.planner.search.balance_layers import rebalance_layers
@@ -40,7 +41,7 @@ def test_its_shape_is_the_named_one_with_its_lengths():
     tables = 2 * 32 * 64  # the biases of two stacks, which the named shape does not count
     ours = {"windowed_share": 0.0, "extra_head_params": tables}
     assert shape == dataclasses.replace(named, **lengths, **ours)
-    assert shape.num_params == XXL.model.num_params
+    assert shape.num_params == model_trace(XXL.model).num_params
 
 
 @pytest.mark.proof

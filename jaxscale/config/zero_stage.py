@@ -1,0 +1,57 @@
+"""What each ZeRO stage (arXiv 1910.02054) shards, gathers and reduces, and when; without JAX.
+
+The step (`sharding.zero`) and the planner read the same predicates. A stage is an int, or an array
+of them for many layouts at once. Over axes of one rank nothing is sent, whatever the stage.
+
+A step computes a layer's gradients in one visit for each accumulation group.
+"""
+
+from typing import Any
+
+Ints = Any  # an int, or int [N]
+Bools = Any  # a bool, or bool [N]
+
+
+def whole(stage: Ints) -> Bools:
+    """Whether every rank has whole parameters, gradients and state."""
+    return stage == 0
+
+
+def shards_state(stage: Ints) -> Bools:
+    """Whether parameters at rest and the optimizer's state are shards, so that weights are gathered
+    before they are used."""
+    return stage >= 1
+
+
+def keeps(stage: Ints) -> Bools:
+    """Whether weights are gathered once a step, and kept."""
+    return (stage >= 1) & (stage < 3)
+
+
+def gathers_each_pass(stage: Ints) -> Bools:
+    """Whether weights are gathered in every pass over the layers."""
+    return stage == 3
+
+
+def scatters(stage: Ints) -> Bools:
+    """Whether every visit leaves shards of gradients."""
+    return stage >= 2
+
+
+def scatters_last(stage: Ints) -> Bools:
+    """Whether gradients are whole until the last visit leaves shards."""
+    return stage == 1
+
+
+def leaves_shards(stage: Ints, single_visit: Bools) -> Bools:
+    """Whether sums of gradients are shards: those of every visit, or of the only one."""
+    return scatters(stage) | (scatters_last(stage) & single_visit)
+
+
+def remains(stage: Ints, fsdp: Ints, replicas: Ints) -> Bools:
+    """Whether more than vectors remains to be reduced by the last visit.
+
+    Args:
+      replicas: ranks that have the same weights, of data and of expert.
+    """
+    return (replicas > 1) | ((fsdp > 1) & (stage < 2))

@@ -1,0 +1,41 @@
+"""Traces a model for the planner: abstractly, without a device, an array or a program."""
+
+import jax
+
+from jaxscale.config.model import ModelSettings
+from jaxscale.models.decoder import plain_kernels
+from jaxscale.sharding.model_trace import ModelTrace, ParamShape, StackTrace
+from jaxscale.sharding.resolve import is_axes, leaf_name
+from jaxscale.training.engine import find_model
+
+
+def trace_model(settings: ModelSettings) -> ModelTrace:
+    """The trace of the model of `settings.family`.
+
+    Raises:
+      ValueError: the family cannot be imported.
+    """
+    model = find_model(settings)(settings, plain_kernels())
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    axes = jax.tree.leaves(model.axes, is_leaf=is_axes)
+    rules = tuple((name, tuple(over)) for name, over in model.rules.items())
+    frozen, parameters = set(model.frozen), []
+    for names, (path, leaf) in zip(axes, jax.tree_util.tree_leaves_with_path(shapes), strict=True):
+        part, _, name = leaf_name(path).partition("/")
+        first = 0 if part in ("embed", "head") else 1
+        parameters.append(
+            ParamShape(
+                part,
+                name,
+                names[first:],
+                leaf.shape[first:],
+                str(leaf.dtype),
+                f"{part}/{name}" in frozen,
+                tuple(rule for rule in rules if rule[0] in names),
+            )
+        )
+    stacks = [StackTrace(one.name, one.num_layers, one.period, one.turn) for one in model.stacks]
+    paths = {"/".join(path) for path in model.borrows.values()}
+    borrowed = [one.path for one in parameters if one.path in paths and "vocab" in one.axes]
+    adjusts = getattr(model, "adjust", None) is not None
+    return ModelTrace(tuple(parameters), tuple(stacks), tuple(borrowed), adjusts)
