@@ -21,7 +21,7 @@ from jaxscale.compiled.compile_ahead import CompileReport, compile_for
 from jaxscale.compiled.flops import FLASH_MATMULS
 from jaxscale.config import from_dict
 from jaxscale.planner.model.traces import model_trace
-from jaxscale.training import loop_form
+from jaxscale.training.layers import loop_form
 
 # Which attention on GPUs is written for.
 pytestmark = [

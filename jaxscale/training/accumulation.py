@@ -40,7 +40,7 @@ from jaxscale.ops.matmul import quantised_weight
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.sharding.resolve import leaf_name
 from jaxscale.sharding.zero import Zero
-from jaxscale.training.layer_loop import (
+from jaxscale.training.layers.layer_loop import (
     Carry,
     CastOnce,
     Inputs,
@@ -51,8 +51,8 @@ from jaxscale.training.layer_loop import (
     forward_pass,
     only_after,
 )
-from jaxscale.training.layer_scan import SavedLayers, each
-from jaxscale.training.loop_form import LoopForm, make_loop_form
+from jaxscale.training.layers.layer_scan import SavedLayers, each
+from jaxscale.training.layers.loop_form import LoopForm, make_loop_form
 from jaxscale.training.remat import rematerialised
 
 Tree = Any

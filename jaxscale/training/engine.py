@@ -44,8 +44,8 @@ from jaxscale.training.kernels import (
     evaluation_kernels,
     make_kernels,
 )
+from jaxscale.training.layers.loop_form import saves_in_place
 from jaxscale.training.learning_rate import schedule_of
-from jaxscale.training.loop_form import saves_in_place
 from jaxscale.training.remat import rematerialised_attention
 from jaxscale.training.state_placement import apply_by_layer, make_zero, place_state, state_bytes
 from jaxscale.training.step import StepMetrics, TrainState, init_guard, make_step

@@ -15,7 +15,8 @@ from jaxscale.config import Config, from_dict
 from jaxscale.data.synthetic import synthetic_batch
 from jaxscale.ops.save_in_place import save_in_place
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training import engine, layer_loop, loop_form
+from jaxscale.training import engine
+from jaxscale.training.layers import layer_loop, loop_form
 
 pytestmark = pytest.mark.compiles
 

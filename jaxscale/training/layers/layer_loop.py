@@ -38,7 +38,7 @@ from jaxscale.ops.array_stack import add, add_at, after, at, put
 from jaxscale.ops.matmul import is_quantised
 from jaxscale.ops.save_in_place import save_in_place
 from jaxscale.sharding.zero import Zero
-from jaxscale.training.layer_scan import (
+from jaxscale.training.layers.layer_scan import (
     Place,
     Residuals,
     SavedLayers,
@@ -47,7 +47,7 @@ from jaxscale.training.layer_scan import (
     each,
     one_layer,
 )
-from jaxscale.training.loop_form import LoopForm
+from jaxscale.training.layers.loop_form import LoopForm
 from jaxscale.training.remat import from_host, to_host
 
 Tree = Any

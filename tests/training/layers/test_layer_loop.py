@@ -13,9 +13,9 @@ from jaxscale.data.synthetic import synthetic_batch
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training import loop_form
 from jaxscale.training.engine import make_engine
-from jaxscale.training.loop_form import Early, early_reductions
+from jaxscale.training.layers import loop_form
+from jaxscale.training.layers.loop_form import Early, early_reductions
 
 pytestmark = pytest.mark.compiles
 
