@@ -10,9 +10,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from etils import epy
+
 from jaxscale import command_line
 from jaxscale import config as configs
 from jaxscale.config.layout import AUTO, resolve_sizes
+from jaxscale.formatting import human_bytes, table
+
+with epy.lazy_imports():  # they import JAX: a mistyped flag is refused before
+    from jaxscale.compiled import compile_ahead, topology
+    from jaxscale.planner import auto_layout
+    from jaxscale.planner.memory import room
 
 SHOWN = 12
 """Buffers that are printed."""
@@ -58,11 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     with command_line.refusals():
         config = configs.load(options.config, overrides)
-    # JAX is imported only now, so that a typo is reported at once.
-    from jaxscale.compiled import compile_ahead, topology  # noqa: PLC0415
-    from jaxscale.planner.auto_layout import choose_remat, devices_here  # noqa: PLC0415
-    from jaxscale.planner.memory.room import check_room  # noqa: PLC0415
-
     topology.leave_hardware_alone()
     command_line.log_to_stdout()
     try:
@@ -72,11 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = dataclasses.replace(config, layout=layout)
             kind = machine.devices[0].device_kind
             if layout.remat == AUTO:
-                cluster = devices_here(kind, machine.platform, len(machine.devices))
-                config, line = choose_remat(config, cluster)
+                cluster = auto_layout.devices_here(kind, machine.platform, len(machine.devices))
+                config, line = auto_layout.choose_remat(config, cluster)
                 print(line)
             if not options.skip_memory_check:
-                check_room(config, machine.platform, machine.limit_bytes, kind)
+                room.check_room(config, machine.platform, machine.limit_bytes, kind)
             report = compile_ahead.compile_for(config, machine, unroll_loops=options.unroll_loops)
     except ModuleNotFoundError as error:
         command_line.refuse(str(error))
@@ -92,8 +95,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def program_text(report: Any) -> str:
     """A `CompileReport` for a person."""
-    from jaxscale.formatting import human_bytes, table  # noqa: PLC0415
-
     verdict = "fits" if report.fits else f"does not fit, by {human_bytes(report.missing_bytes)}"
     parts = [
         f"{report.topology}: {report.devices} devices, "
@@ -160,8 +161,6 @@ def program_text(report: Any) -> str:
 
 def _hidden(report: Any) -> str:
     """How much of a step's communication is hidden behind matmuls."""
-    from jaxscale.formatting import human_bytes  # noqa: PLC0415
-
     share = report.overlapped_bytes / report.collective_bytes
     line = f"{share:.0%} of {human_bytes(report.collective_bytes)} overlap with matmuls"
     if report.link_seconds:

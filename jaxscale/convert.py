@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from etils import epy
+
 from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.config.model import ModelConfig
@@ -25,6 +27,17 @@ from jaxscale.formatting import human_bytes
 from jaxscale.pipeline_schedules.shipped import is_foreign
 from jaxscale.storage.local_tier import CHECKPOINTS, local_steps
 from jaxscale.storage.object_store import is_remote
+
+with epy.lazy_imports():  # they import JAX: a mistyped flag is refused before
+    import jax
+
+    from jaxscale.checkpoints import save
+    from jaxscale.data.tokens import image_tokens, stop_ids
+    from jaxscale.data.tokens import tokenizer as tokenizers
+    from jaxscale.hugging_face import model_folder
+    from jaxscale.models import lora
+    from jaxscale.run import initial_weights
+    from jaxscale.run.setup import layout, restore, text
 
 log = logging.getLogger("jaxscale")
 
@@ -50,55 +63,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     """Writes config.json, tokenizer and checkpoint 0 of a run that has not begun."""
-    # JAX is imported only now, so that a typo is refused at once.
-    import jax  # noqa: PLC0415
-
-    from jaxscale.checkpoints.save import CheckpointWriter  # noqa: PLC0415
-    from jaxscale.data.tokens.tokenizer import save_tokenizer  # noqa: PLC0415
-    from jaxscale.hugging_face.model_folder import copy_special_ids, open_model  # noqa: PLC0415
-    from jaxscale.run.initial_weights import check_settings, read_weights  # noqa: PLC0415
-    from jaxscale.run.setup.layout import open_engine  # noqa: PLC0415
-
     output, peft = options.output, options.from_peft
-    model = open_model(options.from_hf, adapters=peft)
+    model = model_folder.open_model(options.from_hf, adapters=peft)
     # That of the adapters, where they have one: it has the tokens that were added for them.
     beside = peft if peft and _tokenizers(peft) else model.directory
-    causal = model.config.causal
-    data = {} if causal else {"objective": "masked"}
-    sections: dict[str, dict] = {"model": dict(model.settings), "data": data}
-    tokenizers = _tokenizers(beside)
+    causal, files = model.config.causal, _tokenizers(beside)
     # Where there is none, this is where the run looks for one.
-    own = str(output / (*tokenizers, *run_folder.TOKENIZERS)[0])
-    sections["data"]["tokenizer"] = own
-    if model.config.positions == "learned":
-        sections["data"]["seq_len"] = model.config.max_seq_len
-    if model.config.num_encoder_layers:  # so that the folder can be trained as it is
-        paired = {"objective": "span_corruption", "target_len": configs.DataConfig.seq_len}
-        sections["data"] = {**sections.get("data", {}), **paired}
+    own = str(output / (*files, *run_folder.TOKENIZERS)[0])
+    settings = dict(model.settings)
     if peft and model.dtype == "float32":
-        sections["model"]["param_dtype"] = model.dtype  # exactly, whatever a run may begin with
-    config = configs.from_dict(sections, overrides)
+        settings["param_dtype"] = model.dtype  # exactly, whatever a run may begin with
+    data = {"tokenizer": own, **_data_of(model.config)}
+    config = configs.from_dict({"model": settings, "data": data}, overrides)
     if depth := config.model.prediction_depth:
-        model = open_model(options.from_hf, prediction_depth=depth, adapters=peft)
+        model = model_folder.open_model(options.from_hf, prediction_depth=depth, adapters=peft)
     if config.model.lora_rank and not peft:
         raise ValueError(
             f"model.lora_rank = {config.model.lora_rank}: --from_hf reads the adapters of "
             "--from_peft DIR; new ones begin with training: convert without, and train with "
             "--config.model.init_from and --config.model.lora_rank"
         )
-    check_settings(config.model, model, "--config.model", config.data.seq_len)
+    initial_weights.check_settings(config.model, model, "--config.model", config.data.seq_len)
     tokenizer = None
-    if tokenizers or config.data.tokenizer != own:
+    if files or config.data.tokenizer != own:
         tokenizer = _fitting_tokenizer(config, beside)
-    _, engine = open_engine(config)
-    params = read_weights(model, engine.model.axes, engine.placement.canonical.params)
+    _, engine = layout.open_engine(config)
+    params = initial_weights.read_weights(
+        model, engine.model.axes, engine.placement.canonical.params
+    )
     output.mkdir(parents=True, exist_ok=True)
-    if tokenizer and not tokenizers:
-        save_tokenizer(tokenizer, output)
+    if tokenizer and not files:
+        tokenizers.save_tokenizer(tokenizer, output)
     run_folder.copy_tokenizer(beside, output)
-    copy_special_ids(model.directory, output)
+    model_folder.copy_special_ids(model.directory, output)
     host_gb = max(leaf.nbytes for leaf in jax.tree.leaves(params)) // 10**9 + 1
-    checkpoints = CheckpointWriter(output / CHECKPOINTS, host_gb=host_gb)
+    checkpoints = save.CheckpointWriter(output / CHECKPOINTS, host_gb=host_gb)
     data = {"fingerprint": "", "next_example": 0}
     metadata = {"config": configs.to_dict(config), "data": data}
     checkpoints.save(0, {"params": params}, metadata)
@@ -123,6 +122,16 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     return {"tensors": len(model.tensors), "parameters": num_params}
 
 
+def _data_of(model: ModelConfig) -> dict[str, Any]:
+    """The settings of data with which a converted model can be trained as it is."""
+    data: dict[str, Any] = {} if model.causal else {"objective": "masked"}
+    if model.positions == "learned":
+        data["seq_len"] = model.max_seq_len
+    if model.num_encoder_layers:
+        data |= {"objective": "span_corruption", "target_len": configs.DataConfig.seq_len}
+    return data
+
+
 def _tokenizers(directory: pathlib.Path) -> list[str]:
     return [name for name in run_folder.TOKENIZERS if (directory / name).is_file()]
 
@@ -133,13 +142,11 @@ def _fitting_tokenizer(config: configs.Config, directory: pathlib.Path) -> Any:
     Raises:
       ValueError: it does not fit the model, or cannot be used.
     """
-    from jaxscale.data.tokens.image_tokens import without_unread  # noqa: PLC0415
-    from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
 
     # Of a model that every tokenizer fits, so that its advice is not to set another vocabulary.
     largest = dataclasses.replace(config.model, vocab_size=2**31)
-    tokenizer = open_tokenizer(dataclasses.replace(config, model=largest), directory)
-    tokenizer = without_unread(tokenizer, config.model.vocab_size)
+    tokenizer = text.open_tokenizer(dataclasses.replace(config, model=largest), directory)
+    tokenizer = image_tokens.without_unread(tokenizer, config.model.vocab_size)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"data.tokenizer = {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, and "
@@ -152,13 +159,6 @@ def _fitting_tokenizer(config: configs.Config, directory: pathlib.Path) -> Any:
 
 def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     """Writes a checkpoint of a run, the newest by default, as transformers or PEFT reads it."""
-    from jaxscale.data.tokens.stop_ids import with_stop_ids  # noqa: PLC0415
-    from jaxscale.hugging_face.model_folder import write_adapters  # noqa: PLC0415
-    from jaxscale.models.lora import with_token_rows  # noqa: PLC0415
-    from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
-    from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
-    from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
-
     workdir, output = options.workdir, options.output
     try:
         config = run_folder.load_config(workdir, overrides)
@@ -168,17 +168,17 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     base = _base_of_adapters(config.model, workdir) if options.to_peft else None
     run_folder.note_other_model(config, workdir)
     config = run_folder.fit_devices(config, num_devices(), overrides)
-    _, engine = open_engine(for_sampling(config))
-    tokenizer = open_tokenizer(config, workdir) if _has_tokenizer(config, workdir) else None
-    step, params, metadata = restore_params(engine, workdir, tokenizer, options.step)
+    _, engine = layout.open_engine(layout.for_sampling(config))
+    tokenizer = text.open_tokenizer(config, workdir) if _has_tokenizer(config, workdir) else None
+    step, params, metadata = restore.restore_params(engine, workdir, tokenizer, options.step)
     if tokenizer:
-        tokenizer = with_stop_ids(tokenizer, metadata["data"].get("stop_ids", ()))
+        tokenizer = stop_ids.with_stop_ids(tokenizer, metadata["data"].get("stop_ids", ()))
     if options.to_peft:
-        tensors = write_adapters(
+        tensors = model_folder.write_adapters(
             output,
             config.model,
             engine.model.axes,
-            with_token_rows(config.model, params),
+            lora.with_token_rows(config.model, params),
             dtype=options.dtype or "float32",
             base=base,
             beside=workdir,
@@ -217,14 +217,11 @@ def _write_model(
     ids: dict[str, Any],
 ) -> int:
     """Writes the model, its adapters merged; returns the number of tensors."""
-    from jaxscale.hugging_face.model_folder import write_model  # noqa: PLC0415
-    from jaxscale.models.lora import merge_adapters, without_adapters  # noqa: PLC0415
-
     if model.lora_rank:
-        params, axes = merge_adapters(model, params), without_adapters(axes)
+        params, axes = lora.merge_adapters(model, params), lora.without_adapters(axes)
         model = dataclasses.replace(model, lora_rank=0, lora_targets="", lora_tokens="")
         log.info("the adapters are merged into the weights (--to_peft writes them alone)")
-    return write_model(
+    return model_folder.write_model(
         options.output,
         model,
         axes,
@@ -243,17 +240,15 @@ def _base_of_adapters(model: ModelConfig, workdir: pathlib.Path) -> pathlib.Path
     Raises:
       ValueError: there are no adapters, or they alone are not what the run has trained.
     """
-    from jaxscale.hugging_face.model_folder import is_hugging_face, open_model  # noqa: PLC0415
-    from jaxscale.run.initial_weights import num_new_tokens  # noqa: PLC0415
 
     if not model.lora_rank:
         raise ValueError(
             f"{workdir} has no adapters (model.lora_rank = 0); --to_hf writes its model"
         )
     base = pathlib.Path(model.init_from)
-    if not (base / "config.json").is_file() or not is_hugging_face(base):
+    if not (base / "config.json").is_file() or not model_folder.is_hugging_face(base):
         return None
-    new = num_new_tokens(model, open_model(base))
+    new = initial_weights.num_new_tokens(model, model_folder.open_model(base))
     if {*range(model.vocab_size - new, model.vocab_size)} - {*model.trained_tokens}:
         raise ValueError(
             f"model.vocab_size = {model.vocab_size} is {new} more than {base} has, and the rows of "

@@ -1,7 +1,7 @@
 """What this machine has, what it lacks, and whether a small sharded step works on it.
 
-JAX is imported inside functions: a mistyped flag is refused first, and a broken installation is
-reported, not a crash.
+JAX is imported when it is first used: a mistyped flag is refused before, and a broken installation
+is reported, not a crash.
 """
 
 import argparse
@@ -20,10 +20,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from etils import epy
 
 from jaxscale import command_line, hardware, run_folder
 from jaxscale import config as configs
 from jaxscale.distributed import launcher, processes
+
+with epy.lazy_imports():
+    import jax
+
+    from jaxscale.run.setup import preflight
+    from jaxscale.sharding import specs
+    from jaxscale.training import xla_options
 
 log = logging.getLogger("jaxscale")
 
@@ -106,8 +114,6 @@ def missing_extras() -> dict[str, str]:
 
 def devices() -> list[dict[str, Any]]:
     """The kinds of device that this process has: how many, memory of one, its bfloat16 peak."""
-    import jax  # noqa: PLC0415
-
     kinds: dict[str, dict[str, Any]] = {}
     for device in jax.local_devices():
         if device.device_kind not in kinds:
@@ -125,10 +131,6 @@ def devices() -> list[dict[str, Any]]:
 
 def xla_flags() -> dict[str, Any]:
     """The table's flags for this machine's devices, each with this compiler's refusal, if any."""
-    import jax  # noqa: PLC0415
-
-    from jaxscale.training import xla_options  # noqa: PLC0415
-
     device = jax.devices()[0]
     flags = xla_options.flags_of(device)
     refused = xla_options.refused_options(flags, jax.sharding.SingleDeviceSharding(device))
@@ -148,11 +150,6 @@ def self_test() -> dict[str, Any]:
     Returns:
       `passed`, `seconds`, and `error`: what went wrong, or None.
     """
-    import jax  # noqa: PLC0415
-    from jax.sharding import Mesh  # noqa: PLC0415
-
-    from jaxscale.sharding.specs import FSDP_ROWS, REPLICATED  # noqa: PLC0415
-
     start = time.perf_counter()
     count = len(jax.devices())
     random = np.random.default_rng(0)
@@ -168,14 +165,14 @@ def self_test() -> dict[str, Any]:
         loss, grad = jax.value_and_grad(local_loss)(w)
         return jax.lax.psum(loss, "fsdp"), w - grad
 
-    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
     try:
         run = jax.jit(
             jax.shard_map(
                 step,
                 mesh=mesh,
-                in_specs=(FSDP_ROWS, FSDP_ROWS),
-                out_specs=(REPLICATED, FSDP_ROWS),
+                in_specs=(specs.FSDP_ROWS, specs.FSDP_ROWS),
+                out_specs=(specs.REPLICATED, specs.FSDP_ROWS),
             )
         )
         loss, updated = run(w, x)
@@ -336,12 +333,9 @@ def main(argv: Sequence[str]) -> int:
         log.info(show(report))
         found = []
         if config is not None:
-            # Imported here, as JAX is.
-            from jaxscale.run.setup.preflight import examine_run  # noqa: PLC0415
-
             with command_line.refusals():
                 workdir = arguments.workdir or run_folder.default_folder(arguments.config)
-                found = examine_run(config, workdir)
+                found = preflight.examine_run(config, workdir)
             log.info("preflight\n" + "\n".join(f"  {finding}" for finding in found))
             report["preflight"] = [vars(finding) for finding in found]
         if arguments.json and not (place and place.process_id):

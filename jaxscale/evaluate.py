@@ -12,10 +12,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from etils import epy
+
 from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.data.text.dialogue import Question, read_questions
 from jaxscale.distributed import launcher, processes
+
+with epy.lazy_imports():  # they import JAX: a mistyped flag is refused before
+    import jax
+
+    from jaxscale.decoding import likelihood
+    from jaxscale.run import compilation_cache, evaluation, metrics
+    from jaxscale.run.setup import layout, restore, text
 
 log = logging.getLogger("jaxscale")
 
@@ -67,37 +76,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     command_line.log_to_stdout()
     settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
     with processes.together(place, settings | {"questions": str(questions)}):
-        # JAX is imported only now, so that a typo is refused at once.
-        import jax  # noqa: PLC0415
-
-        from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
-        from jaxscale.run.metrics import null_where_not_finite  # noqa: PLC0415
-
         with command_line.refusals():
-            keep_compiled_programs()
+            compilation_cache.keep_compiled_programs()
             run_folder.note_other_model(config, options.workdir)
             config = run_folder.fit_devices(config, jax.device_count(), overrides)
         result = _answer(options, config, questions) if questions else _evaluate(options, config)
         if options.json and jax.process_index() == 0:
             with command_line.refusals():
-                text = json.dumps(null_where_not_finite(result), indent=2)
-                options.json.write_text(f"{text}\n")
+                finite = metrics.null_where_not_finite(result)
+                options.json.write_text(json.dumps(finite, indent=2) + "\n")
     return 0
 
 
 def _answer(
     options: argparse.Namespace, config: configs.Config, questions: list[Question]
 ) -> dict[str, Any]:
-    from jaxscale.decoding.likelihood import score_choices  # noqa: PLC0415
-    from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
-    from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
-    from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
-
     with command_line.refusals():
-        tokenizer = open_tokenizer(config, options.workdir)
-        _, engine = open_engine(for_sampling(config))
-        step, params, _ = restore_params(engine, options.workdir, tokenizer, options.step)
-        scores = score_choices(engine, params, tokenizer, questions)
+        tokenizer = text.open_tokenizer(config, options.workdir)
+        _, engine = layout.open_engine(layout.for_sampling(config))
+        step, params, _ = restore.restore_params(engine, options.workdir, tokenizer, options.step)
+        scores = likelihood.score_choices(engine, params, tokenizer, questions)
     result: dict[str, Any] = {"step": step, "questions": len(questions)}
     lines = [f"  questions           {len(questions):,}"]
     for name, title in (("accuracy", "accuracy"), ("accuracy_by_length", "by length in bytes")):
@@ -110,24 +108,17 @@ def _answer(
 
 
 def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, Any]:
-    from jaxscale.run.evaluation import evaluate_loss  # noqa: PLC0415
-    from jaxscale.run.setup.layout import for_evaluation, open_engine  # noqa: PLC0415
-    from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
-    from jaxscale.run.setup.text import (  # noqa: PLC0415
-        open_text,
-        open_tokenizer,
-        open_validation_sets,
-    )
-
     with command_line.refusals():
-        tokenizer = open_tokenizer(config, options.workdir)
-        config, engine = open_engine(for_evaluation(config))
-        step, params, metadata = restore_params(engine, options.workdir, tokenizer, options.step)
+        tokenizer = text.open_tokenizer(config, options.workdir)
+        config, engine = layout.open_engine(layout.for_evaluation(config))
+        step, params, metadata = restore.restore_params(
+            engine, options.workdir, tokenizer, options.step
+        )
         if config.data.heldout:
             _check_text_is_chosen(config, metadata, options.workdir)
-            text = processes.first("text", lambda: open_text(config, options.workdir))
-            evaluations = text.evaluations
-            if metadata["data"]["fingerprint"] != text.train.fingerprint:
+            opened = processes.first("text", lambda: text.open_text(config, options.workdir))
+            evaluations = opened.evaluations
+            if metadata["data"]["fingerprint"] != opened.train.fingerprint:
                 log.info(
                     "note: the text or its settings differ from those of training: these numbers "
                     "are not comparable with the run's own, and the model may have been trained on "
@@ -135,17 +126,17 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
                 )
         else:  # the text of training may be gone
             evaluations = processes.first(
-                "text", lambda: open_validation_sets(config, options.workdir, tokenizer)
+                "text", lambda: text.open_validation_sets(config, options.workdir, tokenizer)
             )
     result: dict[str, Any] = {"step": step}
     part = "" if options.max_batches is None else "part of "
     for name, examples in evaluations.items():
-        evaluation = evaluate_loss(
+        found = evaluation.evaluate_loss(
             engine, params, examples, config.data.global_batch_size, options.max_batches
         )
-        result |= evaluation.record(name)
+        result |= found.record(name)
         title = f"validation set {name!r}" if name else "the held-out text"
-        log.info(f"step {step} of {options.workdir} on {part}{title}:\n{_table(evaluation)}")
+        log.info(f"step {step} of {options.workdir} on {part}{title}:\n{_table(found)}")
     return result
 
 
@@ -166,17 +157,15 @@ def _check_text_is_chosen(
         )
 
 
-def _table(evaluation: Any) -> str:
-    from jaxscale.run.metrics import WITHOUT_LOSS  # noqa: PLC0415
-
-    if not evaluation.tokens:
-        return f"  loss           n/a: {WITHOUT_LOSS}"
+def _table(found: Any) -> str:
+    if not found.tokens:
+        return f"  loss           n/a: {metrics.WITHOUT_LOSS}"
     return f"""\
-  loss           {evaluation.loss:.4f} nats per token
-  perplexity     {evaluation.perplexity:.4g}
-  bits per byte  {evaluation.bits_per_byte:.4f}
-  tokens         {evaluation.tokens:,}
-  bytes          {evaluation.num_bytes:,.0f}"""
+  loss           {found.loss:.4f} nats per token
+  perplexity     {found.perplexity:.4g}
+  bits per byte  {found.bits_per_byte:.4f}
+  tokens         {found.tokens:,}
+  bytes          {found.num_bytes:,.0f}"""
 
 
 if __name__ == "__main__":

@@ -11,11 +11,21 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from etils import epy
+
 from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.data.text.dialogue import Conversation, read_conversations
 from jaxscale.distributed import launcher, processes
 from jaxscale.formatting import printable
+
+with epy.lazy_imports():  # they import JAX: a mistyped flag is refused before
+    import jax
+
+    from jaxscale.data.tokens import stop_ids
+    from jaxscale.decoding import prompts, sampling
+    from jaxscale.run import compilation_cache
+    from jaxscale.run.setup import layout, restore, text
 
 log = logging.getLogger("jaxscale")
 
@@ -26,34 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser(), sys.argv[1:] if argv is None else argv, configs.leaves()
     )
     with command_line.refusals():
-        prompts = _prompts(options)
+        given = _read_prompts(options)
         config = run_folder.load_config(
             options.workdir, overrides, trust_foreign=options.trust_family
         )
         place = launcher.find_processes(options)
     command_line.log_to_stdout()
     settings = {"config": configs.to_dict(config), "flags": launcher.common_flags(options)}
-    with processes.together(place, settings | {"prompts": str(prompts)}):
-        return _generate(options, config, overrides, prompts)
+    with processes.together(place, settings | {"prompts": str(given)}):
+        return _generate(options, config, overrides, given)
 
 
 def _generate(
     options: argparse.Namespace,
     config: configs.Config,
     overrides: list[str],
-    prompts: list[str | Conversation],
+    given: list[str | Conversation],
 ) -> int:
-    # JAX is imported only now, so that a typo is refused at once.
-    import jax  # noqa: PLC0415
-
-    from jaxscale.data.tokens.stop_ids import with_stop_ids  # noqa: PLC0415
-    from jaxscale.decoding.prompts import encode_messages  # noqa: PLC0415
-    from jaxscale.decoding.sampling import sample  # noqa: PLC0415
-    from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
-    from jaxscale.run.setup.layout import for_sampling, open_engine  # noqa: PLC0415
-    from jaxscale.run.setup.restore import restore_params  # noqa: PLC0415
-    from jaxscale.run.setup.text import open_tokenizer  # noqa: PLC0415
-
     settings = {
         "num_tokens": options.num_tokens,
         "temperature": options.temperature,
@@ -64,31 +63,33 @@ def _generate(
     }
     encoder = config.model.num_encoder_layers
     with command_line.refusals():
-        keep_compiled_programs()
-        if encoder and not all(isinstance(prompt, str) for prompt in prompts):
+        compilation_cache.keep_compiled_programs()
+        if encoder and not all(isinstance(prompt, str) for prompt in given):
             raise ValueError(
                 f"--messages: model.family = {config.model.family!r} has an encoder, which reads "
                 "texts, not conversations; use --prompt"
             )
         run_folder.note_other_model(config, options.workdir)
         config = run_folder.fit_devices(config, jax.device_count(), overrides)
-        tokenizer = open_tokenizer(config, options.workdir)
-        _, engine = open_engine(for_sampling(config))
-        step, params, metadata = restore_params(engine, options.workdir, tokenizer, options.step)
-        tokenizer = with_stop_ids(tokenizer, metadata["data"].get("stop_ids", ()))
-        given = [
-            prompt if isinstance(prompt, str) else encode_messages(tokenizer, *prompt)
-            for prompt in prompts
+        tokenizer = text.open_tokenizer(config, options.workdir)
+        _, engine = layout.open_engine(layout.for_sampling(config))
+        step, params, metadata = restore.restore_params(
+            engine, options.workdir, tokenizer, options.step
+        )
+        tokenizer = stop_ids.with_stop_ids(tokenizer, metadata["data"].get("stop_ids", ()))
+        ids = [
+            prompt if isinstance(prompt, str) else prompts.encode_messages(tokenizer, *prompt)
+            for prompt in given
         ]
-        texts = sample(engine, params, tokenizer, given, **settings)
+        texts = sampling.sample(engine, params, tokenizer, ids, **settings)
     chosen = ", ".join(f"{name} {value}" for name, value in settings.items())
     log.info(f"step {step} of {options.workdir}: {chosen}")
-    for number, (prompt, text) in enumerate(zip(prompts, texts), 1):
+    for number, (prompt, continuation) in enumerate(zip(given, texts), 1):
         shown = prompt if isinstance(prompt, str) else _shown(prompt)
         shown += "\n-> " if encoder else ""
-        log.info(f"\n--- {number} of {len(prompts)}\n{printable(shown + text)}")
+        log.info(f"\n--- {number} of {len(given)}\n{printable(shown + continuation)}")
     if options.json and jax.process_index() == 0:
-        samples = [_record(p) | {"continuation": text} for p, text in zip(prompts, texts)]
+        samples = [_record(one) | {"continuation": end} for one, end in zip(given, texts)]
         with command_line.refusals():
             result = {"step": step, **settings, "samples": samples}
             options.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -168,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prompts(options: argparse.Namespace) -> list[str | Conversation]:
+def _read_prompts(options: argparse.Namespace) -> list[str | Conversation]:
     file = options.prompt_file
     lines = _read(file).removesuffix("\n").split("\n") if file else []
     conversations = read_conversations(options.messages) if options.messages else []

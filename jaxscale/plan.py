@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from etils import epy
+
 from jaxscale import command_line
 from jaxscale import config as configs
 from jaxscale.config import Config
@@ -27,6 +29,10 @@ from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
 from jaxscale.planner.search.search import search_layouts
 from jaxscale.planner.search.space import check_fields, check_pins
+
+with epy.lazy_imports():  # JAX, and optional packages
+    from jaxscale.autotune import run
+    from jaxscale.compiled import prove_plans, topology
 
 MOST_DEVICES = 2**20
 MOST_TOKENS = 2**40
@@ -63,20 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seq_len=options.seq_len,
             top=options.top,
         )
-        print(text_report.ranking_text(answer))
-        print(f"\nStep time of the best plan\n{text_report.waterfall_text(answer.plans[0])}")
-        print(f"\nIts memory per device\n{text_report.memory_text(answer.plans[0])}")
-        if grids := tensor_grids.grids_text(answer.query, answer.plans[0]):
-            print(
-                "\nBytes that a device sends over its tensor ranks, by their grid (a layer's are "
-                f"of one micro-batch)\n{grids}"
-            )
-        if options.why_not:
-            print("\n" + why_not.explain_why_not(answer, parse_pins(split_pins(options.why_not))))
-        if options.compare:
-            print(
-                "\n" + text_report.comparison(*(_named(answer, name) for name in options.compare))
-            )
+        _print_answer(answer, options)
         if options.write:
             write_plan(options.write, answer.plans[0], options.config)
             written = shlex.quote(str(options.write))
@@ -86,14 +79,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\nwrote {options.report}")
     numbers = json_report.ranking_json(answer)
     if options.prove:
-        from jaxscale.compiled.prove_plans import prove_plans  # noqa: PLC0415  imports JAX
-
-        numbers["proved"] = prove_plans(answer.plans[: options.prove], topology)
+        numbers["proved"] = prove_plans.prove_plans(answer.plans[: options.prove], topology)
     if options.json:
         options.json.write_text(json.dumps(numbers, indent=2) + "\n")
     if options.prove and not any(one["compiled_bytes"] for one in numbers["proved"]):
         return 1
     return 0
+
+
+def _print_answer(answer: RankedPlans, options: argparse.Namespace) -> None:
+    """The table of plans, the best one, and what was asked about others."""
+    print(text_report.ranking_text(answer))
+    print(f"\nStep time of the best plan\n{text_report.waterfall_text(answer.plans[0])}")
+    print(f"\nIts memory per device\n{text_report.memory_text(answer.plans[0])}")
+    if grids := tensor_grids.grids_text(answer.query, answer.plans[0]):
+        print(
+            "\nBytes that a device sends over its tensor ranks, by their grid (a layer's are "
+            f"of one micro-batch)\n{grids}"
+        )
+    if options.why_not:
+        print("\n" + why_not.explain_why_not(answer, parse_pins(split_pins(options.why_not))))
+    if options.compare:
+        print("\n" + text_report.comparison(*(_named(answer, name) for name in options.compare)))
 
 
 READ_BY_MEASURE = ("measure", "config", "pin", "trials", "storage", "trial_seconds", "json")
@@ -189,8 +196,6 @@ def _topology(options: argparse.Namespace) -> str:
       ValueError: it is not known, there is none for the hardware, or its number of devices is not
         that of the plans.
     """
-    from jaxscale.compiled import topology  # noqa: PLC0415  it imports JAX
-
     name = options.topology or topology.topology_name(
         make_cluster(options.hardware, options.devices)
     )
@@ -409,13 +414,13 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ValueError("--config is missing; see --help for an example")
     config = configs.load(options.config, overrides)
     try:
-        from jaxscale.autotune import run  # noqa: PLC0415
+        measure = run.measure
     except ModuleNotFoundError as error:
         command_line.refuse(
             f"--measure needs optional packages: uv sync --inexact --extra measure ({error})"
         )
     command_line.log_to_stdout()
-    return run.measure(options, config, parse_pins(options.pin))
+    return measure(options, config, parse_pins(options.pin))
 
 
 if __name__ == "__main__":

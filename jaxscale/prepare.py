@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from etils import epy
+
 from jaxscale import command_line
 from jaxscale import config as configs
 from jaxscale.config.data_source import BOUNDARIES, FORMATS, LONG_DOCUMENTS, Source, to_sources
@@ -23,6 +25,9 @@ from jaxscale.data.tokens.shards import plan
 from jaxscale.data.tokens.tokenizer import Tokenizer, begin_texts, load_tokenizer
 from jaxscale.formatting import file_size
 from jaxscale.storage.object_store import is_remote
+
+with epy.lazy_imports():  # Grain takes seconds, and preparing does not need it
+    from jaxscale.data import inspect
 
 _SOURCE_KEYS = (
     "format",
@@ -118,9 +123,6 @@ def _as_source(folder: pathlib.Path) -> str:
 
 
 def _inspect(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
-    # Imports Grain, which takes seconds; preparing does not need it, nor do its workers.
-    from jaxscale.data import inspect  # noqa: PLC0415
-
     result: dict[str, Any] = {}
     if options.config:
         config = configs.load(options.config, overrides)

@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from etils import epy
+
 from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.choices import check_choice
@@ -26,6 +28,20 @@ from jaxscale.run import notices, signals
 from jaxscale.run.lock import locked
 from jaxscale.run.mirror import Mirror, mirrored
 from jaxscale.storage.local_tier import CHECKPOINTS, store_of
+
+with epy.lazy_imports():  # they import JAX: a mistyped flag is refused before
+    from jaxscale.data import objectives
+    from jaxscale.decoding import sampling
+    from jaxscale.run import (
+        compilation_cache,
+        metrics,
+        saves,
+        trackers,
+        trainer,
+        training_loop,
+    )
+    from jaxscale.run.setup import layout, layout_report, text
+    from jaxscale.training import learning_rate
 
 log = logging.getLogger("jaxscale")
 
@@ -183,11 +199,8 @@ def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
 
 
 def _describe(config: configs.Config) -> int:
-    from jaxscale.run.setup.layout import open_engine  # noqa: PLC0415
-    from jaxscale.run.setup.layout_report import describe_layout  # noqa: PLC0415
-
     with command_line.refusals():
-        log.info(describe_layout(open_engine(config)[1]))
+        log.info(layout_report.describe_layout(layout.open_engine(config)[1]))
     return 0
 
 
@@ -200,16 +213,15 @@ def _train(
     same: str,
 ) -> int:
     phases.enter_phase("importing JAX")
-    # JAX is imported only now, so that a typo is refused at once.
-    from jaxscale.run import trainer, training_loop  # noqa: PLC0415
-    from jaxscale.run.compilation_cache import keep_compiled_programs  # noqa: PLC0415
-    from jaxscale.run.saves import SaveError  # noqa: PLC0415
-    from jaxscale.run.setup.text import UnusableTokensError  # noqa: PLC0415
-    from jaxscale.run.trackers import TrackerError  # noqa: PLC0415
-
-    failures = FloatingPointError, ChildProcessError, SaveError, TrackerError, UnusableTokensError
+    failures = (
+        FloatingPointError,
+        ChildProcessError,
+        saves.SaveError,
+        trackers.TrackerError,
+        text.UnusableTokensError,
+    )
     with command_line.refusals():
-        keep_compiled_programs()
+        compilation_cache.keep_compiled_programs()
         ready = trainer.open_trainer(
             config,
             workdir,
@@ -244,7 +256,7 @@ def _train(
         return signals.STOPPED
     except failures as error:
         # A data worker, a file of tokens or a tracker fails in one process: the others are at work.
-        of_one = ChildProcessError | UnusableTokensError | TrackerError
+        of_one = ChildProcessError | text.UnusableTokensError | trackers.TrackerError
         left = not_uploaded(in_all=not isinstance(error, of_one))
         status = getattr(error, "exit_status", 1)
         command_line.refuse(f"{error}; {left}" if left else str(error), status)
@@ -273,15 +285,14 @@ def _write_json(
     Args:
       summary: None where the run was complete before: then the one in its folder.
     """
-    from jaxscale.run.metrics import SUMMARY, null_where_not_finite  # noqa: PLC0415
 
     if not file or not processes.first_of_all():
         return
     try:
         if summary is None:
-            text = (workdir / SUMMARY).read_text()
+            text = (workdir / metrics.SUMMARY).read_text()
         else:
-            text = json.dumps(null_where_not_finite(summary), indent=2) + "\n"
+            text = json.dumps(metrics.null_where_not_finite(summary), indent=2) + "\n"
         file.write_text(text)
     except OSError as error:
         log.warning(
@@ -291,8 +302,6 @@ def _write_json(
 
 def _show_sample(trainer: Any, params: Any) -> None:
     """Prints a sample. The run is complete and saved: a failure here is only a warning."""
-    from jaxscale.data.objectives import find_objective  # noqa: PLC0415
-    from jaxscale.decoding import sampling  # noqa: PLC0415
 
     model, data = trainer.config.model, trainer.config.data
     if not model.causal:
@@ -304,7 +313,7 @@ def _show_sample(trainer: Any, params: Any) -> None:
         if model.num_encoder_layers:
             prompt = _encoders_text(trainer.text)
             read = tokenizer.decode(prompt[prompt < tokenizer.vocab_size]) + "\n-> "
-        elif find_objective(data.objective, data.seq_len, data.target_len).keeps_marks:
+        elif objectives.find_objective(data.objective, data.seq_len, data.target_len).keeps_marks:
             prompt = _first_prompt(trainer.text)
             read = tokenizer.decode(prompt) if len(prompt) else ""
         if model.max_positions is not None:
@@ -383,7 +392,6 @@ Next steps:{evaluate if texts else ""}{generate if draws else ""}
 
 def _how_to_train_longer(config: configs.Config) -> str:
     """And what the learning rate then does: it should decay at the end of training."""
-    from jaxscale.training.learning_rate import schedule_of  # noqa: PLC0415
 
     steps = config.run.steps
     longer = f"  train longer:      the same command with --config.run.steps={2 * steps}"
@@ -391,7 +399,7 @@ def _how_to_train_longer(config: configs.Config) -> str:
         return f"""{longer}
   ... and decay:     with --config.optimizer.schedule=wsd \\
                        --config.optimizer.schedule_steps={2 * steps} too: over the last fifth"""
-    rate = schedule_of(config.optimizer, config.schedule_steps)(steps)
+    rate = learning_rate.schedule_of(config.optimizer, config.schedule_steps)(steps)
     return f"""{longer}; the learning rate continues from {rate:.3g}
   end not known yet: start with --config.optimizer.schedule=constant, and decay once it is"""
 

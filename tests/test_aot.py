@@ -20,7 +20,7 @@ from jaxscale.compiled.compile_ahead import CompileReport, compile_for
 from jaxscale.compiled.flops import FLASH_MATMULS
 from jaxscale.config import from_dict
 from jaxscale.planner.model.traces import model_trace
-from jaxscale.training import accumulation
+from jaxscale.training.layers import loop_form
 from tools.bench.bytes_moved import updates_in_place
 
 # Which attention on GPUs is written for.
@@ -280,7 +280,7 @@ def test_the_gradients_of_the_head_are_reduced_before_those_of_layers_are_comput
 @pytest.mark.slow
 def test_a_layers_gradients_are_reduced_while_the_one_below_is_recomputed_on_tpus(monkeypatch):
     """They would be there, in float32, while the others are computed."""
-    monkeypatch.setattr(accumulation, "HIDING_TOKENS", 1)
+    monkeypatch.setattr(loop_form, "HIDING_TOKENS", 1)
     body = instructions(compiled("v5p:2x2x1"), "transpose(jvp(")
     reduced = places(body, "-done", "reduce-scatter")
     matmuls = [(i, x.op_name) for i, x in enumerate(body) if "/mlp/dot_general" in x.op_name]

@@ -20,6 +20,14 @@ def test_folders_are_small():
         assert len(files) <= 16 or folder == PACKAGE, folder
 
 
+def test_modules_of_the_package_are_imported_at_the_top():
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                imports = (one for one in ast.walk(node) if isinstance(one, ast.ImportFrom))
+                assert not [one for one in imports if (one.module or "").startswith("jaxscale")]
+
+
 @pytest.mark.proof
 def test_a_public_name_means_one_thing():
     homes = collections.defaultdict(list)

@@ -8,7 +8,7 @@ that hide it. Runs count the trips of loops.
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,28 +230,43 @@ def _payload(computation: Sequence[Instruction], instruction: Instruction, kind:
 
 def _groups(instruction: Instruction) -> list[list[int]]:
     """Devices of each group, by their index in the mesh."""
-    rest = instruction.rest
-    if pairs := re.search(r"source_target_pairs=\{(.*?\})\}", rest):
-        return [[int(x) for x in pair] for pair in re.findall(r"(\d+),(\d+)", pairs[1])]
-    if named := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", rest):
-        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        spanned = re.findall(r"'(\w+)'", named[2])
-        places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        names = list(sizes)
-        kept = [i for i, axis in enumerate(names) if axis not in spanned]
-        gone = [i for i, axis in enumerate(names) if axis in spanned]
-        width = math.prod(places.shape[i] for i in gone)
-        return places.transpose(*kept, *gone).reshape(-1, width).tolist()
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
-        shape, source, order = (
-            [int(x) for x in (group or "").split(",") if x] for group in iota.groups()
-        )
-        places = np.arange(math.prod(source)).reshape(source)
-        return places.transpose(order or range(len(source))).reshape(shape).tolist()
-    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", rest):
-        groups = re.findall(r"\{([\d,]*)\}", listed[1])
-        return [[int(x) for x in group.split(",")] for group in groups if group]
+    for pattern, read in _GROUPS.items():
+        if found := re.search(pattern, instruction.rest):
+            return read(*found.groups())
     return [[0]]
+
+
+def _numbers(text: str | None) -> list[int]:
+    return [int(x) for x in re.findall(r"\d+", text or "")]
+
+
+def _groups_by_names(mesh: str, names: str) -> list[list[int]]:
+    sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    spanned = re.findall(r"'(\w+)'", names)
+    places = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    kept = [i for i, axis in enumerate(sizes) if axis not in spanned]
+    gone = [i for i, axis in enumerate(sizes) if axis in spanned]
+    width = math.prod(places.shape[i] for i in gone)
+    return places.transpose(*kept, *gone).reshape(-1, width).tolist()
+
+
+def _groups_by_iota(shape: str, source: str, order: str | None) -> list[list[int]]:
+    places = np.arange(math.prod(_numbers(source))).reshape(_numbers(source))
+    dims = _numbers(order) or range(places.ndim)
+    return places.transpose(dims).reshape(_numbers(shape)).tolist()
+
+
+_GROUPS: dict[str, Callable[..., list[list[int]]]] = {
+    r"source_target_pairs=\{(.*?\})\}": lambda text: [
+        [int(x) for x in pair] for pair in re.findall(r"(\d+),(\d+)", text)
+    ],
+    r"replica_groups=mesh\[(.*?)\] \{(.*?)\}": _groups_by_names,
+    r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?": _groups_by_iota,
+    r"replica_groups=\{(\{.*?\})\}": lambda text: [
+        _numbers(group) for group in re.findall(r"\{([\d,]+)\}", text)
+    ],
+}
+"""The forms in which HLO text lists the groups of a collective."""
 
 
 def _axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from jaxscale.training.layer_scan import ONE_LAYER
+from jaxscale.training.layers.layer_scan import ONE_LAYER
 
 BYTES = {
     "pred": 1,

@@ -6,7 +6,7 @@ Nothing here imports JAX or reads a file: a mistyped key must be refused in a fr
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,39 +219,50 @@ def _to_source(name: str, entry: object) -> Source:
 
 def _convert(name: str, key: str, value: Any) -> Any:
     """The value of a key, converted to the record's type without loss."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    pairs = isinstance(value, list | tuple)
-    if key == "path":
-        expected = "a path or a list of paths"
-        if isinstance(value, str):
-            return (value,)
-        if pairs and all(isinstance(path, str) for path in value):
-            return tuple(value)
-    elif key == "weight":
-        expected = "a number, or a list of [step, weight]"
-        if value is None:
-            return None
-        if number:
-            return float(value)
-        if pairs and all(_is_pair(pair) for pair in value):
-            return tuple((int(step), float(weight)) for step, weight in value)
-    elif key == "apart":
-        expected = "True or False"
-        if isinstance(value, bool):
-            return value
-    elif key == "max_document_bytes":
-        expected = "a whole number"
-        if number and _is_whole(value):
-            return int(value)
-    elif key == "skip_share":
-        expected = "a number"
-        if number:
-            return float(value)
-    else:
-        expected = "text"
-        if isinstance(value, str) or (value is None and key in ("format", "boundary")):
-            return value
-    raise ValueError(f"{name} = {value!r} is of type {type(value).__name__}; expected {expected}")
+    if value is None and key in ("weight", "format", "boundary"):
+        return None
+    convert, expected = _CONVERSIONS.get(key, (_text, "text"))
+    converted = convert(value)
+    if converted is None:
+        raise ValueError(
+            f"{name} = {value!r} is of type {type(value).__name__}; expected {expected}"
+        )
+    return converted
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _paths(value: Any) -> tuple[str, ...] | None:
+    if isinstance(value, str):
+        return (value,)
+    listed = isinstance(value, list | tuple) and all(isinstance(path, str) for path in value)
+    return tuple(value) if listed else None
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else None
+
+
+def _weights(value: Any) -> Weight | None:
+    listed = isinstance(value, list | tuple) and all(_is_pair(pair) for pair in value)
+    return tuple((int(step), float(weight)) for step, weight in value) if listed else _number(value)
+
+
+_CONVERSIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "path": (_paths, "a path or a list of paths"),
+    "weight": (_weights, "a number, or a list of [step, weight]"),
+    "apart": (lambda value: value if isinstance(value, bool) else None, "True or False"),
+    "max_document_bytes": (
+        lambda value: int(value) if _number(value) is not None and _is_whole(value) else None,
+        "a whole number",
+    ),
+    "skip_share": (_number, "a number"),
+}
+"""Key of a source -> its value in the record's type, None where it has another one; and what is
+allowed."""
 
 
 def _is_pair(pair: object) -> bool:

@@ -329,7 +329,7 @@ class Layout:
         Weights that are gathered are kept or not by their ZeRO stage alone, and a loop over layers
         would copy each layer's of them."""
         kept = zero_stage.keeps(self.zero_stage) & (self.zero_ranks == 1)
-        return self.unroll_layers & (zero_stage.whole(self.zero_stage) | kept)
+        return self.unroll_layers & (zero_stage.replicates(self.zero_stage) | kept)
 
     @property
     def batch_shards(self) -> int:

@@ -9,7 +9,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxscale.choices import nearest, nearest_settings, settings_called
 from jaxscale.config.data_source import Source, to_sources, to_validation
@@ -80,55 +80,63 @@ def parse_value(text: str, annotation: typing.Any) -> object:
     return text
 
 
+_EXPECTED: dict[typing.Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    tuple: "a tuple",
+    tuple[float, ...]: "a list of numbers",
+    tuple[ParamGroup, ...]: "a list of mappings with a 'params'",
+    tuple[Source, ...]: "a list of paths, or of mappings with a 'path'",
+}
+
+
 def convert_value(name: str, value: object, annotation: typing.Any) -> object:
     """The value in the annotated type; only lossless conversions."""
     inner = typing.get_args(annotation)
     if types.NoneType in inner:
         if value is None:
             return None
-        annotation = functools.reduce(
-            operator.or_, (one for one in inner if one is not types.NoneType)
-        )
-    origin = typing.get_origin(annotation) or annotation
-    if annotation == tuple[Source, ...]:
-        if isinstance(value, dict):
-            value = (value,)
-        if isinstance(value, list | tuple):
-            key = name.partition(".")[2]
-            return to_validation(value) if key == "validation" else to_sources(value)
-    elif annotation == tuple[ParamGroup, ...]:
-        if isinstance(value, dict):
-            value = (value,)
-        if isinstance(value, list | tuple):
-            return to_param_groups(value)
-    elif origin is tuple:
+        some = (one for one in inner if one is not types.NoneType)
+        return convert_value(name, value, functools.reduce(operator.or_, some))
+    origin = typing.get_origin(annotation)
+    if annotation in (tuple[Source, ...], tuple[ParamGroup, ...]):
+        records = (value,) if isinstance(value, dict) else value
+        if isinstance(records, list | tuple):
+            return _records(name, annotation)(records)
+    elif tuple in (origin, annotation):
         if isinstance(value, list | tuple):
             return _convert_each(name, tuple(value), inner)
     elif origin is typing.Literal:
         if value in inner:
             return value
-    elif annotation is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    elif annotation is float and isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"config.{name} = {value} is not a finite number")
-    elif annotation is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    elif isinstance(value, annotation) and (annotation is bool or not isinstance(value, bool)):
-        return value
-    expected: dict[typing.Any, str] = {
-        int: "a whole number",
-        float: "a number",
-        bool: "True or False",
-        str: "text",
-        tuple: "a tuple",
-        tuple[float, ...]: "a list of numbers",
-        tuple[ParamGroup, ...]: "a list of mappings with a 'params'",
-        tuple[Source, ...]: "a list of paths, or of mappings with a 'path'",
-    }
+    elif (converted := _convert_scalar(name, value, annotation)) is not None:
+        return converted
     raise ValueError(
         f"config.{name} = {value!r} is of type {type(value).__name__}; expected "
-        f"{expected.get(annotation, annotation)}"
+        f"{_EXPECTED.get(annotation, annotation)}"
     )
+
+
+def _records(name: str, annotation: typing.Any) -> Callable[[Sequence], tuple]:
+    """What reads a list of records."""
+    if annotation == tuple[ParamGroup, ...]:
+        return to_param_groups
+    return to_validation if name.partition(".")[2] == "validation" else to_sources
+
+
+def _convert_scalar(name: str, value: object, kind: type) -> object:
+    """The value in a type, or None."""
+    if isinstance(value, bool) and kind is not bool:
+        return None
+    if kind is float and isinstance(value, int | float):
+        if not math.isfinite(value):
+            raise ValueError(f"config.{name} = {value} is not a finite number")
+        return float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, kind) else None
 
 
 def _convert_each(name: str, values: tuple, inner: tuple) -> tuple:

@@ -12,7 +12,7 @@ Ints = Any  # an int, or int [N]
 Bools = Any  # a bool, or bool [N]
 
 
-def whole(stage: Ints) -> Bools:
+def replicates(stage: Ints) -> Bools:
     """Whether every rank has whole parameters, gradients and state."""
     return stage == 0
 

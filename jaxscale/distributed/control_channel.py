@@ -17,8 +17,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
+from jaxscale.distributed.messages import (
+    UPWARD,
+    Activity,
+    Broadcast,
+    Failure,
+    Goodbye,
+    Inquiry,
+    LastStep,
+    Message,
+    Overdue,
+    ProcessReport,
+    StepPosition,
+    Stopping,
+    StopRequest,
+    decode,
+    encode,
+)
 from jaxscale.storage.untrusted import parse_json
 
 MOST_MESSAGE_BYTES = 1 << 24
@@ -127,7 +145,7 @@ class ControlChannel:
         )
         # Topic -> process 0's broadcasts, in their order.
         self._answers = collections.defaultdict[str, collections.deque](collections.deque)
-        self._failure: tuple[int, str, int] | None = None  # the process, its error, the status
+        self._failure: Failure | None = None
         self._failing = self._closed = False
         # A process may run several training loops, one after the other; keys are a loop's number.
         self._loop, self._step = 0, 0
@@ -158,7 +176,7 @@ class ControlChannel:
           TimeoutError: names the processes that sent no report, where that is known.
         """
         if self.process_id:
-            self._send_up({"topic": topic, "report": report})
+            self._send_up(ProcessReport(topic, report))
             return self.await_answer(topic, timeout)
         with self._changed:
             self._reports[topic, 0].append(report)
@@ -173,7 +191,7 @@ class ControlChannel:
 
     def tell(self, topic: str, answer: Any) -> None:
         """Broadcasts from process 0; the others read it with `await_answer`."""
-        self._send_down({"topic": topic, "answer": answer})
+        self._send_down(Broadcast(topic, answer))
 
     def await_answer(self, topic: str, timeout: float | None = None) -> Any:
         """Waits for what process 0 broadcasts on a topic."""
@@ -198,7 +216,7 @@ class ControlChannel:
         """
         loop = self._loop
         if request and loop not in self._signals:
-            self._send_up({"signal": request, "loop": loop})
+            self._send_up(StopRequest(request, loop))
         with self._changed:
             self._step = step
             self._changed.wait_for(lambda: loop not in self._signals or loop in self._last)
@@ -222,26 +240,28 @@ class ControlChannel:
         """
         with self._changed:
             self._failing = True
-            if self._changed.wait_for(lambda: self._failure, patience):
-                assert self._failure
-                return self._failure
-        self._send_up({"failed": text, "status": status})
+            known = self._changed.wait_for(lambda: self._failure, patience)
+        own = Failure(text, status, self.process_id)
+        if not known:
+            self._send_up(own)
         with self._changed:
             self._changed.wait_for(lambda: self._failure, timeout)
-            return self._failure or (self.process_id, text, status)
+            first = self._failure or own
+        assert first.who is not None
+        return first.who, first.text, first.status
 
     def inquire(self) -> None:
         """Makes process 0 ask all what they are doing, and end the run when they hang; called by a
         thread of a process that waits for too long."""
         before = self._question
-        self._send_up({"overdue": True})
+        self._send_up(Overdue())
         with self._changed:
             if self._changed.wait_for(
                 lambda: self._question > before or self._failure, SILENT_SECONDS
             ):
                 return
         text = f"{self.names[0]} does not respond; {self._here()}"
-        hang = {"failed": text, "hung": True, "who": 0}
+        hang = Failure(text, who=0, hung=True)
         self._send_up(hang)  # one that goes on later would take the end of this one for a death
         self._handle(0, hang)
 
@@ -250,7 +270,7 @@ class ControlChannel:
         with self._changed:
             self._closed = True
         for connection in self._connections.values():
-            connection.send({"bye": True})
+            connection.send(encode(Goodbye()))
             with contextlib.suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_WR)
 
@@ -273,29 +293,30 @@ class ControlChannel:
                         selector.unregister(connection.socket)
                     elif not more:
                         selector.unregister(connection.socket)
-                        self._handle(who, {"failed": SILENT_DEATH})
+                        self._handle(who, Failure(SILENT_DEATH))
         for connection in self._connections.values():
             connection.socket.close()
 
     def _handle_received(self, who: int, connection: Connection) -> bool:
         """Handles the messages received; False after the last one."""
-        for message in connection.messages():
-            if "bye" in message:
+        for values in connection.messages():
+            message = decode(values)
+            if isinstance(message, Goodbye):
                 return False
             self._handle(who, message)
         return True
 
-    def _send_up(self, message: dict[str, Any]) -> None:
+    def _send_up(self, message: Message) -> None:
         """To process 0, which may be this one."""
         if self.process_id:
-            self._connections[0].send(message)
+            self._connections[0].send(encode(message))
         else:
             self._handle(0, message)
 
-    def _send_down(self, message: dict[str, Any]) -> None:
+    def _send_down(self, message: Message) -> None:
         """From process 0 to all, itself included."""
         for connection in self._connections.values():
-            connection.send(message)
+            connection.send(encode(message))
         self._handle(0, message)
 
     def _here(self) -> str:
@@ -305,7 +326,7 @@ class ControlChannel:
         """In process 0, in a thread: asks what all are doing, and ends them when they hang."""
         with self._changed:
             self._places = {}
-        self._send_down({"where": self._question + 1})
+        self._send_down(Inquiry(self._question + 1))
         with self._changed:
             count = len(self.names)
             self._changed.wait_for(lambda: len(self._places) == count, SILENT_SECONDS)
@@ -316,64 +337,64 @@ class ControlChannel:
             return  # somebody is at work
         who = f"{', '.join(silent)} {'do' if silent[1:] else 'does'} not respond" if silent else ""
         text = "; ".join([who or "nothing goes on", *overdue[:4]])
-        self._handle(0, {"failed": text, "hung": True})
+        self._handle(0, Failure(text, hung=True))
 
-    def _handle(self, who: int, message: dict[str, Any]) -> None:
+    def _handle(self, who: int, message: Message) -> None:
         """Handles a message: from `who` in process 0, or from process 0 in any process."""
-        down: list[dict[str, Any]] = []  # what process 0 sends to all
-        loop = message.get("loop", 0)
         with self._changed:
-            if "report" in message:
-                self._reports[message["topic"], who].append(message["report"])
-            elif "answer" in message:
-                if self.process_id:
-                    self._answers[message["topic"]].append(message["answer"])
-            elif "signal" in message:
-                if loop not in self._signals:
-                    self._signals[loop] = (who, message["signal"])
-                    down.append({"signalled": self._signals[loop], "loop": loop})
-            elif "signalled" in message:
-                self._signals[loop] = tuple(message["signalled"])
-                # In a loop that has not begun here, any step can still be the last.
-                down.append({"at": self._step if loop == self._loop else 0, "loop": loop})
-            elif "at" in message:
-                self._positions[loop][who] = message["at"]
-                if len(self._positions[loop]) == len(self.names):
-                    down.append({"last": 1 + max(self._positions[loop].values()), "loop": loop})
-            elif "last" in message:
-                self._last[loop] = message["last"]
-            elif "overdue" in message:
-                if not self._asking and not self._closed:
-                    self._asking = True
-                    threading.Thread(target=self._ask, name="inquiry", daemon=True).start()
-                return
-            elif "where" in message:
-                self._question = message["where"]
-                down.append({"place": self.place()})
-            elif "place" in message:
-                self._places[who] = tuple(message["place"])
-            elif "failed" in message and not self._failure and not self._closed:
-                first, text, status = self._failure = (
-                    message.get("who", who),
-                    message["failed"],
-                    message.get("status", 1),
-                )
-                if not self.process_id:
-                    down.append({**message, "who": first, "status": status})
-            else:
-                return
+            before = self._failure
+            answer = self._answer(who, message)
+            new_failure = None if before else self._failure
             self._changed.notify_all()
-        for answer in down:
-            up = "at" in answer or "place" in answer
-            (self._send_up if up else self._send_down)(answer)
-        if "failed" in message:
-            # This process may be about to find the same error by itself. Process 0 ends last: its
-            # messages must arrive, and its end makes JAX end the others.
-            time.sleep(1.0 if self.process_id else 1.5)
-            if message.get("hung"):
-                self.dump(self._here())
-                self._on_death(first, text, 1)
-            elif not self._failing:
-                did = "failed" if status in ERRORS else "ended"
-                text = f"{self.names[first]} {did}, so this one ends: {text}"
-                self._on_death(first, text, status)
+        if answer:
+            (self._send_up if isinstance(answer, UPWARD) else self._send_down)(answer)
+        if new_failure:
+            self._end(new_failure)
+
+    def _answer(self, who: int, message: Message) -> Message | None:
+        """Takes in a message; what is sent because of it."""
+        match message:
+            case ProcessReport(topic, report):
+                self._reports[topic, who].append(report)
+            case Broadcast(topic, answer) if self.process_id:
+                self._answers[topic].append(answer)
+            case StopRequest(request, loop) if loop not in self._signals:
+                self._signals[loop] = (who, request)
+                return Stopping(who, request, loop)
+            case Stopping(first, request, loop):
+                self._signals[loop] = (first, request)
+                # In a loop that has not begun here, any step can still be the last.
+                return StepPosition(self._step if loop == self._loop else 0, loop)
+            case StepPosition(step, loop):
+                self._positions[loop][who] = step
+                if len(self._positions[loop]) == len(self.names):
+                    return LastStep(1 + max(self._positions[loop].values()), loop)
+            case LastStep(step, loop):
+                self._last[loop] = step
+            case Overdue() if not (self._asking or self._closed):
+                self._asking = True
+                threading.Thread(target=self._ask, name="inquiry", daemon=True).start()
+            case Inquiry(number):
+                self._question = number
+                return Activity(*self.place())
+            case Activity(doing, late):
+                self._places[who] = (doing, late)
+            case Failure() if not (self._failure or self._closed):
+                first = who if message.who is None else message.who
+                self._failure = replace(message, who=first)
+                return self._failure if self.process_id == 0 else None
+        return None
+
+    def _end(self, failure: Failure) -> None:
+        """Ends this process because of the first failure."""
+        assert failure.who is not None
+        # This process may be about to find the same error by itself. Process 0 ends last: its
+        # messages must arrive, and its end makes JAX end the others.
+        time.sleep(1.0 if self.process_id else 1.5)
+        if failure.hung:
+            self.dump(self._here())
+            self._on_death(failure.who, failure.text, 1)
+        elif not self._failing:
+            did = "failed" if failure.status in ERRORS else "ended"
+            text = f"{self.names[failure.who]} {did}, so this one ends: {failure.text}"
+            self._on_death(failure.who, text, failure.status)

@@ -7,9 +7,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from etils import epy
+
 from jaxscale.distributed import consistency, launcher, rendezvous
 from jaxscale.distributed.control_channel import ControlChannel
 from jaxscale.distributed.launcher import ProcessGroup
+
+with epy.lazy_imports():  # once the processes agree
+    import jax
 
 HEARTBEAT_SECONDS = 300
 """JAX counts a process as dead that was stopped, or hangs in its driver, for this long. Our own
@@ -28,8 +33,6 @@ def num_devices() -> int:
     Raises:
       NoDevicesError: they do not start.
     """
-    import jax  # noqa: PLC0415
-
     try:
         return jax.device_count()
     except (RuntimeError, AssertionError) as error:  # the second where no plugin loads
@@ -50,8 +53,6 @@ def initialize_jax(channel: ControlChannel, cluster: ProcessGroup, timeout: int)
     Raises:
       ValueError: the processes have different devices, or could not reach each other's host.
     """
-    import jax  # noqa: PLC0415
-
     port = _port(channel)
     # Its handler would replace ours for SIGTERM (run/signals.py, `processes.stops`).
     jax.config.update("jax_enable_preemption_service", False)

@@ -116,10 +116,7 @@ def find_processes(
       ValueError: some of the values are missing or wrong, or the coordinator has a loopback
         address while there are several hosts.
     """
-    given = {name: getattr(options, name) for name in FLAGS}
-    for name, (_, variable) in FLAGS.items():
-        if given[name] is None and environ.get(variable):
-            given[name] = environ[variable] if name == "coordinator" else _int(environ, variable)
+    given = {name: _given(name, options, environ) for name in FLAGS}
     given = {name: value for name, value in given.items() if value is not None}
     if given.get("num_processes") == 1 and not given.get("process_id"):
         return ALONE
@@ -134,6 +131,14 @@ def find_processes(
     values["source"] = "flags" if given else launched["source"]
     values.pop("hint", None)
     return ProcessGroup(**values)
+
+
+def _given(name: str, options: argparse.Namespace, environ: Mapping[str, str]) -> Any:
+    """A value by its flag, or else by JAX's variable; None: by neither."""
+    flag, variable = getattr(options, name), FLAGS[name][1]
+    if flag is not None or not environ.get(variable):
+        return flag
+    return environ[variable] if name == "coordinator" else _int(environ, variable)
 
 
 def host_identity() -> list[str]:

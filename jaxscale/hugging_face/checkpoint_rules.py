@@ -164,6 +164,38 @@ def _check_whole(rules: Sequence[TensorRule]) -> None:
             )
 
 
+def _unfit(
+    found: Mapping[str, StoredTensor],
+    required: Mapping[str, tuple[int, ...]],
+    others: Sequence[str],
+) -> list[str]:
+    """A line for each tensor that is missing, unknown, or of another shape or type.
+
+    Args:
+      others: patterns of tensors that need not be read.
+    """
+    there = {name: (found[name], shape) for name, shape in required.items() if name in found}
+    return [
+        *(f"{name} {required[name]}: missing" for name in required if name not in there),
+        *(
+            f"{name} {found[name].shape}: unknown"
+            for name in found
+            if name not in required
+            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in others)
+        ),
+        *(
+            f"{name}: shape {one.shape}, and {shape} by config.json"
+            for name, (one, shape) in there.items()
+            if one.shape != shape
+        ),
+        *(
+            f"{name}: type {one.dtype}; parameters can be {', '.join(DTYPES)}"
+            for name, (one, _) in there.items()
+            if one.dtype not in DTYPES
+        ),
+    ]
+
+
 def check_tensors(
     found: Mapping[str, StoredTensor],
     parameters: Sequence[ParameterTensors],
@@ -181,25 +213,7 @@ def check_tensors(
     """
     required = {name: one.rule.shape for one in parameters for name in one.tensors}
     copies = {copy: name for one in parameters for name, copy in one.copies}
-    missing = [f"{name} {shape}: missing" for name, shape in required.items() if name not in found]
-    unknown = [
-        f"{name} {tensor.shape}: unknown"
-        for name, tensor in found.items()
-        if name not in required
-        and name not in copies
-        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
-    ]
-    wrong = [
-        f"{name}: shape {found[name].shape}, and {shape} by config.json"
-        for name, shape in required.items()
-        if name in found and found[name].shape != shape
-    ]
-    wrong += [
-        f"{name}: type {found[name].dtype}; parameters can be {', '.join(DTYPES)}"
-        for name in required
-        if name in found and found[name].dtype not in DTYPES
-    ]
-    lines = missing + unknown + wrong
+    lines = _unfit(found, required, (*copies, *ignored))
     if not lines:
         lines = [
             f"{copy}: differs from {name}, with which the model shares it"

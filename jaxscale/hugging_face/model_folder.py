@@ -39,6 +39,7 @@ from jaxscale.hugging_face.safetensors_format import DTYPES, SINGLE, StoredTenso
 from jaxscale.hugging_face.text_part import DEFAULTS, text_settings, text_tensors
 from jaxscale.hugging_face.value_types import check_value_types
 from jaxscale.hugging_face.write_params import write_params
+from jaxscale.model_families.family import Family
 from jaxscale.model_families.hf.config import with_context
 from jaxscale.model_families.shipped import SHIPPED, find_family
 from jaxscale.run_folder import GENERATION, HF_CONFIG, TOKENIZERS, copy_tokenizer
@@ -171,23 +172,7 @@ def open_model(
             f"{directory} is the folder of a run, not of a Hugging Face model; convert --to_hf "
             f"--workdir {directory} writes one"
         )
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        own = (
-            " (its auto_map names code of its own, which is not run)" if "auto_map" in whole else ""
-        )
-        raise ValueError(
-            f"{directory / 'config.json'}: model_type {kind!r} is not supported{own}; it can be "
-            f"{', '.join(sorted({*FAMILIES, *DEFAULTS}))}"
-        )
-    for name in ("config.json", "tokenizer_config.json"):
-        if (directory / name).is_file() and "auto_map" in _read_json(directory / name):
-            log.warning(
-                f"note: {directory / name} names code of its own (auto_map), which is not run: the "
-                f"model is jaxscale's {FAMILIES[kind].name}, and the tokenizer that of its file"
-            )
-    if "quantization_config" in whole:
-        raise ValueError(f"{directory / 'config.json'}: quantized weights are not supported")
-    family = FAMILIES[kind]
+    family = _find_family(directory, kind, whole)
     tensors: Mapping[str, StoredTensor] = open_tensors(directory)
     if kind != whole["model_type"]:
         tensors = text_tensors(tensors, directory)
@@ -216,6 +201,34 @@ def open_model(
     return HuggingFaceModel(
         directory, settings, tensors, family.ignored, left_out, adapters, shared, stored_vocab
     )
+
+
+def _find_family(directory: pathlib.Path, kind: Any, whole: Mapping[str, Any]) -> Family:
+    """The family of a model_type; a line says where the folder names code of its own.
+
+    Args:
+      whole: config.json.
+
+    Raises:
+      ValueError: there is none, or its weights are quantized.
+    """
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        own = (
+            " (its auto_map names code of its own, which is not run)" if "auto_map" in whole else ""
+        )
+        raise ValueError(
+            f"{directory / 'config.json'}: model_type {kind!r} is not supported{own}; it can be "
+            f"{', '.join(sorted({*FAMILIES, *DEFAULTS}))}"
+        )
+    for name in ("config.json", "tokenizer_config.json"):
+        if (directory / name).is_file() and "auto_map" in _read_json(directory / name):
+            log.warning(
+                f"note: {directory / name} names code of its own (auto_map), which is not run: the "
+                f"model is jaxscale's {FAMILIES[kind].name}, and the tokenizer that of its file"
+            )
+    if "quantization_config" in whole:
+        raise ValueError(f"{directory / 'config.json'}: quantized weights are not supported")
+    return FAMILIES[kind]
 
 
 def _with_end(name: str, old: str, new: str) -> str:

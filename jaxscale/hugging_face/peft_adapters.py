@@ -193,24 +193,14 @@ def open_adapters(
       FileNotFoundError: it holds no adapters.
       ValueError: they are of another kind, or of another model; says why.
     """
-    path = directory / PEFT_CONFIG
     for name in (PEFT_CONFIG, PEFT_TENSORS):
         if not (directory / name).is_file():
             raise FileNotFoundError(
                 f"{directory} holds no adapters of PEFT: no {name}, which save_pretrained writes"
             )
-    peft = load_json(path)
-    if not isinstance(peft, dict):
-        raise ValueError(f"{path} is not the config of low-rank adapters: it holds no object")
-    rank: Any = peft.get("r")
-    alpha: Any = peft.get("lora_alpha")
-    numbers = type(rank) is int and 0 < rank < 2**31
-    numbers = numbers and type(alpha) in (int, float) and 0 < alpha < 1e300
-    if peft.get("peft_type") != "LORA" or not numbers:
-        raise ValueError(
-            f"{path}: peft_type = {peft.get('peft_type')!r}, r = {rank!r}, lora_alpha = {alpha!r}; "
-            "it must be 'LORA', with a rank and an alpha above 0"
-        )
+    path = directory / PEFT_CONFIG
+    peft = _read_config(path)
+    rank, alpha = peft["r"], peft["lora_alpha"]
     _refuse_layers(peft, path, model.num_layers)
     tensors = read_header(directory / PEFT_TENSORS)
     ours = read_metadata(directory / PEFT_TENSORS).get(TARGETS)
@@ -242,6 +232,28 @@ def open_adapters(
     settings |= _token_settings(peft, path, model, rules, tensors, stored)
     rest = {name: one for name, one in tensors.items() if not name.endswith(WHOLE_TABLE)}
     return PeftAdapters(settings, {**rest, **tables}, ours is None, stored)
+
+
+def _read_config(path: pathlib.Path) -> dict[str, Any]:
+    """The config of low-rank adapters, with a rank and an alpha.
+
+    Raises:
+      ValueError: it is another file, or of another kind of adapters.
+    """
+    peft = load_json(path)
+    if not isinstance(peft, dict):
+        raise ValueError(f"{path} is not the config of low-rank adapters: it holds no object")
+    kind: Any = peft.get("peft_type")
+    rank: Any = peft.get("r")
+    alpha: Any = peft.get("lora_alpha")
+    has_rank = type(rank) is int and 0 < rank < 2**31
+    has_alpha = type(alpha) in (int, float) and 0 < alpha < 1e300
+    if kind != "LORA" or not has_rank or not has_alpha:
+        raise ValueError(
+            f"{path}: peft_type = {kind!r}, r = {rank!r}, lora_alpha = {alpha!r}; it must be "
+            "'LORA', with a rank and an alpha above 0"
+        )
+    return peft
 
 
 def _refuse_layers(peft: Mapping[str, Any], path: pathlib.Path, num_layers: int) -> None:

@@ -55,8 +55,8 @@ class Norm(nnx.Module):
         return layer_norm(x, self.scale[...], self.bias[...], eps=self.eps)
 
 
-class Attention(nnx.Module):
-    """Self-attention with grouped heads."""
+class GroupedHeads(nnx.Module):
+    """Queries, keys and values of grouped heads, and attention with them."""
 
     linear_weights: ClassVar = {"q": 1, "k": 1, "v": 1, "out": 2}  # as in `Stack`
 
@@ -135,22 +135,6 @@ class Attention(nnx.Module):
         y_BTD = named(y_BTD, "attention_out")
         return add_bias(y_BTD, self.out_bias[...]) if self.config.attention_bias == "all" else y_BTD
 
-    def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels, kind: int) -> jax.Array:
-        rotary, scale = kernels.rotary, self.config.attention_scale
-        if kernels.rotary_scales and self.config.positions == "rotary":
-            rotary, scale = functools.partial(rotary, factor=math.sqrt(scale)), 1.0
-        q_BTNH, k_BTKH, v_BTKH = self.project(
-            x_BTD, batch.positions, kind, kernels.columns, rotary, kernels.key_heads
-        )
-        return self.attend(
-            (q_BTNH, k_BTKH, v_BTKH),
-            (batch.segments, None, None, self._sinks),
-            kernels,
-            sliding_window=self.config.window(kind),
-            causal=self.config.causal,
-            scale=scale,
-        )
-
     @property
     def _sinks(self) -> jax.Array | None:
         return None if self.sinks is None else self.sinks[...]
@@ -213,6 +197,26 @@ class Attention(nnx.Module):
         return self.join(o_BTNH), (k_LBSKH, v_LBSKH)
 
 
+class Attention(GroupedHeads):
+    """Self-attention."""
+
+    def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels, kind: int) -> jax.Array:
+        rotary, scale = kernels.rotary, self.config.attention_scale
+        if kernels.rotary_scales and self.config.positions == "rotary":
+            rotary, scale = functools.partial(rotary, factor=math.sqrt(scale)), 1.0
+        q_BTNH, k_BTKH, v_BTKH = self.project(
+            x_BTD, batch.positions, kind, kernels.columns, rotary, kernels.key_heads
+        )
+        return self.attend(
+            (q_BTNH, k_BTKH, v_BTKH),
+            (batch.segments, None, None, self._sinks),
+            kernels,
+            sliding_window=self.config.window(kind),
+            causal=self.config.causal,
+            scale=scale,
+        )
+
+
 class MLP(nnx.Module):
     """Two matrices with an activation between them, or three with a gate (arXiv 2002.05202).
 
@@ -262,6 +266,18 @@ class MLP(nnx.Module):
         y_BTD = down(weights, *inputs)
         return add_bias(y_BTD, self.down_bias[...]) if self.biased else y_BTD
 
+    def feed(
+        self, x_BTD: jax.Array, batch: Batch, kernels: Kernels, jitter: Callable
+    ) -> tuple[jax.Array, Sums]:
+        """What a layer's MLP adds to the stream, and its sums: none."""
+        del batch, jitter
+        return self(x_BTD, kernels.columns, kernels.rows), {}
+
+    def decode(self, x_BTD: jax.Array, kernels: Kernels) -> jax.Array:
+        """What it adds to the stream of tokens without padding."""
+        del kernels
+        return self(x_BTD)
+
     def _down(self, rows: Callable, weights: Sequence[jax.Array], *inputs: jax.Array) -> jax.Array:
         """The second matmul, and what its adapter adds."""
         hidden_BTF, (weight, *adapter) = self.activate(*inputs), weights
@@ -294,6 +310,8 @@ def activate(config: ModelConfig, up: jax.Array, gate: jax.Array | None = None) 
 class Block(nnx.Module):
     """One layer: attention and MLP, each around a residual, with norms before or after."""
 
+    mlp_type: ClassVar[Any] = MLP  # a module with `feed` and `decode`, made by (config, weights)
+
     def __init__(self, config: ModelConfig, key: jax.Array):
         weights = Weights(config, key)
         self.placement, self.parallel = config.norm_placement, config.parallel_block
@@ -304,7 +322,7 @@ class Block(nnx.Module):
         )
         self.attention_post_norm = Norm(config, weights) if after else None
         self.mlp_norm = Norm(config, weights) if before else None
-        self.mlp = self._make_mlp(config, weights)
+        self.mlp = type(self).mlp_type(config, weights)
         self.mlp_post_norm = Norm(config, weights) if after else None
 
     def __call__(
@@ -339,23 +357,9 @@ class Block(nnx.Module):
             after_BTD = kernels.shard(self.add(x_BTD, y_BTD, self.attention_post_norm), STREAM)
         with jax.named_scope("mlp"):
             inputs_BTD = _apply(self.mlp_norm, x_BTD if self.parallel else after_BTD)
-            z_BTD, sums = self._feed(inputs_BTD, batch, kernels, jitter)
+            z_BTD, sums = self.mlp.feed(inputs_BTD, batch, kernels, jitter)
             z_BTD = drop(z_BTD, 1)
             return kernels.shard(self.add(after_BTD, z_BTD, self.mlp_post_norm), STREAM), sums
-
-    def _make_mlp(self, config: ModelConfig, weights: Weights) -> Any:
-        return MLP(config, weights)
-
-    def _feed(
-        self,
-        x_BTD: jax.Array,
-        batch: Batch,
-        kernels: Kernels,
-        jitter: Callable[[jax.Array], jax.Array],
-    ) -> tuple[jax.Array, Sums]:
-        """What the MLP adds to the stream, and its sums."""
-        del batch, jitter
-        return self.mlp(x_BTD, kernels.columns, kernels.rows), {}
 
     def add(self, x_BTD: jax.Array, y_BTD: jax.Array, norm: Norm | None) -> jax.Array:
         """The stream and what attention or MLP add to it."""
@@ -384,12 +388,8 @@ class Block(nnx.Module):
         )
         after_BTD = self.add(x_BTD, y_BTD, self.attention_post_norm)
         inputs_BTD = _apply(self.mlp_norm, x_BTD if self.parallel else after_BTD)
-        z_BTD = self._decode_mlp(inputs_BTD, kernels)
+        z_BTD = self.mlp.decode(inputs_BTD, kernels)
         return self.add(after_BTD, z_BTD, self.mlp_post_norm), cache
-
-    def _decode_mlp(self, x_BTD: jax.Array, kernels: Kernels) -> jax.Array:
-        del kernels
-        return self.mlp(x_BTD)
 
 
 def _apply(norm: Norm | None, x: jax.Array) -> jax.Array:

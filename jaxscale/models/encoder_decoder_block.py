@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name as named
 
 from jaxscale.batch import Batch
 from jaxscale.config.model import ModelConfig
-from jaxscale.models.block import MLP, Attention, Cache, Norm
+from jaxscale.models.block import MLP, Cache, GroupedHeads, Norm
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.lora import rows_of
 from jaxscale.models.protocol import STREAM
@@ -38,7 +38,7 @@ class CrossCache(NamedTuple):
     places: Any  # [batch, source]: 0 for a token of the encoder, -1 for padding
 
 
-class RelativeAttention(Attention):
+class RelativeAttention(GroupedHeads):
     """Self-attention with a bias for the distance between a query and a key."""
 
     def __init__(self, config: ModelConfig, weights: Weights):
@@ -48,7 +48,7 @@ class RelativeAttention(Attention):
         self.q = weights.normal("embed", "heads", "head_dim", scale=size)
         self.bias = weights.normal(*TABLE) if config.relative_bias == "layer" else None
 
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __call__(
         self,
         x_BTD: jax.Array,
         segments_BT: jax.Array,
@@ -75,7 +75,7 @@ class RelativeAttention(Attention):
         return shared_bN if self.bias is None else self.bias[...]
 
 
-class CrossAttention(Attention):
+class CrossAttention(GroupedHeads):
     """Attention of the decoder to the encoder's output, within a segment."""
 
     def __init__(self, config: ModelConfig, weights: Weights):
@@ -83,7 +83,7 @@ class CrossAttention(Attention):
         size = config.head_dim**-0.5 / config.attention_scale
         self.q = weights.normal("embed", "heads", "head_dim", scale=size)
 
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __call__(
         self,
         x_BTD: jax.Array,
         encoded_BSD: jax.Array,

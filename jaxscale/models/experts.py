@@ -46,7 +46,7 @@ class Experts(nnx.Module):
             self.down_bias = weights.zeros("experts", "embed")
         self.shared = MLP(config, weights, "shared_mlp") if config.shared_d_ff else None
 
-    def __call__(
+    def feed(
         self,
         x_BTD: jax.Array,
         batch: Batch,
@@ -71,10 +71,10 @@ class Experts(nnx.Module):
                 sums["loss"] = self._loss(routed, counts_BE, batch, kernels)
         return y_BTD, sums
 
-    def decode(self, x_BTD: jax.Array, matmul: str) -> jax.Array:
+    def decode(self, x_BTD: jax.Array, kernels: Kernels) -> jax.Array:
         """What the experts add to the stream of tokens without padding; nothing is
         dropped."""
-        dispatch = Dispatch(matmul=matmul, keeps_all=True)
+        dispatch = Dispatch(matmul=kernels.dispatch.matmul, keeps_all=True)
         routed = self._route(x_BTD, jnp.ones(x_BTD.shape[:2], bool), dispatch)
         y_BTD, _ = self._through_experts(x_BTD, routed, dispatch)
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
@@ -227,20 +227,7 @@ class Routed(NamedTuple):
 class ExpertBlock(Block):
     """A layer with experts in the MLP's place."""
 
-    def _make_mlp(self, config: ModelConfig, weights: Weights) -> Experts:
-        return Experts(config, weights)
-
-    def _feed(
-        self,
-        x_BTD: jax.Array,
-        batch: Batch,
-        kernels: Kernels,
-        jitter: Callable[[jax.Array], jax.Array],
-    ) -> tuple[jax.Array, Sums]:
-        return self.mlp(x_BTD, batch, kernels, jitter)
-
-    def _decode_mlp(self, x_BTD: jax.Array, kernels: Kernels) -> jax.Array:
-        return self.mlp.decode(x_BTD, kernels.dispatch.matmul)
+    mlp_type = Experts
 
 
 def router_of(config: ModelConfig) -> Router:

@@ -8,36 +8,72 @@ rows of their own.
 import functools
 import importlib.util
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from etils import epy
 from jax import Array
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxscale.ops.loss_over_vocabulary import (
+    LossArrays,
+    first_id,
+    gather_tokens,
+    head_gradient_spec,
+    on_ranks,
+    over_columns,
+    over_time,
+    scatter_tokens,
+)
 from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.ops.tensor_parallel import Spread
+
+with epy.lazy_imports():  # half a second, and only a GPU needs it
+    from jaxscale.ops import loss_kernel
+
+
+class LossForm(NamedTuple):
+    """How a loss is computed, which changes nothing but its rounding."""
+
+    chunk_tokens: int | None = None
+    """Tokens whose logits exist together; None is by `loss_chunk_tokens`."""
+
+    platform: str = ""
+    """Of the devices: on GPUs a chunk has at least as many tokens as features; on CPUs targets'
+    logits are looked up."""
+
+    accumulation_dtype: DTypeLike = jnp.float32
+    """Of the head's gradient while it is summed over chunks; widened to that of the softmax where
+    it is narrower."""
+
+    spread: Spread | None = None
+    """How x and the head are spread over mesh axes: x as `spread.stream`, V over `spread.axis`,
+    which divides it, and D over `spread.features`, over which logits are summed. No token moves to
+    another rank of `spread.time`, over which the head's gradient is summed once, at the end."""
+
+    scatters: bool = False
+    """Whether each rank of `spread.time` keeps its part of D of that sum, as of the state."""
+
+    unroll: bool = False
+    """Whether the loop over chunks is unrolled."""
+
+    @property
+    def ranks(self) -> str | None:
+        """The mesh axis over which the head's columns are spread."""
+        return self.spread.axis if self.spread else None
+
+
+PLAIN_FORM = LossForm()
 
 
 class _Static(NamedTuple):
     vocab_size: int
     soft_cap: float
     z_loss: float
-    chunk_tokens: int | None
-    platform: str
-    accumulation_dtype: DTypeLike
     transposed: bool
-    spread: Spread | None
-    scatters: bool
-    unroll: bool
     ids: tuple[int, ...]
-
-    @property
-    def ranks(self) -> str | None:
-        """The mesh axis over which the head's columns are spread."""
-        return self.spread.axis if self.spread else None
+    form: LossForm
 
 
 def cross_entropy(
@@ -50,15 +86,10 @@ def cross_entropy(
     bias_V: Array | None = None,
     soft_cap: float = 0.0,
     z_loss: float = 0.0,
-    chunk_tokens: int | None = None,
-    platform: str = "",
-    accumulation_dtype: DTypeLike = jnp.float32,
     transposed: bool = False,
-    spread: Spread | None = None,
-    scatters: bool = False,
-    unroll: bool = False,
     rows_KD: Array | None = None,
     ids: tuple[int, ...] = (),
+    form: LossForm = PLAIN_FORM,
 ) -> tuple[Array, Array]:
     """Sums weight * (nll + z_loss * log(Z)^2) over tokens, in nats.
 
@@ -80,17 +111,6 @@ def cross_entropy(
       bias_V: added to the logits, before the soft cap.
       soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 means none.
       z_loss: weight of log(Z)^2, which keeps the logits near zero (arXiv 2204.02311).
-      chunk_tokens: tokens whose logits exist together; None is by `loss_chunk_tokens`.
-      platform: of the devices: on GPUs a chunk has at least as many tokens as features; on CPUs
-        targets' logits are looked up.
-      accumulation_dtype: of the head's gradient while it is summed over chunks; widened to that
-        of the softmax where it is narrower.
-      spread: how x and the head are spread over mesh axes: x as `spread.stream`, V over
-        `spread.axis`, which divides it, and D over `spread.features`, over which logits are summed.
-        No token moves to another rank of `spread.time`, over which the head's gradient is summed
-        once, at the end.
-      scatters: whether each rank of `spread.time` keeps its part of D of that sum, as of the state.
-      unroll: unrolls the loop over chunks.
       rows_KD: added to the head's columns of the tokens `ids`; its gradient is computed without
         that of the head.
 
@@ -98,22 +118,14 @@ def cross_entropy(
       The loss, and the sum of weight * nll alone, through which no gradient flows. Both are
       float32 scalars, or float64 where the inputs are.
     """
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens = {chunk_tokens} must be at least 1, or None")
-    static = _Static(
-        vocab_size,
-        soft_cap,
-        z_loss,
-        chunk_tokens,
-        platform,
-        jnp.promote_types(accumulation_dtype, _softmax_dtype(x_BTD)),
-        transposed,
-        spread,
-        scatters and bool(spread and spread.time),
-        unroll,
-        ids,
+    if form.chunk_tokens is not None and form.chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens = {form.chunk_tokens} must be at least 1, or None")
+    form = form._replace(
+        accumulation_dtype=jnp.promote_types(form.accumulation_dtype, _softmax_dtype(x_BTD)),
+        scatters=form.scatters and bool(form.spread and form.spread.time),
     )
-    return _loss(static, x_BTD, head, bias_V, rows_KD, targets_BT, weights_BT)
+    static = _Static(vocab_size, soft_cap, z_loss, transposed, ids, form)
+    return _loss(static, LossArrays(x_BTD, head, bias_V, rows_KD, targets_BT, weights_BT))
 
 
 def logits(
@@ -185,43 +197,37 @@ def _matmul(contract: str, *operands: Array) -> Array:
 
 
 def _chunk_loss(
-    static: _Static,
-    x_CD: Array,
-    head: Array,
-    bias_V: Array | None,
-    rows_KD: Array | None,
-    targets_C: Array,
-    weights_C: Array,
+    static: _Static, arrays: LossArrays, x_CD: Array, targets_C: Array, weights_C: Array
 ):
-    """One chunk's loss and nll, and a function that returns the gradient for its logits."""
-    columns = head.shape[0 if static.transposed else 1]
-    first = _first_id(static, columns)
-    added = None if rows_KD is None else (rows_KD, static.ids)
+    """The loss and nll of one chunk of the arrays, and a function that returns the gradient for its
+    logits."""
+    form, columns = static.form, arrays.head.shape[0 if static.transposed else 1]
+    first = first_id(form.spread, columns)
+    added = None if arrays.rows_KD is None else (arrays.rows_KD, static.ids)
     raw_CV = capped_CV = _project(
-        x_CD, head, bias_V, static.transposed, added, first, static.spread
+        x_CD, arrays.head, arrays.bias_V, static.transposed, added, first, form.spread
     )
     if static.soft_cap:
         capped_CV = static.soft_cap * jnp.tanh(raw_CV / static.soft_cap)
-    ranks = static.ranks
+    ranks = form.ranks
     ids_V = first + jnp.arange(columns, dtype=targets_C.dtype)
     is_target_CV = ids_V == targets_C[:, None]
     padded = columns * (jax.lax.axis_size(ranks) if ranks else 1) > static.vocab_size
     is_real_V = ids_V < static.vocab_size if padded else None
     # Looked up on CPUs, which compare more slowly than they exponentiate. Elsewhere a comparison is
     # part of a pass over the logits that is made anyway; and another rank may have the target's.
-    looks_up = static.platform == "cpu" and not ranks
+    looks_up = form.platform == "cpu" and not ranks
     places = jnp.arange(targets_C.size), targets_C
     if _has_kernel(static, raw_CV):
         log_z_C, target_C = _reduced_by_kernel(static, raw_CV, targets_C)
-    elif static.platform == "gpu":
+    elif form.platform == "gpu":
         log_z_C, target_C = _reduced_at_once(capped_CV, is_target_CV, is_real_V)
     else:
         log_z_C = jax.nn.logsumexp(capped_CV, axis=-1, where=is_real_V)
         target_C = jnp.sum(jnp.where(is_target_CV, capped_CV, 0), axis=-1)
     if looks_up:
         target_C = capped_CV.at[places].get(mode="promise_in_bounds")
-    if ranks:
-        log_z_C, target_C = _over_ranks(ranks, log_z_C, target_C)
+    log_z_C, target_C = over_columns(form.spread, log_z_C, target_C)
     nll_C = log_z_C - target_C
 
     def gradient(capped: Array, log_z: Array, weights: Array, is_target: ArrayLike) -> Array:
@@ -250,7 +256,7 @@ def _has_kernel(static: _Static, raw_CV: Array) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     automatic = [size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes]
     return (
-        static.platform == "gpu"
+        static.form.platform == "gpu"
         and raw_CV.dtype == jnp.float32
         and raw_CV.size < 2**31
         and math.prod(automatic) == 1
@@ -261,13 +267,10 @@ def _has_kernel(static: _Static, raw_CV: Array) -> bool:
 
 def _reduced_by_kernel(static: _Static, raw_CV: Array, targets_C: Array) -> tuple[Array, Array]:
     """log Z and the target's logit of each token from one pass over logits that are not capped."""
-    # Half a second to import, and only a GPU needs it.
-    from jaxscale.ops.loss_kernel import log_z_and_target  # noqa: PLC0415
-
     columns = raw_CV.shape[-1]
-    first = _first_id(static, columns)
+    first = first_id(static.form.spread, columns)
     end = jnp.clip(static.vocab_size - first, 0, columns)
-    return log_z_and_target(
+    return loss_kernel.log_z_and_target(
         raw_CV, (targets_C - first).astype(jnp.int32), end, soft_cap=static.soft_cap
     )
 
@@ -295,23 +298,12 @@ def _reduced_at_once(
     return most_C + jnp.log(total_C), target_C
 
 
-def _first_id(static: _Static, columns: int) -> Any:
-    """The token of this rank's first column of the head."""
-    return jax.lax.axis_index(static.ranks) * columns if static.ranks else 0
-
-
-def _over_ranks(axis: str, log_z_C: Array, target_C: Array) -> tuple[Array, Array]:
-    """Both over the columns of all ranks. One of nothing but padding has a `log_z_C` of -inf."""
-    most_C = jax.lax.pmax(log_z_C, axis)
-    total_C, target_C = jax.lax.psum((jnp.exp(log_z_C - most_C), target_C), axis)
-    return most_C + jnp.log(total_C), target_C
-
-
-def _chunks(static: _Static, vocab: int, x_BTD: Array, *arrays_BT: Array) -> list[Array]:
-    """[B, T, ...] -> [chunks, C, ...]; the last chunk is padded with zeros, of weight zero."""
-    features = x_BTD.shape[-1] if static.platform == "gpu" else 0
-    most = static.chunk_tokens or int(loss_chunk_tokens(vocab, features))
-    flat = [array.reshape(-1, *array.shape[2:]) for array in (x_BTD, *arrays_BT)]
+def _chunks(form: LossForm, vocab: int, *arrays_BT: Array) -> list[Array]:
+    """[B, T, ...] -> [chunks, C, ...], x first; the last chunk is padded with zeros, of weight
+    zero."""
+    features = arrays_BT[0].shape[-1] if form.platform == "gpu" else 0
+    most = form.chunk_tokens or int(loss_chunk_tokens(vocab, features))
+    flat = [array.reshape(-1, *array.shape[2:]) for array in arrays_BT]
     size = _chunk_size(flat[0].shape[0], most)
     missing = -flat[0].shape[0] % size
     return [
@@ -322,134 +314,72 @@ def _chunks(static: _Static, vocab: int, x_BTD: Array, *arrays_BT: Array) -> lis
     ]
 
 
-def _on_ranks(static: _Static, local: Callable, gradients: bool) -> Callable:
-    """`local`, which returns the loss and nll, or these and gradients, on each rank's part of its
-    arguments."""
-    spread = static.spread
-    if spread is None:
-        return local
-    everywhere, bias = PartitionSpec(), PartitionSpec(spread.axis)
-    tokens, rows = PartitionSpec(None, spread.time), PartitionSpec(None, spread.features)
-    head = spread.weight(2, o=1 if static.transposed else 0)
-    results: Any = (everywhere, everywhere)
-    if gradients:
-        kept = PartitionSpec(spread.time, spread.axis)
-        summed = kept if static.scatters else spread.weight(2, o=0)
-        results = results, (spread.stream, summed, bias, rows)
-    return spread.manual(local, (spread.stream, head, bias, rows, tokens, tokens), results)
-
-
-def _over_time(static: _Static, sums: Any) -> Any:
-    """Sums over this rank's tokens, summed over the ranks that have others."""
-    spread = static.spread
-    return jax.lax.psum(sums, spread.time) if spread and spread.time else sums
-
-
-def _gathered(static: _Static, x_BTD: Array) -> Array:
-    """Every token whose logits this rank has columns of."""
-    if not static.ranks:
-        return x_BTD
-    return jax.lax.all_gather(x_BTD, static.ranks, axis=1, tiled=True)
-
-
-def _scattered(static: _Static, x_BTD: Array) -> Array:
-    """Sums over ranks, each of which gets its part of T."""
-    if not static.ranks:
-        return x_BTD
-    return jax.lax.psum_scatter(x_BTD, static.ranks, scatter_dimension=1, tiled=True)
+def _narrow(arrays: LossArrays) -> LossArrays:
+    """The head in the type of x, as matmuls take it."""
+    return arrays._replace(head=arrays.head.astype(arrays.x_BTD.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(
-    static: _Static,
-    x_BTD: Array,
-    head: Array,
-    bias_V: Array | None,
-    rows_KD: Array | None,
-    targets_BT: Array,
-    weights_BT: Array,
-):
-    local = _on_ranks(static, functools.partial(_local_loss, static), gradients=False)
-    return local(x_BTD, head.astype(x_BTD.dtype), bias_V, rows_KD, targets_BT, weights_BT)
+def _loss(static: _Static, arrays: LossArrays):
+    local = functools.partial(_local_loss, static)
+    return on_ranks(static.form.spread, local, transposed=static.transposed)(_narrow(arrays))
 
 
-def _local_loss(
-    static: _Static,
-    x_BTD: Array,
-    head: Array,
-    bias_V: Array | None,
-    rows_KD: Array | None,
-    targets_BT: Array,
-    weights_BT: Array,
-):
+def _local_loss(static: _Static, arrays: LossArrays):
     """The loss and nll on one rank."""
-    weights_BT = weights_BT.astype(_softmax_dtype(x_BTD))
-    vocab = head.shape[0 if static.transposed else 1]
+    form, dtype = static.form, _softmax_dtype(arrays.x_BTD)
+    weights_BT = arrays.weights_BT.astype(dtype)
+    vocab = arrays.head.shape[0 if static.transposed else 1]
 
     def step(sums, chunk):
-        x_CD, targets_C, weights_C = chunk
-        loss, nll, _ = _chunk_loss(static, x_CD, head, bias_V, rows_KD, targets_C, weights_C)
+        loss, nll, _ = _chunk_loss(static, arrays, *chunk)
         return (sums[0] + loss, sums[1] + nll), None
 
-    zero = jnp.zeros((), _softmax_dtype(x_BTD))
-    chunks = _chunks(static, vocab, _gathered(static, x_BTD), targets_BT, weights_BT)
-    sums, _ = jax.lax.scan(step, (zero, zero), chunks, unroll=static.unroll)
-    return _over_time(static, sums)
+    zero = jnp.zeros((), dtype)
+    x_BTD = gather_tokens(form.spread, arrays.x_BTD)
+    chunks = _chunks(form, vocab, x_BTD, arrays.targets_BT, weights_BT)
+    sums, _ = jax.lax.scan(step, (zero, zero), chunks, unroll=form.unroll)
+    return over_time(form.spread, sums)
 
 
-def _loss_forward(
-    static: _Static,
-    x_BTD: Array,
-    head: Array,
-    bias_V: Array | None,
-    rows_KD: Array | None,
-    targets_BT: Array,
-    weights_BT: Array,
-):
-    local = _on_ranks(static, functools.partial(_local_gradients, static), gradients=True)
-    narrow = head.astype(x_BTD.dtype)
-    sums, gradients = local(x_BTD, narrow, bias_V, rows_KD, targets_BT, weights_BT)
-    like = jax.tree.map(lambda x: jnp.zeros((), x.dtype), (head, bias_V, rows_KD))
-    return sums, (*gradients, like)
+def _loss_forward(static: _Static, arrays: LossArrays):
+    form = static.form
+    summed = head_gradient_spec(form.spread, form.scatters)
+    local = functools.partial(_local_gradients, static)
+    run = on_ranks(form.spread, local, transposed=static.transposed, summed=summed)
+    sums, gradients = run(_narrow(arrays))
+    trained = arrays.head, arrays.bias_V, arrays.rows_KD
+    return sums, (*gradients, jax.tree.map(lambda x: jnp.zeros((), x.dtype), trained))
 
 
-def _local_gradients(
-    static: _Static,
-    x_BTD: Array,
-    head: Array,
-    bias_V: Array | None,
-    rows_KD: Array | None,
-    targets_BT: Array,
-    weights_BT: Array,
-):
+def _local_gradients(static: _Static, arrays: LossArrays):
     """(loss, nll) and their gradients for x, the head as [D, V], the bias and the rows, on one
     rank."""
+    form, (x_BTD, head, bias_V, rows_KD, targets_BT, weights_BT) = static.form, arrays
     matmul = functools.partial(jnp.einsum, preferred_element_type=_softmax_dtype(x_BTD))
     weights_BT = weights_BT.astype(_softmax_dtype(x_BTD))
     shape_DV = head.shape[::-1] if static.transposed else head.shape
-    x_BTD = _gathered(static, x_BTD)
-    x_JCD, targets_JC, weights_JC = _chunks(static, shape_DV[1], x_BTD, targets_BT, weights_BT)
+    x_BTD = gather_tokens(form.spread, x_BTD)
+    x_JCD, targets_JC, weights_JC = _chunks(form, shape_DV[1], x_BTD, targets_BT, weights_BT)
     # The head's gradient is summed as [D, V] with x transposed beforehand: a matmul that contracts
     # the first dimension of its left operand is two to three times slower on a CPU.
     x_JDC = jnp.swapaxes(x_JCD, 1, 2)
 
     def step(carry, chunk):
         x_CD, x_DC, targets_C, weights_C = chunk
-        if static.platform == "gpu":
+        if form.platform == "gpu":
             # A matmul that reads a slice of a larger array, as XLA can have it, is one whose kernel
             # it does not choose by timing: on an H200 the three took 15 % longer.
             x_CD, x_DC = map(jax.lax.optimization_barrier, (x_CD, x_DC))
         loss_sum, nll_sum, grad_head_DV, grad_bias_V, grad_rows_KD = carry
-        loss, nll, logits_gradient = _chunk_loss(
-            static, x_CD, head, bias_V, rows_KD, targets_C, weights_C
-        )
+        loss, nll, logits_gradient = _chunk_loss(static, arrays, x_CD, targets_C, weights_C)
         grad_CV = logits_gradient()
         grad_x_CD = matmul("CV,VD->CD" if static.transposed else "CV,DV->CD", grad_CV, head)
         grad_head_DV += matmul("DC,CV->DV", x_DC, grad_CV)
         if bias_V is not None:
             grad_bias_V += jnp.sum(grad_CV.astype(grad_bias_V.dtype), axis=0)
         if rows_KD is not None:
-            first = _first_id(static, grad_CV.shape[-1])
+            first = first_id(form.spread, grad_CV.shape[-1])
             grad_CK = _matmul("CV,KV->CK", grad_CV, _is_token(static.ids, first, grad_CV))
             grad_CK = grad_CK.astype(x_CD.dtype)
             grad_x_CD += matmul("CK,KD->CD", grad_CK, rows_KD.astype(x_CD.dtype))
@@ -458,30 +388,30 @@ def _local_gradients(
         return sums, grad_x_CD.astype(x_CD.dtype)
 
     zero = jnp.zeros((), _softmax_dtype(x_BTD))
-    head_start = jnp.zeros(shape_DV, static.accumulation_dtype)
+    head_start = jnp.zeros(shape_DV, form.accumulation_dtype)
     bias_start, rows_start = (
-        None if x is None else jnp.zeros(x.shape, static.accumulation_dtype)
+        None if x is None else jnp.zeros(x.shape, form.accumulation_dtype)
         for x in (bias_V, rows_KD)
     )
     carry, grad_x_JCD = jax.lax.scan(
         step,
         (zero, zero, head_start, bias_start, rows_start),
         (x_JCD, x_JDC, targets_JC, weights_JC),
-        unroll=static.unroll,
+        unroll=form.unroll,
     )
     loss, nll, grad_head_DV, grad_bias_V, grad_rows_KD = carry
-    if static.scatters:
-        time = static.spread.time if static.spread else ()
+    if form.scatters:
+        time = form.spread.time if form.spread else ()
         grad_head_DV = jax.lax.psum_scatter(grad_head_DV, time, scatter_dimension=0, tiled=True)
     else:
-        grad_head_DV = _over_time(static, grad_head_DV)
-    if static.ranks:  # each has added to its own columns
-        grad_rows_KD = jax.lax.psum(grad_rows_KD, static.ranks)
-    loss, nll, grad_bias_V, grad_rows_KD = _over_time(
-        static, (loss, nll, grad_bias_V, grad_rows_KD)
+        grad_head_DV = over_time(form.spread, grad_head_DV)
+    if form.ranks:  # each has added to its own columns
+        grad_rows_KD = jax.lax.psum(grad_rows_KD, form.ranks)
+    loss, nll, grad_bias_V, grad_rows_KD = over_time(
+        form.spread, (loss, nll, grad_bias_V, grad_rows_KD)
     )
     grad_x_ND = grad_x_JCD.reshape(-1, x_BTD.shape[-1])[: targets_BT.size]
-    grad_x_BTD = _scattered(static, grad_x_ND.reshape(x_BTD.shape))
+    grad_x_BTD = scatter_tokens(form.spread, grad_x_ND.reshape(x_BTD.shape))
     return (loss, nll), (grad_x_BTD, grad_head_DV, grad_bias_V, grad_rows_KD)
 
 
@@ -493,11 +423,12 @@ def _loss_backward(static: _Static, residuals, cotangents):
         # XLA would fold this transpose into the matmul of a single chunk, and its CPU back end has
         # no matmul from bfloat16 to float32 that reads its left operand by columns.
         grad_head = jax.lax.optimization_barrier(grad_head).T
-    others = [
+    grad_bias_V, grad_rows_KD = (
         None if like is None else (grad * scale).astype(like.dtype)
         for grad, like in zip(others, likes, strict=True)
-    ]
-    return (grad_x_BTD * scale).astype(grad_x_BTD.dtype), grad_head, *others, None, None
+    )
+    grad_x_BTD = (grad_x_BTD * scale).astype(grad_x_BTD.dtype)
+    return (LossArrays(grad_x_BTD, grad_head, grad_bias_V, grad_rows_KD, None, None),)
 
 
 _loss.defvjp(_loss_forward, _loss_backward)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from etils import epy
 
 from jaxscale import config as configs
 from jaxscale.batch import ShardedBatch
@@ -51,6 +52,9 @@ from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.learning_rate import early_end, with_schedule
 from jaxscale.training.optimizer import lost_updates
 from jaxscale.training.step import StepMetrics, TrainState
+
+with epy.lazy_imports():  # the planner's modules
+    from jaxscale.run.setup import preflight
 
 log = logging.getLogger("jaxscale")
 
@@ -275,10 +279,9 @@ def _log_stop_ids(text: Text) -> None:
 
 def _examine(config: Config, workdir: pathlib.Path) -> None:
     """Says what `doctor --preflight` finds; a warning for each finding that asks for something."""
-    from jaxscale.run.setup.preflight import examine_run  # noqa: PLC0415 - the planner's modules
 
     phases.enter_phase("preflight")
-    for finding in examine_run(config, workdir):
+    for finding in preflight.examine_run(config, workdir):
         if finding.advice:
             log.warning(f"warning: preflight, {finding}")
         else:

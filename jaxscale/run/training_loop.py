@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxscale import config as configs
+from jaxscale.batch import ShardedBatch
 from jaxscale.checkpoints.retention import best_step
 from jaxscale.checkpoints.save import CheckpointWriter, NotFiniteError
 from jaxscale.choices import check_kind
@@ -270,23 +271,13 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
         tracing(profile, recorder, trainer.step) as trace,
         jax.transfer_guard("disallow"),
     ):
-        last = trainer.begin == run.steps
-        if text.evaluations and trainer.begin and (last or _due(trainer.begin, run.eval_every)):
-            done = processes.from_first("evaluated", recorder.begin_evaluated)
-            if not done:  # the run was stopped before, or meanwhile
-                request = _evaluate(trainer, recorder, trainer.begin, state.params, stops)
-                if request and last:
-                    stop(trainer.begin, request)
+        request = _evaluate_begun(trainer, recorder, stops)
+        if request and trainer.begin == run.steps:
+            stop(trainer.begin, request)
         for step in range(trainer.begin + 1, run.steps + 1):
             trace(step)
-            phases.enter_phase("waiting for input", step)
             try:
-                with (
-                    signals.interruptible(),
-                    recorder.waiting(),
-                    jax.transfer_guard_host_to_device("allow"),
-                ):
-                    batch = next(stream)
+                batch = _next_batch(stream, recorder, step)
             except signals.Interrupted:
                 stop(step - 1, signals.requested())
             phases.enter_phase("training", step)
@@ -295,9 +286,9 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
             recorder.push(step, out)
             if step + 1 not in profile:
                 trace(step + 1)  # what follows a traced step, such as an evaluation, is not of it
-            last, due = step == run.steps, text.evaluations and _due(step, run.eval_every)
+            last = step == run.steps
             request = stops()
-            if (due or (last and text.evaluations)) and not request:
+            if text.evaluations and (last or _due(step, run.eval_every)) and not request:
                 request = _evaluate(trainer, recorder, step, state.params, stops)
             if saves.due(step) or last:
                 phases.enter_phase("saving", step)
@@ -312,6 +303,26 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
     if run.keep_best:
         _say_best(trainer.checkpoints)
     return state
+
+
+def _evaluate_begun(trainer: Trainer, recorder: Recorder, stops: Callable[[], str]) -> str:
+    """The evaluation that is due where a run resumes, if it was stopped before or during it;
+    returns what asked to stop."""
+    run, begin = trainer.config.run, trainer.begin
+    due = begin == run.steps or _due(begin, run.eval_every)
+    if not (trainer.text.evaluations and begin and due):
+        return ""
+    if processes.from_first("evaluated", recorder.begin_evaluated):
+        return ""
+    return _evaluate(trainer, recorder, begin, trainer.state.params, stops)
+
+
+def _next_batch(stream: Iterator[ShardedBatch], recorder: Recorder, step: int) -> ShardedBatch:
+    """Raises `signals.Interrupted` where a signal asks to stop meanwhile."""
+    phases.enter_phase("waiting for input", step)
+    allowed = jax.transfer_guard_host_to_device("allow")
+    with signals.interruptible(), recorder.waiting(), allowed:
+        return next(stream)
 
 
 def _say_best(checkpoints: CheckpointWriter) -> None:

@@ -189,7 +189,7 @@ class Matmul:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionCall:
     """A call of `Kernels.attend`, as the layers of a stack have it."""
 
     heads: int
@@ -237,7 +237,7 @@ class StackWork:
     num_layers: int  # of the model
     seq_len: int
     matmuls: tuple[Matmul, ...]
-    attention: tuple[Attention, ...]
+    attention: tuple[AttentionCall, ...]
     experts: tuple[RoutedExperts, ...] = ()
     branches: float = 0.0  # what adds to the residual stream: attention, an MLP
     sent: float = 0.0  # of them, those whose input and output ranks of tensor exchange

@@ -37,14 +37,12 @@ from jaxscale.models.protocol import (
 )
 from jaxscale.ops.array_stack import add, at
 from jaxscale.ops.matmul import quantised_weight
-from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.ops.split_vjp import split_vjp
-from jaxscale.sharding.resolve import automatic_axes, has_experts, leaf_name
+from jaxscale.sharding.resolve import leaf_name
 from jaxscale.sharding.zero import Zero
-from jaxscale.training.layer_loop import (
+from jaxscale.training.layers.layer_loop import (
     Carry,
     CastOnce,
-    Early,
     Inputs,
     Loop,
     Passed,
@@ -53,7 +51,8 @@ from jaxscale.training.layer_loop import (
     forward_pass,
     only_after,
 )
-from jaxscale.training.layer_scan import SavedLayers, each
+from jaxscale.training.layers.layer_scan import SavedLayers, each
+from jaxscale.training.layers.loop_form import LoopForm, make_loop_form
 from jaxscale.training.remat import rematerialised
 
 Tree = Any
@@ -94,32 +93,17 @@ def make_accumulation(
     Args:
       unroll_loops: as `make_engine`.
     """
-    count, unroll = layout.num_groups, layout.unroll_layers or unroll_loops
-    # One set of arrays for the residuals of all groups: in each, XLA would fill new ones with zeros
-    # and copy them. Not on TPUs, where a step needed more memory and moved as many bytes; nor for
-    # unrolled layers, whose residuals are not stacked.
-    unfilled = _can_leave_unfilled(layout, platform)
-    stacked = not (unroll or layout.offloads_residuals)
-    reuses = (count > 1 or unfilled) and platform != "tpu" and stacked
-
+    count = layout.num_groups
     visits = _visits(zero, count)
-    in_place = saves_in_place(layout, zero, platform)
-    # XLA for GPUs adds to an entry in place only where it sees a `dynamic-slice`: at a constant
-    # index it reads and writes the entries of all layers.
-    hides_index = platform == "gpu"
 
     def run(params: Tree, groups: Batch) -> tuple[Sums, Tree]:
-        early = early_reductions(layout, zero, platform, groups.tokens[0, 0].size // layout.context)
+        tokens = groups.tokens[0, 0].size // layout.context
+        form = make_loop_form(layout, zero, platform, tokens, unroll=unroll_loops)
         weights = _cast_once(model, layout, zero, params) if layout.casts_once else params
-        grads = zero.zeros(params, zero.axes, finished=count == 1)
-        if unfilled and count == 1 and not (zero.reduces or zero.remains):
-            # Every layer's gradients are written, and nothing is added (`Loop.writes_once`).
-            grads |= {stack.name: _unfilled(grads[stack.name]) for stack in model.stacks}
+        grads = _first_grads(model, zero, form, params, count)
         done = Accumulated(zero_sums(model, zero.loss_dtype), grads)
         for visit, span in visits:
-            group_pass = _make_group_pass(
-                model, layout, zero, visit, early, in_place, unroll, hides_index
-            )
+            group_pass = _make_group_pass(model, layout, zero, visit, form)
             some = jax.tree.map(lambda x, span=span: x[span], groups)
             nothing = jnp.zeros(())
             if not visit.first:
@@ -131,8 +115,8 @@ def make_accumulation(
             if visit.last and not visit.only and zero.scatters_last:
                 grads = zero.zeros(params, zero.axes, finished=True)
                 done = done._replace(grads=grads, earlier=done.grads)
-            if reuses and not (visit.first and zero.keeps):
-                start = None if unfilled and visit.first else nothing
+            if form.reuses and not (visit.first and zero.keeps):
+                start = None if form.unfilled and visit.first else nothing
                 saved = done.saved or group_pass.empty(weights, at(some, 0), done.sums, start)
                 done = done._replace(saved=saved)
             weights, done = _each_group(group_pass, weights, some, done)
@@ -144,22 +128,13 @@ def make_accumulation(
     return run
 
 
-def saves_in_place(layout: Layout, zero: Zero, platform: str) -> bool:
-    """Whether layers write their residuals where they make them (`save_in_place`): on one GPU, with
-    one micro-batch a group.
-
-    With collectives, XLA's scheduler hides less of them behind matmuls that it sees as fusions: 8B,
-    fsdp 8: 14 ms more exposed, for 3 ms of copies less. With experts, steps move 5 % more bytes."""
-    one_device, one_microbatch = layout.num_devices == 1, layout.group_size == 1
-    plain = not (layout.offloads_residuals or layout.unroll_layers or has_experts(zero.axes))
-    return platform == "gpu" and one_device and one_microbatch and plain
-
-
-def _can_leave_unfilled(layout: Layout, platform: str) -> bool:
-    """Whether arrays that a step writes before it reads them need not be filled: on GPUs, and where
-    the compiler partitions nothing, for every rank of an automatic axis would have all of them."""
-    sizes = layout.sizes
-    return platform == "gpu" and all(sizes[axis] == 1 for axis in automatic_axes(sizes))
+def _first_grads(model: Model, zero: Zero, form: LoopForm, params: Tree, count: int) -> Tree:
+    """The accumulators of a step of `count` groups, before the first."""
+    grads = zero.zeros(params, zero.axes, finished=count == 1)
+    if form.unfilled and count == 1 and not (zero.reduces or zero.remains):
+        # Every layer's gradients are written, and nothing is added (`Loop.writes_once`).
+        grads |= {stack.name: _unfilled(grads[stack.name]) for stack in model.stacks}
+    return grads
 
 
 def _cast_once(model: Model, layout: Layout, zero: Zero, params: Tree) -> Tree:
@@ -219,34 +194,13 @@ def _each_group(
     )[0]
 
 
-def early_reductions(layout: Layout, zero: Zero, platform: str, tokens: int) -> Early:
-    """Which reductions end early: those of the head on TPUs, and those of layers where recompute
-    hides them.
-
-    Args:
-      tokens: of a micro-batch on a rank, those of all ranks of tensor together.
-    """
-    if platform != "tpu" or not zero.reduces:
-        return Early()
-    remat = layout.remat_policy
-    recomputes = remat.by_names and not remat.names
-    # Several micro-batches would all wait before the first is recomputed.
-    layers = recomputes and layout.group_size == 1 and tokens >= HIDING_TOKENS
-    late = layers and zero.waits_for_gathers and not layout.offloads("activations")
-    return Early(head=True, layers=layers, gathers_late=late)
-
-
 def _make_group_pass(
     model: Model,
     layout: Layout,
     zero: Zero,
     visit: Visit,
-    early: Early,
-    in_place: bool,
-    unroll: bool,
-    hides_index: bool,
+    form: LoopForm,
 ) -> GroupPass:
-    offload = layout.offloads("activations")
     zero = zero if visit.first else zero.kept
 
     def make_loop(stack: Stack) -> Loop:
@@ -258,18 +212,14 @@ def _make_group_pass(
             zero,
             visit,
             passes=tuple(passes),
-            offload=offload,
-            early=early,
-            in_place=in_place,
-            unroll=unroll,
-            hides_index=hides_index,
+            form=form,
             is_first=first,
         )
 
     loops = [make_loop(stack) for stack in model.stacks]
 
     def run(params: Tree, batch: Batch, before: Accumulated) -> tuple[Tree, Accumulated]:
-        return _group_pass(model, zero, loops, visit, early, params, batch, before)
+        return _group_pass(model, zero, loops, visit, form, params, batch, before)
 
     def empty(params: Tree, batch: Batch, sums: Sums, start: jax.Array | None) -> Saved:
         def forward(params: Tree, batch: Batch, sums: Sums) -> Saved:
@@ -299,7 +249,7 @@ def _group_pass(
     zero: Zero,
     loops: Sequence[Loop],
     visit: Visit,
-    early: Early,
+    form: LoopForm,
     params: Tree,
     batch: Batch,
     before: Accumulated,
@@ -311,7 +261,7 @@ def _group_pass(
     stream, sums, entered = _stacks_forward(loops, params, embed, batch, before.sums, into)
     head = _gather_head(model, zero, params, embed)
     sums, dhead, dstream = _head_pass(model, zero, head, batch, stream, sums)
-    if early.head:
+    if form.early.head:
         frozen = zero.frozen and head_params(model, zero.frozen)
         dhead, dstream = zero.hold(dhead, frozen, dstream)
     earlier = before.grads if before.earlier is None else before.earlier

@@ -29,7 +29,6 @@ from jaxscale.sharding.rules import Rules, own_rules
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
 from jaxscale.training import optimizer as optimizers
-from jaxscale.training.accumulation import saves_in_place
 from jaxscale.training.device_batch import check_rows, local_rows, shard_batch, unpack_sharded
 from jaxscale.training.engine_checks import (
     check_engine_arguments,
@@ -45,6 +44,7 @@ from jaxscale.training.kernels import (
     evaluation_kernels,
     make_kernels,
 )
+from jaxscale.training.layers.loop_form import saves_in_place
 from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.remat import rematerialised_attention
 from jaxscale.training.state_placement import apply_by_layer, make_zero, place_state, state_bytes

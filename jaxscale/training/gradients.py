@@ -26,7 +26,7 @@ from jaxscale.sharding.specs import (
 )
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.accumulation import make_accumulation
-from jaxscale.training.layer_scan import each
+from jaxscale.training.layers.layer_scan import each
 from jaxscale.training.remat import rematerialised
 
 Tree = Any

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epy
 from jax.typing import DTypeLike
 
 from jaxscale.config import Config, zero_stage
@@ -24,7 +25,7 @@ from jaxscale.ops.attention.ulysses import ulysses_attention
 from jaxscale.ops.dropout import dropout, jitter
 from jaxscale.ops.embedding import spread_lookup
 from jaxscale.ops.experts.dispatch import Dispatch
-from jaxscale.ops.loss import cross_entropy
+from jaxscale.ops.loss import LossForm, cross_entropy
 from jaxscale.ops.rope import rotary, rotary_on_tpu
 from jaxscale.ops.sizes import LANES
 from jaxscale.ops.tensor_parallel import Spread, columns, linear, rows, spread_columns, spread_rows
@@ -32,6 +33,9 @@ from jaxscale.sharding.layout_checks import check_spread_attention
 from jaxscale.sharding.resolve import automatic_axes, constrain
 from jaxscale.sharding.rules import ACTIVATIONS, WEIGHTS, Rules, spreads_attention
 from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec
+
+with epy.lazy_imports():  # half a second, and only a GPU needs it
+    from jaxscale.ops.attention import context_flash
 
 ATTENTION_SCOPE = "attention_kernel"
 """The named scope of all that computes the heads' outputs from queries, keys and values."""
@@ -107,7 +111,9 @@ def make_kernels(
             halves=layout.overlap_experts,
         ),
         all_rows=functools.partial(_all_rows, layout),
-        cross_entropy=functools.partial(_cross_entropy, layout, platform=platform, unroll=unroll),
+        cross_entropy=functools.partial(
+            _cross_entropy, layout, LossForm(platform=platform, unroll=unroll)
+        ),
         shard=lambda x, axes: constrain(x, axes, layout.sizes, {**ACTIVATIONS, **(rules or {})}),
     )
 
@@ -205,10 +211,7 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
 def _context_kernel(implementation: str) -> Callable[..., jax.Array]:
     if implementation != "flash":
         return context_attention
-    # Half a second to import, and only a GPU needs it.
-    from jaxscale.ops.attention.context_flash import context_flash  # noqa: PLC0415
-
-    return context_flash
+    return context_flash.context_flash
 
 
 def _manual(layout: Layout, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
@@ -306,7 +309,12 @@ def _lookup(
 
 
 def _cross_entropy(
-    layout: Layout, x_BTD: jax.Array, head: jax.Array, *args: jax.Array, **settings: Any
+    layout: Layout,
+    form: LossForm,
+    x_BTD: jax.Array,
+    head: jax.Array,
+    *args: jax.Array,
+    **settings: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """The loss, which ranks of context and tensor share."""
     time, columns = _mesh_axes(layout, ACTIVATIONS["seq"]), _mesh_axes(layout, WEIGHTS["vocab"])
@@ -319,7 +327,8 @@ def _cross_entropy(
         of_stream = features[0] if features else None
         spread = Spread(axis, time, automatic_axes(layout.sizes), of_stream)
     scatters = _scatters(layout, x_BTD.shape[-1])
-    return cross_entropy(x_BTD, head, *args, spread=spread, scatters=scatters, **settings)
+    form = form._replace(spread=spread, scatters=scatters)
+    return cross_entropy(x_BTD, head, *args, form=form, **settings)
 
 
 def _scatters(layout: Layout, features: int) -> bool:

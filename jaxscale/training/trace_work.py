@@ -21,7 +21,7 @@ from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Stack, head_params, layer_function, split_stream
 from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.sharding.model_trace import (
-    Attention,
+    AttentionCall,
     Matmul,
     ModelTrace,
     ModelWork,
@@ -107,7 +107,7 @@ def _carried(stack: Stack, stream: Any) -> tuple[int, int]:
 
 
 def _recording(recorded: list[Any]) -> Kernels:
-    """Kernels that append a `Matmul`, an `Attention` or the number of rotated features."""
+    """Kernels that append a `Matmul`, an `AttentionCall` or the number of rotated features."""
 
     def columns(x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         heads = weights[0].ndim > 2
@@ -121,7 +121,7 @@ def _recording(recorded: list[Any]) -> Kernels:
         name = "attention_out" if heads else "mlp_down"
         tokens = x.shape[: x.ndim - weight.ndim + 1]
         one = Matmul(inputs, ((weight.shape[-1], 1),), "inputs", (name,))
-        if recorded and isinstance(before := recorded[-1][1], Attention):
+        if recorded and isinstance(before := recorded[-1][1], AttentionCall):
             # A kernel may want values as wide as keys.
             recorded[-1] = None, dataclasses.replace(before, value_features=weight.shape[1])
         recorded.append((tokens, one))
@@ -156,7 +156,7 @@ def _recording(recorded: list[Any]) -> Kernels:
     )
 
 
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, settings: dict[str, Any]) -> Attention:
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, settings: dict[str, Any]) -> AttentionCall:
     length = k.shape[1]
     window = settings.get("sliding_window", 0) or length
     if settings.get("causal", True):
@@ -165,7 +165,7 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, settings: dict[str, Any
         seen = 2 * keys
     else:  # a window reaches as far forward as back
         keys = seen = min(2 * window - 1, length) if window < length else length
-    return Attention(q.shape[2], k.shape[2], q.shape[3], v.shape[3], keys, seen)
+    return AttentionCall(q.shape[2], k.shape[2], q.shape[3], v.shape[3], keys, seen)
 
 
 def _trace_layer(
@@ -208,7 +208,7 @@ def _stack_work(stack: Stack, length: int, trace: Callable[[int], tuple[list, An
         stack.num_layers * stack.turn,
         length,
         matmuls,
-        tuple(one for one in each if isinstance(one, Attention)),
+        tuple(one for one in each if isinstance(one, AttentionCall)),
         experts,
         branches=attended + fed,
         sent=attended + fed,

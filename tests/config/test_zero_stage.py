@@ -11,7 +11,7 @@ STAGES = np.arange(4)
 @pytest.mark.parametrize(
     ("rule", "stages"),
     [
-        (zero_stage.whole, {0}),
+        (zero_stage.replicates, {0}),
         (zero_stage.shards_state, {1, 2, 3}),
         (zero_stage.keeps, {1, 2}),
         (zero_stage.gathers_each_pass, {3}),

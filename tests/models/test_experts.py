@@ -123,7 +123,7 @@ def test_halves_of_a_micro_batch_are_the_whole():
 
         def loss(params, x):
             experts = module_of(lambda *args: Experts(CONFIG, Weights(*args)), CONFIG, params)
-            out, sums = experts(x, batch, kernels)
+            out, sums = experts.feed(x, batch, kernels)
             return jnp.sum(jnp.sin(out)) + sums["loss"], (out, sums)
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)

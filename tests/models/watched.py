@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.batch import Batch
-from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.experts import ExpertBlock, Experts, expert_sums
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Layer, Params, Stack, Stream, Sums
 from jaxscale.models.stacks import Part
-from jaxscale.models.weights import Weights
 
 ROWS, LENGTH = 16, 128
 """Of a batch."""
@@ -25,14 +23,14 @@ ROWS, LENGTH = 16, 128
 class WatchedExperts(Experts):
     """With a sum more, "choices" [ROWS * LENGTH, experts]: 1 for those that a token goes to."""
 
-    def __call__(
+    def feed(
         self,
         x_BTD: jax.Array,
         batch: Batch,
         kernels: Kernels,
         jitter: Callable[[jax.Array], jax.Array] = lambda x: x,
     ) -> tuple[jax.Array, Sums]:
-        y_BTD, sums = super().__call__(x_BTD, batch, kernels, jitter)
+        y_BTD, sums = super().feed(x_BTD, batch, kernels, jitter)
         # The same operations on the same values: the compiler does them once.
         experts_BTK = self._route(x_BTD, batch.segments != 0, kernels.dispatch).experts
         every_E, every_N = jnp.arange(self.config.num_experts), jnp.arange(ROWS * LENGTH)
@@ -45,8 +43,7 @@ class WatchedExperts(Experts):
 class WatchedBlock(ExpertBlock):
     """A layer with such experts."""
 
-    def _make_mlp(self, config: ModelConfig, weights: Weights) -> Experts:
-        return WatchedExperts(config, weights)
+    mlp_type = WatchedExperts
 
 
 @dataclass(frozen=True)

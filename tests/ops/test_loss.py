@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import collectives
 from jaxscale.ops import loss_kernel
-from jaxscale.ops.loss import _chunk_size, _reduced_at_once, cross_entropy, logits
+from jaxscale.ops.loss import LossForm, _chunk_size, _reduced_at_once, cross_entropy, logits
 from jaxscale.ops.sizes import CHUNK_BYTES, loss_chunk_tokens
 from jaxscale.ops.tensor_parallel import Spread
 
@@ -41,7 +41,13 @@ def plain(x, head, targets, weights, *, soft_cap=0.0, z_loss=0.0):
 
 def chunked(x, head, targets, weights, *, transposed=False, **options):
     head = head.T if transposed else head
-    return cross_entropy(x, head, targets, weights, vocab_size=V, transposed=transposed, **options)
+    return formed(x, head, targets, weights, vocab_size=V, transposed=transposed, **options)
+
+
+def formed(*args, **options):
+    """`cross_entropy`, with the fields of its form beside its other options."""
+    form = {name: options.pop(name) for name in LossForm._fields if name in options}
+    return cross_entropy(*args, **options, form=LossForm(**form))
 
 
 def value_and_grads(function, **options):
@@ -294,7 +300,7 @@ def test_full_logits_never_exist_and_nothing_gathers_over_the_vocabulary(transpo
     weights = jax.ShapeDtypeStruct((2, tokens // 2), jnp.float32)
 
     def loss(*args):
-        return cross_entropy(
+        return formed(
             *args, vocab_size=vocab - 5, chunk_tokens=chunk, transposed=transposed, z_loss=1e-4
         )[0]
 
@@ -322,7 +328,7 @@ def test_a_step_reduces_the_gradients_once_and_a_chunk_three_numbers_a_token(spr
 
     def gradients(*args):
         options = {"vocab_size": vocab, "chunk_tokens": chunk, "spread": SPREADS[spread]}
-        return jax.value_and_grad(lambda *args: cross_entropy(*args, **options)[0], (0, 1))(*args)
+        return jax.value_and_grad(lambda *args: formed(*args, **options)[0], (0, 1))(*args)
 
     compiled = on_ranks(gradients).lower(*args).compile()
     found = collectives(hlo.parse_hlo(compiled.as_text()), RANKS)
@@ -349,7 +355,7 @@ def test_partial_gradients_of_x_are_rounded_once_a_rank():
     options = {"vocab_size": head.shape[1], "spread": SPREADS["tensor"], "chunk_tokens": 64}
 
     def gradient(x, head, targets, weights):
-        return jax.grad(lambda x: cross_entropy(x, head, targets, weights, **options)[0])(x)
+        return jax.grad(lambda x: formed(x, head, targets, weights, **options)[0])(x)
 
     got = np.asarray(on_ranks(gradient)(x, head, targets, weights), np.float64)
     wide_x, wide_head = x.astype(jnp.float64), head.astype(jnp.float64)

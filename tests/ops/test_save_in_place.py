@@ -14,7 +14,8 @@ from jaxscale.config import Config, from_dict
 from jaxscale.data.synthetic import synthetic_batch
 from jaxscale.ops.save_in_place import save_in_place
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training import accumulation, engine, layer_loop
+from jaxscale.training import engine
+from jaxscale.training.layers import layer_loop, loop_form
 from tools.bench.bytes_moved import bytes_moved
 
 pytestmark = pytest.mark.compiles
@@ -53,8 +54,8 @@ def test_the_same_steps(monkeypatch):
         return save_in_place(function, x, saved, index)
 
     monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
-    monkeypatch.setattr(accumulation, "_can_leave_unfilled", lambda *_: True)
-    monkeypatch.setattr(accumulation, "saves_in_place", lambda *_: True)
+    monkeypatch.setattr(loop_form, "_can_leave_unfilled", lambda *_: True)
+    monkeypatch.setattr(loop_form, "saves_in_place", lambda *_: True)
     monkeypatch.setattr(layer_loop, "save_in_place", counted)
     jax.tree.map(np.testing.assert_array_equal, after_two_steps(config), expected)
     assert set(written) == {9}

@@ -12,7 +12,7 @@ ELSEWHERE = {
     # A rank's share within the kernel's own `shard_map`.
     "ops/embedding.py",
     "ops/experts/dispatch.py",
-    "ops/loss.py",
+    "ops/loss_over_vocabulary.py",
     "ops/tensor_parallel.py",
 }
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 from jaxscale import command_line  # noqa: E402
 from jaxscale.compiled import hlo, topology  # noqa: E402
 from jaxscale.compiled.flops import computation_costs, instruction_cycles  # noqa: E402
-from jaxscale.ops.loss import _reduced_at_once, cross_entropy  # noqa: E402
+from jaxscale.ops.loss import LossForm, _reduced_at_once, cross_entropy  # noqa: E402
 from jaxscale.ops.loss_kernel import LogitBlock, log_z_and_target  # noqa: E402
 from tools.bench.bytes_moved import bytes_moved  # noqa: E402
 
@@ -66,8 +66,7 @@ def chunked(chunk_tokens: int | None, platform: str) -> Callable:
             targets_N[None],
             jnp.ones((1, targets_N.size)),
             vocab_size=head_DV.shape[1],
-            chunk_tokens=chunk_tokens,
-            platform=platform,
+            form=LossForm(chunk_tokens, platform),
         )[0]
 
     return loss

@@ -227,31 +227,7 @@ def open_folder(
       ValueError: a shard is missing or cut short, or another tokenizer made them.
     """
     index = read_index(folder)
-    if index.tokenizer_fingerprint != tokenizer.fingerprint:
-        file = path_in(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer
-        raise ValueError(
-            f"data.tokenizer = {tokenizer.name!r} is not the tokenizer of {folder}, which was "
-            f"prepared with {index.tokenizer!r}; set data.tokenizer = {file!r}"
-        )
-    begin = str(list(tokenizer.begin(1)))
-    if index.text_begin not in ("", begin):
-        other = "tokenizer" if tokenizer.text_begin is None else "boundary"
-        raise ValueError(
-            f"the prompts of {folder} begin with the ids {index.text_begin}, and here with "
-            f"{begin}; set data.text_begin = {other!r}, or prepare the text again"
-        )
-    if index.max_id >= tokenizer.vocab_size and index.vocab_size > tokenizer.vocab_size:
-        name = next((name for name, i in index.special.items() if i == index.max_id), "")
-        raise ValueError(
-            f"{folder} holds the id {index.max_id} (the special token {name!r}), and "
-            f"model.vocab_size = {tokenizer.vocab_size}; take it out of the text, or out of the "
-            "chat template, and prepare that again"
-        )
-    if index.max_id >= tokenizer.vocab_size:
-        raise ValueError(
-            f"{folder} holds the id {index.max_id}, and data.tokenizer = {tokenizer.name!r} has "
-            f"{tokenizer.vocab_size}; prepare the text again"
-        )
+    _check_tokenizer(folder, index, tokenizer)
     if is_remote(folder) and directory and is_in_local_tier(directory):
         folder = copy_folder(folder, index, directory)
     _check_sizes(folder, index)
@@ -284,6 +260,39 @@ def open_folder(
         num_bytes=index.num_bytes,
         fingerprint=index.fingerprint,
     )
+
+
+def _check_tokenizer(folder: str, index: Index, tokenizer: Tokenizer) -> None:
+    """Refuses shards of another tokenizer, or of one with other ids.
+
+    Raises:
+      ValueError: says which, and what to set.
+    """
+    if index.tokenizer_fingerprint != tokenizer.fingerprint:
+        file = path_in(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer
+        raise ValueError(
+            f"data.tokenizer = {tokenizer.name!r} is not the tokenizer of {folder}, which was "
+            f"prepared with {index.tokenizer!r}; set data.tokenizer = {file!r}"
+        )
+    begin = str(list(tokenizer.begin(1)))
+    if index.text_begin not in ("", begin):
+        other = "tokenizer" if tokenizer.text_begin is None else "boundary"
+        raise ValueError(
+            f"the prompts of {folder} begin with the ids {index.text_begin}, and here with "
+            f"{begin}; set data.text_begin = {other!r}, or prepare the text again"
+        )
+    if index.max_id >= tokenizer.vocab_size and index.vocab_size > tokenizer.vocab_size:
+        name = next((name for name, i in index.special.items() if i == index.max_id), "")
+        raise ValueError(
+            f"{folder} holds the id {index.max_id} (the special token {name!r}), and "
+            f"model.vocab_size = {tokenizer.vocab_size}; take it out of the text, or out of the "
+            "chat template, and prepare that again"
+        )
+    if index.max_id >= tokenizer.vocab_size:
+        raise ValueError(
+            f"{folder} holds the id {index.max_id}, and data.tokenizer = {tokenizer.name!r} has "
+            f"{tokenizer.vocab_size}; prepare the text again"
+        )
 
 
 def _array_file(

@@ -211,30 +211,7 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
         raise ValueError(
             f"data.tokenizer = {tokenizer.name!r} makes only special tokens of the text"
         )
-    start = further = 0
-    unfinished = folder / UNFINISHED
-    with (
-        ArrayWriter(unfinished / "offsets.part", np.int64) as offsets,
-        ArrayWriter(unfinished / "hashes.part", np.uint64) as hashes,
-    ):
-        offsets.append([0])
-        for work in works:
-            with np.load(_record(work)) as arrays:
-                ends = start + np.cumsum(arrays["lengths"])
-                offsets.append(ends)
-                hashes.append(arrays["hashes"])
-                start = int(ends[-1]) if len(ends) else start
-                if any(piece.file.source.messages for piece in work.pieces):
-                    further += int(np.sum(arrays["hashes"][1:] == arrays["hashes"][:-1]))
-    if further:
-        _log.info(
-            "data: %d documents more than conversations: the chat template renders turns of the "
-            "assistant in another way where the conversation goes on, and each of those carries "
-            "loss in a document that ends with it",
-            further,
-        )
-    for array in (offsets, hashes):
-        array.path.rename(folder / f"{array.path.stem}.npy")
+    offsets, hashes, num_tokens = _join_arrays(works, folder)
     kept = {file for one in made for file in one.shard.files}
     files = [piece.file for work in works for piece in work.pieces]
     for path in [*folder.glob("tokens-*.npy"), *folder.glob("loss-*.npy")]:
@@ -251,7 +228,7 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
         text_begin=str(list(tokenizer.begin(1))) if _continues_prompts(files) else "",
         dtype=np.load(folder / made[0].shard.file, mmap_mode="r").dtype.name,
         num_documents=sum(one.shard.num_documents for one in made),
-        num_tokens=start,
+        num_tokens=num_tokens,
         num_bytes=sum(one.num_bytes for one in made),
         written_bytes=written_bytes,
         max_id=max(one.max_id for one in made),
@@ -259,11 +236,39 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
         shards=tuple(one.shard for one in made),
         key=key_of(works),
         fingerprint=content_fingerprint(
-            tokenizer.fingerprint, offsets.digest, hashes.digest, [one.shard for one in made]
+            tokenizer.fingerprint, offsets, hashes, [one.shard for one in made]
         ),
     )
     write_file(folder / INDEX, index.to_json().encode())
     return index
+
+
+def _join_arrays(works: Sequence[Work], folder: pathlib.Path) -> tuple[str, str, int]:
+    """Writes the offsets and hashes of all documents; their digests, and the number of tokens."""
+    num_tokens = further = 0
+    with (
+        ArrayWriter(folder / UNFINISHED / "offsets.part", np.int64) as offsets,
+        ArrayWriter(folder / UNFINISHED / "hashes.part", np.uint64) as hashes,
+    ):
+        offsets.append([0])
+        for work in works:
+            with np.load(_record(work)) as arrays:
+                lengths, own = arrays["lengths"], arrays["hashes"]
+            offsets.append(num_tokens + np.cumsum(lengths))
+            hashes.append(own)
+            num_tokens += int(lengths.sum())
+            if any(piece.file.source.messages for piece in work.pieces):
+                further += int(np.sum(own[1:] == own[:-1]))
+    if further:
+        _log.info(
+            "data: %d documents more than conversations: the chat template renders turns of the "
+            "assistant in another way where the conversation goes on, and each of those carries "
+            "loss in a document that ends with it",
+            further,
+        )
+    for array in (offsets, hashes):
+        array.path.rename(folder / f"{array.path.stem}.npy")
+    return offsets.digest, hashes.digest, num_tokens
 
 
 def write_file(path: pathlib.Path, data: bytes) -> None:

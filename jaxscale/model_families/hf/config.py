@@ -3,7 +3,7 @@ are those of transformers 5."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxscale.choices import check_choice
@@ -139,7 +139,7 @@ def _rope_settings(given: Mapping[str, Any], theta: float, context: int) -> dict
     kind = left.pop("rope_type", None) or left.pop("type", None) or "default"
     left.pop("type", None)
     ours = {"rope_theta": left.pop("rope_theta", theta)}
-    if kind not in ("default", "linear", "llama3", "yarn", "longrope", "dynamic"):
+    if kind not in _ROPE_SCALINGS:
         raise ValueError(
             f"config.json scales rotary positions by rope_type = {kind!r}; it can be default, "
             "linear, llama3, yarn, longrope or dynamic"
@@ -150,36 +150,65 @@ def _rope_settings(given: Mapping[str, Any], theta: float, context: int) -> dict
                 f"config.json scales rotary positions by rope_type = {kind!r}, which needs {key!r}"
             )
     if kind != "default":
-        ours |= {"rope_scaling": kind, "rope_factor": left.pop("factor", None)}
-    if kind in ("llama3", "yarn", "longrope"):
-        original = left.pop("original_max_position_embeddings", None) or context
-        ours["rope_original_context"] = original
-        ours["rope_factor"] = ours["rope_factor"] or max(context / original, 1.0)
-    if kind == "dynamic":
-        ours["rope_original_context"] = context
-    if kind == "longrope":
-        ours["rope_short_factors"] = tuple(map(float, left.pop("short_factor")))
-        ours["rope_long_factors"] = tuple(map(float, left.pop("long_factor")))
-        ours["rope_attention_factor"] = left.pop("attention_factor", None) or 0.0
-    if kind == "llama3":
-        ours["rope_low_turns"] = left.pop("low_freq_factor")
-        ours["rope_high_turns"] = left.pop("high_freq_factor")
-    if kind == "yarn":
-        ours["rope_low_turns"] = left.pop("beta_slow", None) or 1.0
-        ours["rope_high_turns"] = left.pop("beta_fast", None) or 32.0
-        ours["rope_truncate"] = left.pop("truncate", True)
-        scales = left.pop("mscale", None), left.pop("mscale_all_dim", None)
-        factor = left.pop("attention_factor", None)
-        if factor is None and all(scales):
-            above, below = (1 + 0.1 * scale * math.log(ours["rope_factor"]) for scale in scales)
-            factor = above / below
-        ours["rope_attention_factor"] = factor or 0.0
+        factor = left.pop("factor", None)
+        more = _ROPE_SCALINGS[kind](left, context, factor)
+        ours |= {"rope_scaling": kind, "rope_factor": factor, **more}
     if left.pop("partial_rotary_factor", 1.0) != 1:
         raise ValueError("config.json has partial_rotary_factor for a model that rotates all")
     if left:
         key, value = next(iter(left.items()))
         raise ValueError(f"config.json has {key} = {value!r} for rope_type = {kind!r}: not known")
     return ours
+
+
+def _context_and_factor(left: dict, context: int, factor: float | None) -> dict[str, Any]:
+    original = left.pop("original_max_position_embeddings", None) or context
+    factor = factor or max(context / original, 1.0)
+    return {"rope_original_context": original, "rope_factor": factor}
+
+
+def _llama3(left: dict, context: int, factor: float | None) -> dict[str, Any]:
+    return {
+        **_context_and_factor(left, context, factor),
+        "rope_low_turns": left.pop("low_freq_factor"),
+        "rope_high_turns": left.pop("high_freq_factor"),
+    }
+
+
+def _yarn(left: dict, context: int, factor: float | None) -> dict[str, Any]:
+    ours = _context_and_factor(left, context, factor)
+    scales = left.pop("mscale", None), left.pop("mscale_all_dim", None)
+    attention = left.pop("attention_factor", None)
+    if attention is None and all(scales):
+        above, below = (1 + 0.1 * scale * math.log(ours["rope_factor"]) for scale in scales)
+        attention = above / below
+    return {
+        **ours,
+        "rope_low_turns": left.pop("beta_slow", None) or 1.0,
+        "rope_high_turns": left.pop("beta_fast", None) or 32.0,
+        "rope_truncate": left.pop("truncate", True),
+        "rope_attention_factor": attention or 0.0,
+    }
+
+
+def _longrope(left: dict, context: int, factor: float | None) -> dict[str, Any]:
+    return {
+        **_context_and_factor(left, context, factor),
+        "rope_short_factors": tuple(map(float, left.pop("short_factor"))),
+        "rope_long_factors": tuple(map(float, left.pop("long_factor"))),
+        "rope_attention_factor": left.pop("attention_factor", None) or 0.0,
+    }
+
+
+_ROPE_SCALINGS: dict[str, Callable[[dict, int, float | None], dict[str, Any]]] = {
+    "default": lambda left, context, factor: {},
+    "linear": lambda left, context, factor: {},
+    "dynamic": lambda left, context, factor: {"rope_original_context": context},
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+"""rope_type -> our settings of it, from the keys left of its dictionary, which it takes out."""
 
 
 def ropes_by_layer_from_hf(

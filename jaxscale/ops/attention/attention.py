@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epy
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
@@ -19,6 +20,9 @@ from jaxscale.ops.attention import platform_kernels
 from jaxscale.ops.attention.blocks import Scoring, in_reach
 from jaxscale.ops.attention.blockwise import blockwise_attention
 from jaxscale.ops.attention.relative_bias import relative_buckets
+
+with epy.lazy_imports():  # half a second, and only a GPU needs it
+    from jaxscale.ops.attention import flash
 
 PLATFORM_KERNELS = {"gpu": ("cudnn", "flash"), "tpu": ("splash",)}
 """Platform -> its kernels: "auto" selects the first that honours the run's settings, or
@@ -99,9 +103,6 @@ def attention(
         case "cudnn":
             return platform_kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, apart_BT, scoring)
         case "flash":
-            # Half a second to import, and only a GPU needs it.
-            from jaxscale.ops.attention import flash  # noqa: PLC0415
-
             return flash.flash_attention(*given[:4], sinks_N, scoring=scoring)
         case "splash":
             return platform_kernels.splash(q_BTNH, k_BSKH, v_BSKH, apart_BT, scoring)

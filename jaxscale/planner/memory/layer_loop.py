@@ -1,4 +1,4 @@
-"""The sizes of a step's layer loop, without JAX: see `training.layer_loop`, `sharding.zero`."""
+"""The sizes of a step's layer loop, without JAX: see `training.layers`, `sharding.zero`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, StackTrace, it
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """How a step loops over the layers of a stack: see `training.layer_loop` and
+    """How a step loops over the layers of a stack: see `training.layers` and
     `pipeline.executor`."""
 
     part: str  # the stack, as in `ParamShape`

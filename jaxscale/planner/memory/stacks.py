@@ -1,5 +1,5 @@
 """What an encoder leaves in memory while the decoder computes, and the decoder while the encoder
-does: see `training.layer_loop`."""
+does: see `training.layers`."""
 
 import dataclasses
 from typing import Any

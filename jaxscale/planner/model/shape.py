@@ -9,7 +9,7 @@ Letters: D d_model, H heads, K kv_heads, E head_dim, F d_ff.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from jaxscale.sharding.model_trace import Attention, Matmul, ModelWork, RoutedExperts, StackWork
+from jaxscale.sharding.model_trace import AttentionCall, Matmul, ModelWork, RoutedExperts, StackWork
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ class ModelShape:
             yield Matmul(d, projected[1:], "outputs", ("key", "value"), source)
             yield Matmul(heads * self.head_dim, ((d, 1),), "inputs", ("attention_out",))
 
-    def _attention(self) -> Iterator[Attention]:
+    def _attention(self) -> Iterator[AttentionCall]:
         features, values = self.head_dim, self.head_dim
         if self.latent:
             features = self.latent.nope_dim + self.latent.rope_dim
@@ -397,7 +397,7 @@ class ModelShape:
         keys = self.mean_keys
         length = 2 * keys if self.causal else keys
         kv_heads = self.heads if self.latent else self.kv_heads
-        own = Attention(self.heads, kv_heads, features, values, keys, length)
+        own = AttentionCall(self.heads, kv_heads, features, values, keys, length)
         yield replace(own, share=self.attending / self.layers)
         if source := self.encoder_seq_len:
             yield replace(own, keys=source, length=source)

@@ -10,11 +10,16 @@ import pathlib
 from importlib import metadata
 from typing import Any
 
+from etils import epy
+
 from jaxscale.config.model import ModelSettings, is_own_family
 from jaxscale.config.read_config import read_settings
 from jaxscale.sharding.model_trace import ModelTrace, ModelWork, ParamShape, StackTrace
 from jaxscale.storage import durable
 from jaxscale.storage.untrusted import load_json
+
+with epy.lazy_imports():  # it imports JAX: only a model that was not traced before needs it
+    from jaxscale.training import trace_model, trace_work
 
 PACKAGE = pathlib.Path(__file__).parents[2]
 SOURCES = ("config", "models", "ops", "sharding", "training")
@@ -31,13 +36,13 @@ def model_trace(settings: ModelSettings) -> ModelTrace:
     """
     name = os.environ.get("JAXSCALE_CACHE")  # as of compiled programs
     if name == "" or is_own_family(settings.family):
-        return _trace(settings)
+        return trace_model.trace_model(settings)
     folder = pathlib.Path(name or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/jaxscale")
     path = pathlib.Path(os.path.expanduser(folder)) / "traces" / f"{_digest(settings)}.json"
     try:
         return _from_json(load_json(path))
     except (OSError, ValueError, LookupError, TypeError):  # none yet, or a damaged one
-        trace = _trace(settings)
+        trace = trace_model.trace_model(settings)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         durable.replace_file(path, json.dumps(dataclasses.asdict(trace)).encode())
@@ -49,15 +54,7 @@ def model_trace(settings: ModelSettings) -> ModelTrace:
 @functools.lru_cache(maxsize=256)
 def model_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelWork:
     """What a model computes for a sequence: see `training.trace_work`."""
-    from jaxscale.training.trace_work import trace_work  # noqa: PLC0415 (imports JAX)
-
-    return trace_work(settings, seq_len, output_len)
-
-
-def _trace(settings: ModelSettings) -> ModelTrace:
-    from jaxscale.training.trace_model import trace_model  # noqa: PLC0415 (imports JAX)
-
-    return trace_model(settings)
+    return trace_work.trace_work(settings, seq_len, output_len)
 
 
 def _digest(settings: ModelSettings) -> str:

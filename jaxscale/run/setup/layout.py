@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import jax
+from etils import epy
 
 from jaxscale import config as configs
 from jaxscale.choices import check_kind
@@ -15,6 +16,10 @@ from jaxscale.distributed.initialize import num_devices
 from jaxscale.formatting import gigabytes
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine
+
+with epy.lazy_imports():  # twenty modules that most runs do not need
+    from jaxscale.planner import auto_layout
+    from jaxscale.planner.report import text_report
 
 log = logging.getLogger("jaxscale")
 
@@ -71,18 +76,16 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
             "layout = 'auto' plans with formulas, and there are none for "
             f"model.family = {config.model.family!r}; set the layout"
         )
-    # Imported here: twenty modules that most runs do not need.
-    from jaxscale.planner.auto_layout import choose_layout  # noqa: PLC0415
-    from jaxscale.planner.report.text_report import layout_text  # noqa: PLC0415
-
     if layout := _layout_begun(config, workdir):
-        log.info(f"layout = 'auto': {layout_text(layout)}, as when the run started")
+        log.info(f"layout = 'auto': {text_report.layout_text(layout)}, as when the run started")
         return dataclasses.replace(config, layout=layout)
     device = jax.devices()[0]
-    plan = choose_layout(config, device.device_kind, device.platform, jax.device_count())
+    plan = auto_layout.choose_layout(
+        config, device.device_kind, device.platform, jax.device_count()
+    )
     log.info(
-        f"layout = 'auto' chose {layout_text(plan.layout)}: predicted {plan.step_seconds:.4g} s "
-        f"per step and {gigabytes(plan.memory_bytes)} of "
+        f"layout = 'auto' chose {text_report.layout_text(plan.layout)}: predicted "
+        f"{plan.step_seconds:.4g} s per step and {gigabytes(plan.memory_bytes)} of "
         f"{gigabytes(plan.limit_bytes)} per device"
     )
     return plan.config
@@ -91,16 +94,13 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
 def _with_remat(config: Config, workdir: pathlib.Path | None) -> Config:
     """The config with the remat policy that the planner chooses, or the one that a run in this
     folder began with, on the same layout."""
-    # Imported here as in `planned`.
-    from jaxscale.planner.auto_layout import choose_remat, devices_here, memory_here  # noqa: PLC0415
-
     begun = _layout_begun(config, workdir)
     if begun and dataclasses.replace(begun, remat=AUTO) == config.layout:
         log.info(f"layout.remat = 'auto': {begun.remat}, as when the run started")
         return dataclasses.replace(config, layout=begun)
     device = jax.devices()[0]
-    cluster = devices_here(device.device_kind, device.platform, jax.device_count())
-    config, line = choose_remat(config, cluster, memory_here(cluster))
+    cluster = auto_layout.devices_here(device.device_kind, device.platform, jax.device_count())
+    config, line = auto_layout.choose_remat(config, cluster, auto_layout.memory_here(cluster))
     log.info(line)
     return config
 

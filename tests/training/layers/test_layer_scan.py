@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.training.layer_scan import Place, ascend, descend
+from jaxscale.training.layers.layer_scan import Place, ascend, descend
 
 
 @pytest.mark.proof(but=("2-3", "5-1", "6-3"))

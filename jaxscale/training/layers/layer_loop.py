@@ -38,7 +38,7 @@ from jaxscale.ops.array_stack import add, add_at, after, at, put
 from jaxscale.ops.matmul import is_quantised
 from jaxscale.ops.save_in_place import save_in_place
 from jaxscale.sharding.zero import Zero
-from jaxscale.training.layer_scan import (
+from jaxscale.training.layers.layer_scan import (
     Place,
     Residuals,
     SavedLayers,
@@ -47,6 +47,7 @@ from jaxscale.training.layer_scan import (
     each,
     one_layer,
 )
+from jaxscale.training.layers.loop_form import LoopForm
 from jaxscale.training.remat import from_host, to_host
 
 Tree = Any
@@ -65,22 +66,6 @@ class Visit(NamedTuple):
         return self.first and self.last
 
 
-class Early(NamedTuple):
-    """Which reductions end before further gradients are computed, and what follows for weights.
-
-    XLA for TPUs holds gradients in float32 until it reduces them, and it does so late: those of the
-    head when all layers are done, those of a layer while the one below computes its own. On GPUs
-    more of the reductions would be exposed, for no memory.
-    """
-
-    head: bool = False  # before the layers'
-    layers: bool = False  # a layer's, while the one below is recomputed
-
-    gathers_late: bool = False
-    """Whether a layer's backward pass gathers its weights when it begins: where the compiler waits
-    for gathers anyway, prefetched weights only take memory."""
-
-
 @dataclass(frozen=True)
 class Loop:
     """What is fixed before the passes over a stack: the collectives, and a layer's two passes."""
@@ -89,11 +74,7 @@ class Loop:
     zero: Zero
     visit: Visit
     passes: tuple[tuple[Callable, Callable], ...]  # `split_vjp` of each kind of layer
-    offload: bool  # whether residuals are in host memory between the passes
-    early: Early
-    in_place: bool  # whether residuals are written where they are made (`save_in_place`)
-    unroll: bool  # whether the layers are written out, each with residuals of its own
-    hides_index: bool  # whether gradients are added at indices that the compiler does not know
+    form: LoopForm
     is_first: bool  # of the model's stacks
 
     @property
@@ -109,18 +90,18 @@ class Loop:
     @property
     def prefetches(self) -> bool:
         """Whether a layer needs weights or residuals that take time to arrive."""
-        return self.zero.gathers or self.offload
+        return self.zero.gathers or self.form.offload
 
     @property
     def prefetches_backward(self) -> bool:
         """Whether it has them when its backward pass begins."""
-        return self.prefetches and not self.early.gathers_late
+        return self.prefetches and not self.form.early.gathers_late
 
     @property
     def ordered(self) -> bool:
         """Whether layers that are written out wait for one another (`after`): where no collectives
         run beside them."""
-        return self.unroll and all(size == 1 for size in self.zero.sizes.values())
+        return self.form.unroll and all(size == 1 for size in self.zero.sizes.values())
 
     @property
     def reduces(self) -> bool:
@@ -200,9 +181,9 @@ def forward_pass(loop: Loop, inputs: Inputs, x: Stream, sums: Sums) -> Passed:
         (x, sums),
         loop.stack.num_layers,
         loop.stack.period,
-        unroll=loop.unroll,
+        unroll=loop.form.unroll,
         into=inputs.residuals,
-        in_place=loop.in_place,
+        in_place=loop.form.in_place,
     )
     return Passed(x, sums, inputs.layers, Prefetched(), residuals)
 
@@ -218,12 +199,12 @@ def _forward_pass_with_prefetch(loop: Loop, inputs: Inputs, x: Stream, sums: Sum
         x, sums, weights, kept = carry
         next_weights, kept = fetch(place.index + 1, kept)
         x, sums, residuals = _layer_forward(loop, weights, inputs, x, sums, place)
-        residuals = to_host(residuals) if loop.offload else residuals
+        residuals = to_host(residuals) if loop.form.offload else residuals
         return (x, sums, next_weights, kept), residuals
 
     carry = x, sums, *fetch(0, _room(loop, inputs.layers))
     (x, sums, weights, kept), residuals = ascend(
-        layer, carry, last, loop.stack.period, unroll=loop.unroll, into=inputs.residuals
+        layer, carry, last, loop.stack.period, unroll=loop.form.unroll, into=inputs.residuals
     )
     x, sums, last_residuals = _layer_forward(
         loop, weights, inputs, x, sums, Place(last, last % loop.stack.period)
@@ -259,7 +240,7 @@ def backward_pass(loop: Loop, inputs: Inputs, carry: Carry) -> tuple[Stream, Str
         top -= 1
     if loop.prefetches_backward and top >= 0:
         bottom = 1
-    carry = descend(layer, carry, top, bottom, loop.stack.period, unroll=loop.unroll)
+    carry = descend(layer, carry, top, bottom, loop.stack.period, unroll=loop.form.unroll)
     if bottom:
         carry = _bottom_backward(loop, inputs, carry)
     grads = carry.grads
@@ -336,7 +317,7 @@ def _layer_backward(
     weights = _gather(loop, inputs.layers, index, now) if weights is None else weights
     if residuals is None:
         assert inputs.residuals is not None, "residuals are saved or prefetched"
-        counted = loop.stack.period > 1 or loop.in_place or loop.unroll
+        counted = loop.stack.period > 1 or loop.form.in_place or loop.form.unroll
         here = Place(index if counted else now, place.kind)
         residuals = inputs.residuals.at(here)
         if loop.ordered:  # as for the last layer, in `_forward_pass_with_prefetch`
@@ -344,7 +325,7 @@ def _layer_backward(
     prefetched = _prefetch(loop, inputs, place) if prefetch else Prefetched()
     if unreduced is not None:
         grads = _accumulate(loop, inputs, grads, index + 1, unreduced)
-        if loop.early.layers:
+        if loop.form.early.layers:
             # The layer is recomputed meanwhile, which does not need dx.
             grads, dx = loop.zero.hold(grads, loop.frozen, dx)
     here = Place(now, place.kind)
@@ -410,7 +391,7 @@ def _prefetch(loop: Loop, inputs: Inputs, above: Place) -> Prefetched:
     period = loop.stack.period
     below = Place(above.index - 1, (above.kind - 1) % period)
     weights = _gather(loop, inputs.layers, below.index)
-    if not loop.offload:
+    if not loop.form.offload:
         return Prefetched(weights)
     assert inputs.residuals is not None, "offloaded residuals are saved"
     return Prefetched(weights, from_host(inputs.residuals.at(below)))
@@ -419,7 +400,7 @@ def _prefetch(loop: Loop, inputs: Inputs, above: Place) -> Prefetched:
 def _accumulate(loop: Loop, inputs: Inputs, grads: Tree, index: Index, dweights: Tree) -> Tree:
     """Reduces the gradients of one layer and adds them to its accumulators; those of the last
     visit, to what they are when no reduction remains."""
-    if loop.hides_index and isinstance(index, int):
+    if loop.form.hides_index and isinstance(index, int):
         index = after(index, inputs.batch.tokens)
     visit, total = loop.visit, loop.zero.reduce(dweights, loop.axes)
     if visit.last and not visit.only:

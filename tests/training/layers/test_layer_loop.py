@@ -13,10 +13,9 @@ from jaxscale.data.synthetic import synthetic_batch
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.training import accumulation
-from jaxscale.training.accumulation import early_reductions
 from jaxscale.training.engine import make_engine
-from jaxscale.training.layer_loop import Early
+from jaxscale.training.layers import loop_form
+from jaxscale.training.layers.loop_form import Early, early_reductions
 
 pytestmark = pytest.mark.compiles
 
@@ -106,7 +105,7 @@ def test_layers_that_gather_late_prefetch_in_the_forward_pass_alone(monkeypatch)
     """Gather 0; gather 1, F0; gather 2, F1; F2, head, B2; gather 1, reduce 2, B1; gather 0, reduce
     1, B0; reduce 0."""
     early = Early(head=True, layers=True, gathers_late=True)
-    monkeypatch.setattr(accumulation, "early_reductions", lambda *_: early)
+    monkeypatch.setattr(loop_form, "early_reductions", lambda *_: early)
     assert timeline(lowered_step(remat="full")) == "gg.g.gr.gr.r"
 
 
@@ -122,9 +121,9 @@ def test_early_reductions_and_unfilled_arrays_are_the_same(layout, monkeypatch):
         shapes.append(shape)
         return jnp.full(shape, jnp.nan, dtype)
 
-    monkeypatch.setattr(accumulation, "early_reductions", lambda *_: early)
+    monkeypatch.setattr(loop_form, "early_reductions", lambda *_: early)
     monkeypatch.setattr(jax.lax, "empty", empty)
-    monkeypatch.setattr(accumulation, "_can_leave_unfilled", lambda *_: True)
+    monkeypatch.setattr(loop_form, "_can_leave_unfilled", lambda *_: True)
     jax.tree.map(np.testing.assert_array_equal, after_two_steps(layout), expected)
     gradients = (3, 32, 16) in shapes
     assert shapes
