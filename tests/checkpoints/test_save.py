@@ -95,9 +95,13 @@ def assert_same_bits(got: Any, expected: Any) -> None:
 
 
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What is logged."""
+def lines(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], list[str]]:
+    """What is logged, whatever a command of another test made of the log."""
     caplog.set_level(logging.INFO, "jaxscale")
+    monkeypatch.setattr(logging.getLogger("jaxscale"), "handlers", [])
+    monkeypatch.setattr(logging.getLogger("jaxscale"), "propagate", True)
     return lambda: caplog.messages
 
 
