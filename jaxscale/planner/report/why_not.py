@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxscale.choices import divisors
 from jaxscale.config.layout import MESH_AXES, OFFLOADS, PIPELINE_GATHERS, READ_WITH, Layout
+from jaxscale.config.zero_stage import gathers_each_pass
 from jaxscale.formatting import gigabytes
 from jaxscale.pipeline_schedules.shipped import RUNNABLE
 from jaxscale.planner.memory.terms import TEXTS
@@ -175,7 +176,7 @@ def _saves(before: Layout, after: Layout) -> bool:
     return (
         (after.remat == "full") > (before.remat == "full")
         or after.microbatches == 2 * before.microbatches
-        or (after.zero_stage == 3) > (before.zero_stage == 3)
+        or gathers_each_pass(after.zero_stage) > gathers_each_pass(before.zero_stage)
         or after.tensor == 2 * before.tensor
     )
 
