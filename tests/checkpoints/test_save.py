@@ -29,6 +29,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxscale import config as configs
 from jaxscale.checkpoints import array_sums, errors, save, tiers
 from jaxscale.checkpoints import folder as checkpoint_folder
 from jaxscale.checkpoints.differences import describe_difference
@@ -458,6 +459,16 @@ def test_describe_difference() -> None:
     assert describe_difference(before, now) == [
         "old = 1 when saved, not read now",
         "run.steps = 10 when saved, 20 now",
+    ]
+
+
+def test_what_only_an_older_version_wrote_is_no_difference() -> None:
+    tiny = configs.load("tiny")
+    saved = {name: dict(settings) for name, settings in configs.to_dict(tiny).items()}
+    saved["model"] |= {"balance": "sequence", "router_groups": 1}  # of experts
+    saved["optimizer"]["b1"] = 0.8
+    assert describe_difference(saved, configs.to_dict(tiny)) == [
+        "optimizer.b1 = 0.8 when saved, 0.9 now"
     ]
 
 
