@@ -7,14 +7,15 @@ import hashlib
 import json
 import os
 import pathlib
+import typing
 from importlib import metadata
 from typing import Any
 
 from etils import epy
 
-from jaxscale.config.model import ModelSettings, is_own_family
+from jaxscale.config.model import ModelSettings, find_make, is_own_family
 from jaxscale.config.read_config import read_settings
-from jaxscale.sharding.model_trace import ModelTrace, ModelWork, ParamShape, StackTrace
+from jaxscale.sharding.model_trace import ModelTrace, ModelWork
 from jaxscale.storage import durable
 from jaxscale.storage.untrusted import load_json
 
@@ -26,23 +27,46 @@ SOURCES = ("config", "models", "ops", "sharding", "training")
 """Folders of the package on which a trace depends."""
 
 
-@functools.lru_cache(maxsize=256)
 def model_trace(settings: ModelSettings) -> ModelTrace:
-    """What tracing a model finds. Traces of custom models are not kept on disk: their modules may
-    change.
+    """The parameters and stacks of a model: see `training.trace_model`.
 
     Raises:
       ValueError: the family of a custom model cannot be imported.
     """
+    return _trace(ModelTrace, settings, _made_by(settings))
+
+
+def model_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelWork:
+    """What a model computes for a sequence: see `training.trace_work`.
+
+    Raises:
+      ValueError: the family of a custom model cannot be imported.
+    """
+    return _trace(ModelWork, settings, _made_by(settings), seq_len, output_len)
+
+
+def _made_by(settings: ModelSettings) -> Any:
+    """What makes a custom model: a notebook's cell may define it anew. Of others None."""
+    return find_make(settings.family) if is_own_family(settings.family) else None
+
+
+@functools.lru_cache(maxsize=512)
+def _trace(record: type, settings: ModelSettings, make: Any, *lengths: int) -> Any:
+    """A trace, from disk where there is one. Those of custom models are not kept there: their
+    modules may change."""
     name = os.environ.get("JAXSCALE_CACHE")  # as of compiled programs
-    if name == "" or is_own_family(settings.family):
-        return trace_model.trace_model(settings)
-    folder = pathlib.Path(name or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/jaxscale")
-    path = pathlib.Path(os.path.expanduser(folder)) / "traces" / f"{_digest(settings)}.json"
+    if name == "" or make:
+        return _make(record, settings, lengths)
+    folder = os.path.expanduser(
+        name or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/jaxscale"
+    )
+    key = f"{_sources()} {record.__name__} {read_settings(settings)} {lengths}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:32]
+    path = pathlib.Path(folder) / "traces" / f"{digest}.json"
     try:
-        return _from_json(load_json(path))
+        return _from_json(record, load_json(path))
     except (OSError, ValueError, LookupError, TypeError):  # none yet, or a damaged one
-        trace = trace_model.trace_model(settings)
+        trace = _make(record, settings, lengths)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         durable.replace_file(path, json.dumps(dataclasses.asdict(trace)).encode())
@@ -51,14 +75,10 @@ def model_trace(settings: ModelSettings) -> ModelTrace:
     return trace
 
 
-@functools.lru_cache(maxsize=256)
-def model_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelWork:
-    """What a model computes for a sequence: see `training.trace_work`."""
-    return trace_work.trace_work(settings, seq_len, output_len)
-
-
-def _digest(settings: ModelSettings) -> str:
-    return hashlib.sha256(f"{_sources()} {read_settings(settings)}".encode()).hexdigest()[:32]
+def _make(record: type, settings: ModelSettings, lengths: tuple[int, ...]) -> Any:
+    if record is ModelTrace:
+        return trace_model.trace_model(settings)
+    return trace_work.trace_work(settings, *lengths)
 
 
 @functools.cache
@@ -72,15 +92,14 @@ def _sources() -> str:
     return found.hexdigest()
 
 
-def _from_json(values: Any) -> ModelTrace:
-    def parameter(one: dict[str, Any]) -> ParamShape:
-        rules = tuple((name, tuple(over)) for name, over in one["own_rules"])
-        lists = {"axes": tuple(one["axes"]), "shape": tuple(one["shape"]), "own_rules": rules}
-        return ParamShape(**{**one, **lists})
-
-    return ModelTrace(
-        tuple(map(parameter, values["parameters"])),
-        tuple(StackTrace(**one) for one in values["stacks"]),
-        tuple(values["borrowed"]),
-        values["adjusts"],
-    )
+def _from_json(kind: Any, value: Any) -> Any:
+    """A record of records, tuples and numbers, as `dataclasses.asdict` gives it to JSON."""
+    if dataclasses.is_dataclass(kind):
+        types, make = typing.get_type_hints(kind), typing.cast(Any, kind)
+        return make(**{name: _from_json(types[name], each) for name, each in value.items()})
+    if typing.get_origin(kind) is tuple:
+        inside = typing.get_args(kind)
+        if inside[-1] is not Ellipsis:
+            return tuple(map(_from_json, inside, value))
+        return tuple(_from_json(inside[0], each) for each in value)
+    return value

@@ -12,6 +12,7 @@ import pytest
 from jaxscale.config import Config
 from jaxscale.config.model import ModelConfig
 from jaxscale.config.optimizer import OptimizerConfig, ParamGroup
+from jaxscale.config.read_config import read_settings
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.lora import (
     is_adapter,
@@ -102,10 +103,12 @@ def test_groups_of_the_optimizer_are_for_adapters():
 @pytest.mark.proof
 def test_adapters_are_not_narrower_than_float32_and_frozen_weights_as_narrow_as_matmuls():
     config = ModelConfig(lora_rank=4, lora_tokens="3")
-    assert config.settings["param_dtype"] == config.param_dtype == "bfloat16"
-    assert ModelConfig(lora_rank=4, param_dtype="float32").settings["param_dtype"] == "float32"
-    assert ModelConfig(param_dtype="bfloat16").settings["param_dtype"] == "bfloat16"
-    assert "param_dtype" not in ModelConfig().settings  # which adapters may change
+    assert read_settings(config)["param_dtype"] == config.param_dtype == "bfloat16"
+    assert (
+        read_settings(ModelConfig(lora_rank=4, param_dtype="float32"))["param_dtype"] == "float32"
+    )
+    assert read_settings(ModelConfig(param_dtype="bfloat16"))["param_dtype"] == "bfloat16"
+    assert "param_dtype" not in read_settings(ModelConfig())  # which adapters may change
     model = Decoder(config, plain_kernels())
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):

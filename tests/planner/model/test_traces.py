@@ -11,26 +11,29 @@ FOUND = """
 import sys
 from tests.planner.model.test_traces import SETTINGS, traces
 assert "jax" not in sys.modules
-print(traces.model_trace(SETTINGS).num_params, "jax" in sys.modules)
+work = traces.model_work(SETTINGS, 64, 64)
+print(traces.model_trace(SETTINGS).num_params, work.stacks[0].flops, "jax" in sys.modules)
 """
 
 
 def test_a_model_is_traced_once_and_then_read_without_jax(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path))
-    traces.model_trace.cache_clear()
+    traces._trace.cache_clear()
     made = traces.model_trace(SETTINGS)
     (file,) = tmp_path.glob("traces/*.json")
-    traces.model_trace.cache_clear()
+    work = traces.model_work(SETTINGS, 64, 64)
+    traces._trace.cache_clear()
     assert traces.model_trace(SETTINGS) == made  # read: the same to every field
+    assert traces.model_work(SETTINGS, 64, 64) == work
     printed = subprocess.check_output([sys.executable, "-c", FOUND], text=True)
-    assert printed.split() == [str(made.num_params), "False"]
+    assert printed.split() == [str(made.num_params), str(work.stacks[0].flops), "False"]
     file.write_text(file.read_text()[:-9])
-    traces.model_trace.cache_clear()
+    traces._trace.cache_clear()
     assert traces.model_trace(SETTINGS) == made  # a damaged file is made anew
-    traces.model_trace.cache_clear()
+    traces._trace.cache_clear()
     assert traces.model_trace(SETTINGS) == made
     monkeypatch.setenv("JAXSCALE_CACHE", "")
-    traces.model_trace.cache_clear()
+    traces._trace.cache_clear()
     file.unlink()
     assert traces.model_trace(SETTINGS) == made
-    assert not list(tmp_path.glob("traces/*.json"))
+    assert not file.exists()

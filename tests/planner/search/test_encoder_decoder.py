@@ -38,7 +38,6 @@ def with_layout(config: Config, **layout) -> Config:
 def test_its_counts_are_those_of_the_model(name):
     config = load("mt5_small", [f"model.family={name}", "model.num_layers=6"])
     model, planned = config.model, TrainableModel(config)
-    assert planned.num_params == planned.shape.num_params == model.num_params
     counted = step_flops(with_layout(config), EncoderDecoder(model, plain_kernels())).model
     # The traced program computes the masked half of the decoder's own attention, too.
     half = 3 * 2 * model.num_heads * model.head_dim * 256**2 * model.num_layers / (1024 + 256)
