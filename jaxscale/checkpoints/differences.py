@@ -29,7 +29,7 @@ def _written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     if is_own_family(saved.get("model", {}).get("family", "")):
         return saved  # whose module is not to be imported for this
     try:
-        written = configs.to_dict(configs.from_dict(saved))
+        written = configs.to_dict(configs.from_dict(dict(saved)))
     except (ValueError, TypeError, AttributeError):
         return saved  # of another version
     return written if written.keys() == saved.keys() else saved

@@ -10,9 +10,7 @@ import time
 import jax
 
 from jaxscale.distributed.initialize import num_devices
-
-VARIABLE = "JAXSCALE_CACHE"
-"""The environment variable that names the folder instead of the user's; empty keeps nothing."""
+from jaxscale.storage.user_cache import VARIABLE, cache_folder, user_cache
 
 SHORTEST_SECONDS = 0.3
 """What compiles in less is not worth a file."""
@@ -48,10 +46,8 @@ def keep_compiled_programs() -> pathlib.Path | None:
     unshared = jax.process_count() > 1 and name is None
     if name == "" or several_cpus or unshared or jax.config.jax_compilation_cache_dir:
         return None
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = pathlib.Path(name or pathlib.Path(cache) / "jaxscale") / "compiled" / _processor()
     try:
-        folder = folder.expanduser()
+        folder = (cache_folder() or user_cache()) / "compiled" / _processor()
         folder.mkdir(parents=True, exist_ok=True)
         _remove_old(folder)
     except (OSError, RuntimeError) as error:  # the second is of a user without a home

@@ -1,5 +1,6 @@
 """What tracing a model finds, for pricing it under any layout without JAX: its parameters with
-their logical axes, and its stacks. `training.trace_model` traces.
+their logical axes and its stacks (`training.trace_model`), and its matmuls, attention and experts
+(`training.trace_work`).
 
 In all memory formulas the integers of a layout may be int arrays [N], for N layouts at once.
 """
@@ -167,7 +168,7 @@ class Matmul:
 
     inputs: int  # contracted features
     outputs: tuple[tuple[int, int], ...]  # of each weight: heads or features, and features of each
-    over: str = ""  # what ranks of tensor divide: "outputs", "inputs" or nothing
+    over: str = ""  # what ranks of tensor divide: "outputs", "inputs", "tokens" or nothing
     names: tuple[str, ...] = ()  # of `layout.BLOCK_TENSORS`, of what each weight makes
     tokens: float = 1.0  # rows for each token of the stack's sequence
     share: float = 1.0  # of the stack's layers

@@ -21,6 +21,7 @@ from jaxscale.formatting import human_bytes
 from jaxscale.storage import durable
 from jaxscale.storage.object_store import ObjectStore, StoreError, open_store
 from jaxscale.storage.untrusted import safe_name
+from jaxscale.storage.user_cache import user_cache
 
 log = logging.getLogger("jaxscale")
 
@@ -72,15 +73,14 @@ def local_tier(address: str) -> pathlib.Path:
         raise ValueError(
             f"{address} has one of * ? [, which stores take for a pattern: give another --workdir"
         )
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    tiers = pathlib.Path(os.environ.get(VARIABLE) or pathlib.Path(cache) / "jaxscale" / "runs")
+    named = os.environ.get(VARIABLE)
     name = re.sub(r"[^\w.-]+", "_", address)[-80:]
     digest = hashlib.blake2b(address.encode(), digest_size=4).hexdigest()
     try:
-        tiers = tiers.expanduser().absolute()
+        tiers = pathlib.Path(named).expanduser() if named else user_cache() / "runs"
     except RuntimeError as error:  # of pathlib: a user without a home
         raise ValueError(f"set {VARIABLE}, the folder for local tiers: {error}") from error
-    folder = tiers / f"{name}-{digest}"
+    folder = tiers.absolute() / f"{name}-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / ORIGIN).is_file():
         beside = folder / f"{ORIGIN}.{uuid.uuid4().hex}"  # processes of a host start at once

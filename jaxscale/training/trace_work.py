@@ -29,6 +29,7 @@ from jaxscale.sharding.model_trace import (
     RoutedExperts,
     StackWork,
 )
+from jaxscale.sharding.resolve import weights_in_use
 from jaxscale.training.engine import find_model
 from jaxscale.training.flops import example_of
 from jaxscale.training.trace_model import trace_model
@@ -46,9 +47,12 @@ def trace_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelW
       output_len: tokens that are predicted.
     """
     recorded: list[Any] = []
+    held = trace_model(settings)
     model = find_model(settings)(settings, _recording(recorded))
     batch = example_of(model, seq_len, output_len)
-    params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    params = jax.eval_shape(
+        lambda: weights_in_use(model.axes, model.init(jax.random.key(0)), settings.compute_dtype)
+    )
     stream, stacks, width = {}, [], 0
     for stack in model.stacks:
         stream = jax.eval_shape(stack.enter, params["embed"], stream, batch)
@@ -57,7 +61,8 @@ def trace_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelW
         )
         trace = functools.partial(_trace_layer, stack, weights, stream, batch, recorded)
         length, width = _carried(stack, stream)
-        stacks.append(_stack_work(stack, length, trace))
+        experts = sum(held.experts_of(stack.name))
+        stacks.append(_stack_work(stack, length, experts, trace))
     recorded.clear()
     head = jax.make_jaxpr(model.loss)(head_params(model, params), stream, batch)
     transforms = [one for one in _others(head.jaxpr, output_len) if isinstance(one, Matmul)]
@@ -68,7 +73,7 @@ def trace_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelW
         width,
         head_passes=len(recorded),
         transform_flops=sum(one.flops for one in transforms),
-        **_held(trace_model(settings), settings.vocab_size),
+        **_held(held, settings.vocab_size),
     )
 
 
@@ -152,7 +157,8 @@ def _recording(recorded: list[Any]) -> Kernels:
         attend=attend,
         rotary=rotary,
         cross_entropy=cross_entropy,
-        dispatch=Dispatch(matmul="ragged_dot"),
+        # What a capacity would drop is counted, as it is in a model's FLOPs.
+        dispatch=Dispatch(matmul="ragged_dot", keeps_all=True),
     )
 
 
@@ -179,13 +185,15 @@ def _trace_layer(
     return list(recorded), traced.jaxpr
 
 
-def _stack_work(stack: Stack, length: int, trace: Callable[[int], tuple[list, Any]]) -> StackWork:
+def _stack_work(
+    stack: Stack, length: int, expert_layers: int, trace: Callable[[int], tuple[list, Any]]
+) -> StackWork:
     found: dict[Any, float] = collections.defaultdict(float)
     rotated = 0.0
     for kind in range(stack.period):
         share = len(range(kind, stack.num_layers, stack.period)) / stack.num_layers / stack.turn
         events, jaxpr = trace(kind)
-        for one in (*_joined(events, length), *_others(jaxpr, length)):
+        for one in (*_joined(events, length), *_others(jaxpr, length, expert_layers)):
             if isinstance(one, int):
                 rotated += share * one
             else:
@@ -239,32 +247,46 @@ def _joined(events: Iterable[tuple[Any, Any]], length: int) -> Iterator[Any]:
     yield from whole.values()
 
 
-def _others(jaxpr: Any, length: int) -> Iterator[Any]:
-    """Matmuls of a trace that no kernel recorded."""
-    grouped = []
-    plain = []
+def _others(jaxpr: Any, length: int, expert_layers: int = 0) -> Iterator[Any]:
+    """Matmuls of a trace that no kernel recorded.
+
+    Args:
+      expert_layers: of those traced, the layers with experts.
+    """
+    plain: list[tuple[int, int, int]] = []
+    grouped: list[tuple[int, int, int, int]] = []
     _walk(jaxpr, plain, grouped)
-    if grouped:
+    for _ in range(expert_layers):  # which are alike
         rows, width, count, hidden = grouped[0]
-        yield RoutedExperts(count, round(rows / length), width, hidden, len(grouped) > 2)
+        gated = len(grouped) == 3 * expert_layers
+        yield RoutedExperts(count, round(rows / length), width, hidden, gated)
     for tokens, inputs, outputs in plain:
-        if grouped and outputs == grouped[0][2]:
+        if expert_layers and outputs == grouped[0][2]:
             continue  # the router's
-        yield Matmul(inputs, ((outputs, 1),), tokens=tokens / length)
+        # Plain JAX, which the compiler partitions as the stream is.
+        yield Matmul(inputs, ((outputs, 1),), "tokens", tokens=tokens / length)
 
 
-def _walk(jaxpr: Any, plain: list[Any], grouped: list[Any]) -> None:
+def _walk(
+    jaxpr: Any, plain: list[tuple[int, int, int]], grouped: list[tuple[int, int, int, int]]
+) -> None:
+    """Adds (rows, inputs, outputs) of each matmul; and (rows, inputs, groups, outputs) of each in
+    which groups of rows have a matrix of their own."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            left, right = (v.aval.shape for v in eqn.invars[:2])
-            inputs = math.prod(left[dim] for dim in contracted)
-            total = math.prod(eqn.outvars[0].aval.shape)
-            tokens = math.prod(left) // inputs
-            plain.append((tokens, inputs, total // tokens))
-            del right
-        elif eqn.primitive.name == "ragged_dot_general":
-            (rows, width), (count, _, hidden) = (v.aval.shape for v in eqn.invars[:2])
-            grouped.append((rows, width, count, hidden))
+        if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
+            left, right, made = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
+            if eqn.primitive.name == "ragged_dot_general" or _is_batched(eqn, right):
+                grouped.append((math.prod(left[:-1]), left[-1], right[0], made[-1]))
+            else:
+                (contracted, _), _ = eqn.params["dimension_numbers"]
+                inputs = math.prod(left[dim] for dim in contracted)
+                rows = math.prod(left) // inputs
+                plain.append((rows, inputs, math.prod(made) // rows))
         for inside in jaxprs_in_params(eqn.params):
             _walk(getattr(inside, "jaxpr", inside), plain, grouped)
+
+
+def _is_batched(eqn: Any, right: tuple[int, ...]) -> bool:
+    """Whether a matmul has as many rows for each of several matrices."""
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    return len(batch) == 1 and len(right) == 3

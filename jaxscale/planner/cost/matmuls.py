@@ -34,7 +34,8 @@ def _sizes(work: StackWork, parallelism: Parallelism, tokens: Floats) -> Iterato
     has."""
     for one in work.matmuls:
         inputs, outputs = local_features(one, parallelism)
-        yield (tokens * one.tokens, outputs, inputs, 1), one.share
+        ranks = np.asarray(parallelism.tensor) if one.over == "tokens" else 1
+        yield (tokens * one.tokens / ranks, outputs, inputs, 1), one.share
     for one in work.experts:
         yield from _expert_sizes(one, work.seq_len, parallelism, tokens)
 

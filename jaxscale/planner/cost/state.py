@@ -236,17 +236,18 @@ def offload_seconds(
 
 def offloaded_bytes(work: ModelWork, remat: str) -> float:
     """Bytes that a mean layer saves of a token under a policy, of all tensor ranks together."""
-    names = remat.partition(":")[2].split(",") if ":" in remat else []
-    by_name, every = not names and remat != "full", 0.0
+    names = {name.strip() for name in remat.partition(":")[2].split(",") if name}
+    everything, total = not names and remat != "full", 0.0
     for stack in work.stacks:
-        share = work.share(stack) * work.tokens(stack)
-        sizes = saved_features(stack, work.width)
-        kept = sum(size for name, size in sizes.items() if by_name or name.strip() in names)
-        every += share * (kept + work.width * (1 + 2 * by_name))
-    return 2.0 * every
+        sizes = saved_features(stack)
+        kept = sum(size for name, size in sizes.items() if everything or name in names)
+        # Its input; and where everything is saved, those of its norms.
+        kept += work.width * (3 if everything else 1)
+        total += work.share(stack) * work.tokens(stack) * kept
+    return 2.0 * total
 
 
-def saved_features(stack: StackWork, width: int) -> dict[str, float]:
+def saved_features(stack: StackWork) -> dict[str, float]:
     """Features of the named values of an average layer of a stack, of a token."""
     sizes: dict[str, float] = {"attention": 0.0}
     for one in stack.matmuls:
@@ -257,5 +258,4 @@ def saved_features(stack: StackWork, width: int) -> dict[str, float]:
     for one in stack.experts:
         for name in ("mlp_up", "mlp_gate")[: 1 + one.gated]:
             sizes[name] = sizes.get(name, 0.0) + one.choices * one.hidden * one.share
-    sizes["attention_out"] = min(sizes.get("attention_out", 0.0), float(width))
     return {name: size for name, size in sizes.items() if name not in ("mlp_down", "compressed")}

@@ -1,11 +1,11 @@
 """Traces of models, each made once and kept on disk: a plan of a model that was traced before
 imports no JAX."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
-import os
 import pathlib
 import typing
 from importlib import metadata
@@ -18,6 +18,7 @@ from jaxscale.config.read_config import read_settings
 from jaxscale.sharding.model_trace import ModelTrace, ModelWork
 from jaxscale.storage import durable
 from jaxscale.storage.untrusted import load_json
+from jaxscale.storage.user_cache import cache_folder
 
 with epy.lazy_imports():  # it imports JAX: only a model that was not traced before needs it
     from jaxscale.training import trace_model, trace_work
@@ -54,24 +55,20 @@ def _made_by(settings: ModelSettings) -> Any:
 def _trace(record: type, settings: ModelSettings, make: Any, *lengths: int) -> Any:
     """A trace, from disk where there is one. Those of custom models are not kept there: their
     modules may change."""
-    name = os.environ.get("JAXSCALE_CACHE")  # as of compiled programs
-    if name == "" or make:
+    folder = None
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        folder = cache_folder()
+    if folder is None or make:
         return _make(record, settings, lengths)
-    folder = os.path.expanduser(
-        name or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/jaxscale"
-    )
     key = f"{_sources()} {record.__name__} {read_settings(settings)} {lengths}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
-    path = pathlib.Path(folder) / "traces" / f"{digest}.json"
-    try:
+    path = folder / "traces" / f"{digest}.json"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # none, or damaged
         return _from_json(record, load_json(path))
-    except (OSError, ValueError, LookupError, TypeError):  # none yet, or a damaged one
-        trace = _make(record, settings, lengths)
-    try:
+    trace = _make(record, settings, lengths)
+    with contextlib.suppress(OSError):  # a folder that cannot be written to: traced again then
         path.parent.mkdir(parents=True, exist_ok=True)
         durable.replace_file(path, json.dumps(dataclasses.asdict(trace)).encode())
-    except OSError:
-        pass  # a folder that cannot be written to: it is traced again the next time
     return trace
 
 

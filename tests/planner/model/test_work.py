@@ -83,11 +83,33 @@ def test_experts_repeat_what_a_token_meets():
     assert repeated == pytest.approx(32 * each)
 
 
-def test_layers_that_alternate_share_their_experts():
-    work = work_of("qwen3_30b_a3b", "model.num_layers=12", "model.expert_pattern=DDE")
+@pytest.mark.parametrize(("pattern", "share"), [("DDE", 1 / 3), ("DEE", 2 / 3)])
+def test_layers_that_alternate_share_their_experts(pattern, share):
+    work = work_of("qwen3_30b_a3b", "model.num_layers=12", f"model.expert_pattern={pattern}")
     (stack,) = work.stacks
-    assert (stack.num_layers, [one.share for one in stack.experts]) == (12, [1 / 3])
+    assert (stack.num_layers, [one.share for one in stack.experts]) == (12, [share])
     assert stack.branches == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "experts"),
+    [
+        ("m6_t_10b", [], (128, 2, 1024, 4096, False)),
+        ("mixtral_8x7b", ["model.capacity_factor=1.25"], (8, 2, 4096, 14336, True)),
+        ("qwen3_30b_a3b", ["model.num_layers=12", "model.expert_pattern=DEE"], None),
+        ("moe_tiny", ["model.experts_per_token=1"], None),
+        ("moe_tiny", ["model.compute_dtype=bfloat16"], None),
+    ],
+)
+def test_experts_count_whatever_their_router_drops(name, overrides, experts):
+    config = load(name, overrides)
+    work, length = TrainableModel(config).work, config.data.seq_len
+    (one,) = work.stacks[-1].experts
+    if experts:
+        assert (one.count, one.choices, one.width, one.hidden, one.gated) == experts
+    wanted = config.model.flops_per_token(length)
+    assert 3 * work.sequence_flops / length == pytest.approx(wanted, rel=5e-4)
+    assert work.num_experts == config.model.num_experts
 
 
 def test_windows_are_seen_by_layer():
@@ -107,3 +129,10 @@ def test_an_encoder_is_a_stack_of_its_own_length():
     assert [one.keys for one in decoder.attention] == [257 / 2, 1024]
     read = [one for one in decoder.matmuls if one.names == ("key", "value")]
     assert [one.tokens for one in read] == [4]
+
+
+def test_the_matmuls_of_adapters_are_counted():
+    work = work_of("llama3_8b", "model.lora_rank=16")
+    first = [one for one in work.stacks[0].matmuls if one.features == 16]
+    assert {one.inputs: one.share for one in first} == {4096: 6, 14336: 1}
+    assert {one.over for one in first} == {"tokens"}
