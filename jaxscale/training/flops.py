@@ -4,6 +4,7 @@ program of a model of one's own saves for its backward pass."""
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -91,34 +92,46 @@ def example_of(model: Model, seq_len: int, output_len: int) -> Batch:
 
 def forward_cost(model: Model, batch: Batch, remat: RematPolicy) -> ForwardCost:
     """Counts the matmuls and the residuals of a model for a batch of these shapes."""
-    # Weights are gathered in the compute type.
-    params = jax.eval_shape(
-        lambda: weights_in_use(
-            model.axes, model.init(jax.random.key(0)), model.settings.compute_dtype
-        )
-    )
-    stream, layers, repeated, saved = {}, 0.0, 0.0, 0.0
-    for stack in model.stacks:
-        stream = jax.eval_shape(stack.enter, params["embed"], stream, batch)
-        weights = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[stack.name]
-        )
+    params, layers, repeated, saved = gathered_params(model), 0.0, 0.0, 0.0
+    stream: Tree = {}
+    for stack, stream, arguments in layer_arguments(model, params, batch):  # noqa: B007
         for kind in range(stack.period):
             share = len(range(kind, stack.num_layers, stack.period))
-            forward, again, kept = _layer_cost(stack, kind, weights, stream, batch, remat)
+            forward, again, kept = _layer_cost(stack, kind, arguments, remat)
             layers, repeated = layers + share * forward, repeated + share * again
             saved += share * kept
     head = count_flops(model.loss, head_params(model, params), stream, batch)
     return ForwardCost(layers, head, repeated, saved)
 
 
+def gathered_params(model: Model) -> Tree:
+    """The shapes of a model's parameters as layers read them, in the compute type."""
+    return jax.eval_shape(
+        lambda: weights_in_use(
+            model.axes, model.init(jax.random.key(0)), model.settings.compute_dtype
+        )
+    )
+
+
+def layer_arguments(
+    model: Model, params: Tree, batch: Batch
+) -> Iterator[tuple[Stack, Tree, tuple[Tree, Tree, Tree, Tree]]]:
+    """Each stack, the shapes of its stream, and of the arguments of its `layer_function`."""
+    stream, context = {}, (batch, jax.ShapeDtypeStruct((), np.int32))
+    for stack in model.stacks:
+        stream = jax.eval_shape(stack.enter, params["embed"], stream, batch)
+        weights = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[stack.name]
+        )
+        yield stack, stream, (weights, *split_stream(stack, stream), context)
+
+
 def _layer_cost(
-    stack: Stack, kind: int, weights: Tree, stream: Tree, batch: Batch, remat: RematPolicy
+    stack: Stack, kind: int, arguments: tuple[Tree, Tree, Tree, Tree], remat: RematPolicy
 ) -> tuple[float, float, float]:
     """FLOPs of a layer's forward pass, those that its backward pass repeats, and the bytes that it
     reads."""
-    layer, context = layer_function(stack, kind), (batch, jax.ShapeDtypeStruct((), np.int32))
-    arguments = weights, *split_stream(stack, stream), context
+    layer = layer_function(stack, kind)
 
     def both(function, weights, x, shared, context):
         forward, backward = split_vjp(function)

@@ -18,7 +18,7 @@ from jax.extend.core import jaxprs_in_params  # pyright: ignore[reportPrivateImp
 from jaxscale.config.model import ModelSettings
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.kernels import Kernels
-from jaxscale.models.protocol import Stack, head_params, layer_function, split_stream
+from jaxscale.models.protocol import Stack, head_params, layer_function
 from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.sharding.model_trace import (
     AttentionCall,
@@ -29,9 +29,8 @@ from jaxscale.sharding.model_trace import (
     RoutedExperts,
     StackWork,
 )
-from jaxscale.sharding.resolve import weights_in_use
 from jaxscale.training.engine import find_model
-from jaxscale.training.flops import example_of
+from jaxscale.training.flops import example_of, gathered_params, layer_arguments
 from jaxscale.training.trace_model import trace_model
 
 PROJECTED = {1: ("query",), 2: ("key", "value"), 3: ("query", "key", "value")}
@@ -50,16 +49,9 @@ def trace_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelW
     held = trace_model(settings)
     model = find_model(settings)(settings, _recording(recorded))
     batch = example_of(model, seq_len, output_len)
-    params = jax.eval_shape(
-        lambda: weights_in_use(model.axes, model.init(jax.random.key(0)), settings.compute_dtype)
-    )
-    stream, stacks, width = {}, [], 0
-    for stack in model.stacks:
-        stream = jax.eval_shape(stack.enter, params["embed"], stream, batch)
-        weights = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[stack.name]
-        )
-        trace = functools.partial(_trace_layer, stack, weights, stream, batch, recorded)
+    params, stream, stacks, width = gathered_params(model), {}, [], 0
+    for stack, stream, arguments in layer_arguments(model, params, batch):
+        trace = functools.partial(_trace_layer, stack, arguments, recorded)
         length, width = _carried(stack, stream)
         experts = sum(held.experts_of(stack.name))
         stacks.append(_stack_work(stack, length, experts, trace))
@@ -175,13 +167,11 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, settings: dict[str, Any
 
 
 def _trace_layer(
-    stack: Stack, weights: Any, stream: Any, batch: Any, recorded: list[Any], kind: int
+    stack: Stack, arguments: tuple, recorded: list[Any], kind: int
 ) -> tuple[list[Any], Any]:
     """What one layer of a kind records, and what else is in its trace."""
     recorded.clear()
-    arguments = weights, *split_stream(stack, stream)
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    traced = jax.make_jaxpr(layer_function(stack, kind))(*arguments, (batch, index))
+    traced = jax.make_jaxpr(layer_function(stack, kind))(*arguments)
     return list(recorded), traced.jaxpr
 
 
