@@ -50,7 +50,6 @@ class ModelSettings:
     prediction_depth = 0
     dropped_token = -1  # the id whose embedding is zero
     has_formulas = False  # of the planner, for the model's memory and time
-    has_flops_formula = False  # otherwise FLOPs are counted in the traced program
 
     def __post_init__(self) -> None:
         check_choice("model.attention", self.attention, ATTENTIONS)

@@ -8,15 +8,23 @@ from typing import Any
 
 import jax
 
+from jaxscale.batch import Batch
 from jaxscale.config.layout import RematPolicy
 from jaxscale.models.decoder import plain_kernels
+from jaxscale.models.protocol import Model, layer_function
 from jaxscale.ops.attention.attention import attention
+from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.sharding.resolve import resolve
 from jaxscale.sharding.rules import Axes, Rules
-from jaxscale.training.engine import Engine, find_model
-from jaxscale.training.flops import example, forward_cost
-from jaxscale.training.remat import rematerialised_attention
+from jaxscale.training.engine import Engine
+from jaxscale.training.remat import rematerialised, rematerialised_attention
 from jaxscale.training.state_placement import state_bytes
+from jaxscale.training.tracing.abstract_model import (
+    example,
+    find_model,
+    gathered_params,
+    layer_arguments,
+)
 
 
 def traced_memory(engine: Engine) -> tuple[int, int]:
@@ -37,14 +45,26 @@ def traced_memory(engine: Engine) -> tuple[int, int]:
     kernels = rematerialised_attention(kernels, layout.remat_policy)
     model = find_model(config.model)(config.model, kernels)
     one, policy = example(config, model), layout.remat_policy
-    saved = forward_cost(model, one, policy).saved_bytes
+    saved = _saved_bytes(model, one, policy)
     if policy.kind != "none":  # a layer at work has what it recomputes, too
-        everything = forward_cost(model, one, RematPolicy("none", ())).saved_bytes
+        everything = _saved_bytes(model, one, RematPolicy("none", ()))
         saved += (everything - saved) / sum(stack.num_layers for stack in model.stacks)
     passes = 1 if layout.accumulation == "layered" else layout.microbatches
     ranks = layout.batch_shards * layout.context * layout.tensor
     examples = config.data.global_batch_size / (ranks * passes)
     return between, grads + round(saved * examples)
+
+
+def _saved_bytes(model: Model, batch: Batch, remat: RematPolicy) -> float:
+    """Of all layers' residuals under a policy, for a batch of these shapes."""
+    total = 0.0
+    for stack, _, arguments in layer_arguments(model, gathered_params(model), batch):
+        for kind in range(stack.period):
+            layer = rematerialised(layer_function(stack, kind), remat)
+            _, _, residuals = jax.eval_shape(split_vjp(layer)[0], *arguments)
+            saved = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
+            total += saved * len(range(kind, stack.num_layers, stack.period))
+    return total
 
 
 def gradient_bytes(engine: Engine, rules: Rules) -> int:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import pathlib
 import typing
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -21,7 +22,7 @@ from jaxscale.storage.untrusted import load_json
 from jaxscale.storage.user_cache import cache_folder
 
 with epy.lazy_imports():  # it imports JAX: only a model that was not traced before needs it
-    from jaxscale.training import trace_model, trace_work
+    from jaxscale.training.tracing import trace_model, trace_work
 
 PACKAGE = pathlib.Path(__file__).parents[2]
 SOURCES = ("config", "models", "ops", "sharding", "training")
@@ -29,7 +30,7 @@ SOURCES = ("config", "models", "ops", "sharding", "training")
 
 
 def model_trace(settings: ModelSettings) -> ModelTrace:
-    """The parameters and stacks of a model: see `training.trace_model`.
+    """The parameters and stacks of a model: see `trace_model`.
 
     Raises:
       ValueError: the family of a custom model cannot be imported.
@@ -37,13 +38,21 @@ def model_trace(settings: ModelSettings) -> ModelTrace:
     return _trace(ModelTrace, settings, _made_by(settings))
 
 
-def model_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelWork:
-    """What a model computes for a sequence: see `training.trace_work`.
+def model_work(
+    settings: ModelSettings,
+    seq_len: int,
+    output_len: int,
+    make: Callable[[Any, Any], Any] | None = None,
+) -> ModelWork:
+    """What a model computes for a sequence: see `trace_work`.
+
+    Args:
+      make: what makes the model, where that is not `model.family`'s.
 
     Raises:
       ValueError: the family of a custom model cannot be imported.
     """
-    return _trace(ModelWork, settings, _made_by(settings), seq_len, output_len)
+    return _trace(ModelWork, settings, make or _made_by(settings), seq_len, output_len)
 
 
 def _made_by(settings: ModelSettings) -> Any:
@@ -59,23 +68,22 @@ def _trace(record: type, settings: ModelSettings, make: Any, *lengths: int) -> A
     with contextlib.suppress(RuntimeError):  # a user without a home
         folder = cache_folder()
     if folder is None or make:
-        return _make(record, settings, lengths)
+        return _make(record, settings, make, lengths)
     key = f"{_sources()} {record.__name__} {read_settings(settings)} {lengths}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
     path = folder / "traces" / f"{digest}.json"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # none, or damaged
         return _from_json(record, load_json(path))
-    trace = _make(record, settings, lengths)
+    trace = _make(record, settings, None, lengths)
     with contextlib.suppress(OSError):  # a folder that cannot be written to: traced again then
         path.parent.mkdir(parents=True, exist_ok=True)
         durable.replace_file(path, json.dumps(dataclasses.asdict(trace)).encode())
     return trace
 
 
-def _make(record: type, settings: ModelSettings, lengths: tuple[int, ...]) -> Any:
-    if record is ModelTrace:
-        return trace_model.trace_model(settings)
-    return trace_work.trace_work(settings, *lengths)
+def _make(record: type, settings: ModelSettings, make: Any, lengths: tuple[int, ...]) -> Any:
+    trace = trace_model.trace_model if record is ModelTrace else trace_work.trace_work
+    return trace(settings, *lengths, make=make)
 
 
 @functools.cache
