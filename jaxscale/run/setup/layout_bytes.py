@@ -1,30 +1,17 @@
 """Bytes of a layout on a device, as its arrays and the traced step tell; without the planner."""
 
-import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from jaxscale.batch import Batch
-from jaxscale.config.layout import RematPolicy
-from jaxscale.models.decoder import plain_kernels
-from jaxscale.models.protocol import Model, layer_function
-from jaxscale.ops.attention.attention import attention
-from jaxscale.ops.split_vjp import split_vjp
+from jaxscale.config import Config
 from jaxscale.sharding.resolve import resolve
 from jaxscale.sharding.rules import Axes, Rules
 from jaxscale.training.engine import Engine
-from jaxscale.training.remat import rematerialised, rematerialised_attention
 from jaxscale.training.state_placement import state_bytes
-from jaxscale.training.tracing.abstract_model import (
-    example,
-    find_model,
-    gathered_params,
-    layer_arguments,
-)
+from jaxscale.training.tracing.traces import model_trace, saved_values
 
 
 def traced_memory(engine: Engine) -> tuple[int, int]:
@@ -39,32 +26,25 @@ def traced_memory(engine: Engine) -> tuple[int, int]:
     grads = gradient_bytes(engine, rules)
     if engine.stages:
         return between, grads + sum(buffer_bytes(engine).values())
-    # Of one device, with attention that does not save its scores, as every kernel's.
-    attend = functools.partial(attention, implementation="blockwise")
-    kernels = dataclasses.replace(plain_kernels(), attend=attend)
-    kernels = rematerialised_attention(kernels, layout.remat_policy)
-    model = find_model(config.model)(config.model, kernels)
-    one, policy = example(config, model), layout.remat_policy
-    saved = _saved_bytes(model, one, policy)
-    if policy.kind != "none":  # a layer at work has what it recomputes, too
-        everything = _saved_bytes(model, one, RematPolicy("none", ()))
-        saved += (everything - saved) / sum(stack.num_layers for stack in model.stacks)
+    saved = _saved_bytes(config, layout.remat)
+    if layout.remat != "none":  # a layer at work has what it recomputes, too
+        layers = sum(stack.num_layers for stack in engine.model.stacks)
+        saved += (_saved_bytes(config, "none") - saved) / layers
     passes = 1 if layout.accumulation == "layered" else layout.microbatches
     ranks = layout.batch_shards * layout.context * layout.tensor
     examples = config.data.global_batch_size / (ranks * passes)
     return between, grads + round(saved * examples)
 
 
-def _saved_bytes(model: Model, batch: Batch, remat: RematPolicy) -> float:
-    """Of all layers' residuals under a policy, for a batch of these shapes."""
-    total = 0.0
-    for stack, _, arguments in layer_arguments(model, gathered_params(model), batch):
-        for kind in range(stack.period):
-            layer = rematerialised(layer_function(stack, kind), remat)
-            _, _, residuals = jax.eval_shape(split_vjp(layer)[0], *arguments)
-            saved = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
-            total += saved * len(range(kind, stack.num_layers, stack.period))
-    return total
+def _saved_bytes(config: Config, remat: str) -> float:
+    """What all layers save of a sequence under a policy, on one device."""
+    data, layers = config.data, model_trace(config.model).stack_layers
+    saved = saved_values(config.model, data.seq_len, data.output_len, remat, piped=False)
+    return sum(
+        layers[one.name] * value.num_bytes * (one.rows * one.length if value.per == "row" else 1)
+        for one in saved.stacks
+        for value in one.values
+    )
 
 
 def gradient_bytes(engine: Engine, rules: Rules) -> int:

@@ -68,3 +68,15 @@ def layer_arguments(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[stack.name]
         )
         yield stack, stream, (weights, *split_stream(stack, stream), context)
+
+
+def carried_tokens(stack: Stack, stream: Any) -> tuple[int, int]:
+    """Tokens of a sequence of a stack, and features of each that layers hand on; where none of the
+    arrays has an axis of tokens, those of a whole sequence."""
+    length = 1
+    for name, axes in stack.carried.items():
+        size = stream[name].size // stream[name].shape[0]
+        if found := {"seq", "residual_seq"} & {*axes}:
+            length = stream[name].shape[axes.index(found.pop())]
+            break
+    return length, size // length

@@ -32,6 +32,7 @@ from jaxscale.sharding.model_trace import (
 )
 from jaxscale.training.tracing.abstract_model import (
     MakeModel,
+    carried_tokens,
     example_of,
     find_model,
     gathered_params,
@@ -62,7 +63,7 @@ def trace_work(
     params, stream, stacks, width = gathered_params(model), {}, [], 0
     for stack, stream, arguments in layer_arguments(model, params, batch):
         trace = functools.partial(_trace_layer, stack, arguments, recorded)
-        length, width = _carried(stack, stream)
+        length, width = carried_tokens(stack, stream)
         experts = sum(held.experts_of(stack.name))
         stacks.append(_stack_work(stack, length, experts, trace))
     recorded.clear()
@@ -100,18 +101,6 @@ def _held(trace: ModelTrace, vocab_size: int) -> dict[str, Any]:
         "head_params": count(one for one in arrays if one.part == "head"),
         "tied": bool(trace.borrowed),
     }
-
-
-def _carried(stack: Stack, stream: Any) -> tuple[int, int]:
-    """Tokens of a sequence of a stack, and features of each that layers hand on; where none of the
-    arrays has an axis of tokens, those of a whole sequence."""
-    length = 1
-    for name, axes in stack.carried.items():
-        size = stream[name].size // stream[name].shape[0]
-        if found := {"seq", "residual_seq"} & {*axes}:
-            length = stream[name].shape[axes.index(found.pop())]
-            break
-    return length, size // length
 
 
 def _recording(recorded: list[Any]) -> Kernels:
