@@ -19,8 +19,8 @@ from jaxscale.compiled.collectives import collectives
 from jaxscale.compiled.compile_ahead import CompileReport, compile_for
 from jaxscale.compiled.flops import FLASH_MATMULS
 from jaxscale.config import from_dict
-from jaxscale.planner.model.traces import model_trace
 from jaxscale.training.layers import loop_form
+from jaxscale.training.tracing.traces import model_trace, model_work
 from tools.bench.bytes_moved import updates_in_place
 
 # Which attention on GPUs is written for.
@@ -298,7 +298,7 @@ def test_products_are_those_of_the_model():
     report = compiled("v5p:2x2x1", "layered", MICROBATCHES)
     tokens = 16 * 256 / 4
     if report.flops is not None:
-        matrices = config.hardware_flops_per_token(256, remat="full") * tokens
+        matrices = model_work(config, 256, 256).hardware_flops("full") / 256 * tokens
         assert report.flops == pytest.approx(matrices, rel=0.1)
     assert report.optimal_seconds is None or report.optimal_seconds > 0
 

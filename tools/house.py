@@ -22,7 +22,7 @@ from dataclasses import dataclass
 FACTS = {
     "tree": r"\"embed\", *\"(heads|kv_heads|mlp)\"",
     "zero": r"\b(zero_stage|stage|zero)\b *(==|>=|<=|<|>) *[1-3]\b",
-    "flops": r"2(\.0)? \* (self\.|model\.|shape\.)?(d_model|_attention_sizes|heads|num_heads)\b",
+    "flops": r"2(\.0)? \* (self\.|model\.|shape\.)?(d_model|heads|num_heads)\b",
     "stacks": r"for kind in range\((stack\.|self\.)?period\)",
 }
 """A pattern of each fact. Models state the tree in a folder of their own, which counts once."""

@@ -19,8 +19,8 @@ from jaxscale.models.forward import forward
 from jaxscale.models.positions import for_width
 from jaxscale.models.protocol import head_params
 from jaxscale.run.initial_weights import open_weights, read_weights
-from jaxscale.training.engine import find_model
 from jaxscale.training.kernels import evaluation_kernels
+from jaxscale.training.tracing.abstract_model import find_model
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,11 +1,12 @@
 """What tracing a model finds, for pricing it under any layout without JAX: its parameters with
-their logical axes and its stacks (`training.trace_model`), and its matmuls, attention and experts
-(`training.trace_work`).
+their logical axes and its stacks (`training.tracing.trace_model`), and its matmuls, attention and
+experts (`training.tracing.trace_work`).
 
 In all memory formulas the integers of a layout may be int arrays [N], for N layouts at once.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -115,6 +116,7 @@ class StackTrace:
     num_layers: int
     period: int = 1
     turn: int = 1  # layers of the model in one of the stack
+    tensors: tuple[str, ...] = ()  # names of its activations, for remat policies
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,12 @@ class ModelTrace:
         )
 
 
+UNREAD = "unread"
+"""In place of the name of a result: no backward pass reads it."""
+REPEATED = "repeated"
+"""The same: it is recomputed under every remat policy."""
+
+
 @dataclass(frozen=True)
 class Matmul:
     """A matmul with weights, as the layers of a stack have it."""
@@ -182,6 +190,9 @@ class Matmul:
     names: tuple[str, ...] = ()  # of `layout.BLOCK_TENSORS`, of what each weight makes
     tokens: float = 1.0  # rows for each token of the stack's sequence
     share: float = 1.0  # of the stack's layers
+    # Of what each weight makes, the name by which remat policies save it: "" has none, and () are
+    # `names`.
+    saved_as: tuple[str, ...] = ()
 
     @property
     def of_shared(self) -> bool:
@@ -210,6 +221,7 @@ class AttentionCall:
     keys: float  # that a query attends to, on average
     length: float  # of a sequence in which it does: of keys, or twice a causal mean
     share: float = 1.0  # of the stack's layers
+    source_len: int = 0  # of another sequence, whose tokens are the keys
 
     @property
     def flops(self) -> float:
@@ -227,6 +239,7 @@ class RoutedExperts:
     hidden: int
     gated: bool
     share: float = 1.0  # of the stack's layers
+    read: bool = False  # by a backward pass, what they add to the stream
 
     @property
     def router_flops(self) -> float:
@@ -274,29 +287,27 @@ class StackWork:
         """FLOPs of a mean layer and a token that a policy of `Layout.remat` repeats."""
         policy = parse_remat(remat)
         core = 0.0 if "attention" in policy.names else sum(one.flops for one in self.attention)
-        if policy.kind == "save_all_but_attention" or not policy.by_names:
-            return core * (policy.kind == "save_all_but_attention")
-        return core + self.recomputed_matmuls(policy.names)
+        return core + self.recomputed_matmuls(policy.names if policy.by_names else None)
 
-    def recomputed_matmuls(self, names: Collection[str], *, last: bool = False) -> float:
+    def recomputed_matmuls(self, names: Collection[str] | None, *, last: bool = False) -> float:
         """FLOPs of matmuls whose results a policy by names does not save; those of experts are up,
         gate and down.
 
         Args:
-          last: whether the last matmul of an MLP is repeated, whose result no backward pass needs.
+          names: None is a policy that saves what it can.
+          last: whether results that no backward pass needs are repeated, such as an MLP's.
         """
         found = 0.0
         for one in self.matmuls:
-            made = [name.replace("shared", "mlp") for name in one.names]
-            if "mlp_down" in made:
-                found += one.flops * last
-                continue
-            each = [units * size for units, size in one.outputs]
-            saved = sum(size for size, name in zip(each, made) if name in names)
-            found += one.flops * (1 - saved / one.features)
+            saved_as = itertools.chain(one.saved_as or one.names, itertools.repeat(""))
+            for (units, each), name in zip(one.outputs, saved_as):
+                unsaved = names is not None and name not in names and (last or name != UNREAD)
+                found += one.flops * units * each / one.features * (unsaved or name == REPEATED)
+        if names is None:
+            return found
         for one in self.experts:
             matrices = ("mlp_up", "mlp_gate")[: 1 + one.gated]
-            unsaved = sum(name not in names for name in matrices) + last
+            unsaved = sum(name not in names for name in matrices) + (last or one.read)
             inside = one.flops - one.router_flops
             found += one.router_flops + inside * unsaved / (len(matrices) + 1)
         return found
@@ -316,9 +327,11 @@ class ModelWork:
     embedding_params: int
     head_params: int
     tied: bool
+    logit_flops: float = 0.0  # of a token, forward, in all passes of the head; without padding
     head_passes: int = 1
     transform_flops: float = 0.0  # of the head's other matmuls, for a token
     extra_predictions: int = 0  # further layers with a head pass each, on the head's rank
+    adapted: bool = False  # whether all but low-rank adapters is frozen
 
     def share(self, stack: StackWork) -> float:
         """Layers of a stack for each of `layers`."""
@@ -334,19 +347,55 @@ class ModelWork:
 
     @property
     def head_flops(self) -> float:
-        """Of the logits of one token, forward, in all passes of the head."""
-        return 2.0 * self.head_passes * self.width * self.vocab + self.transform_flops
+        """Of the head for a sequence, forward."""
+        return self.seq_len * (self.logit_flops + self.transform_flops)
+
+    @property
+    def layer_flops(self) -> float:
+        """Of all layers for a sequence, forward."""
+        return sum(one.num_layers * one.seq_len * one.flops for one in self.stacks)
 
     @property
     def sequence_flops(self) -> float:
         """Of a sequence, forward."""
-        layers = sum(one.num_layers * one.seq_len * one.flops for one in self.stacks)
-        return layers + self.seq_len * self.head_flops
+        return self.layer_flops + self.head_flops
+
+    @property
+    def training_flops(self) -> float:
+        """Of a sequence, forward and backward: the numerator of MFU.
+
+        Two per multiply-add, in matmuls and in attention over the keys that a query attends to:
+        norms, activations, softmax and lookups are left out. Both gradients of a matmul cost as
+        much as it does; a frozen weight of a model with adapters has none.
+        """
+        frozen = self.head_flops if self.adapted else 0.0
+        for one in self.stacks if self.adapted else ():
+            trained = sum(each.flops for each in one.matmuls if each.over == "tokens")
+            frozen += one.num_layers * one.seq_len * (one.matmul_flops - trained)
+        return 3 * self.sequence_flops - frozen
+
+    def hardware_flops(self, remat: str, recomputed: float = 0.0) -> float:
+        """`training_flops` plus recompute: the numerator of HFU.
+
+        Args:
+          remat: the layout's policy, which repeats what it does not save.
+          recomputed: the share of a pipeline's passes that R operations recompute, each as whole
+            layers.
+        """
+        return self.training_flops + (recomputed * self.layer_flops or self.recomputed_flops(remat))
 
     def recomputed_flops(self, remat: str) -> float:
-        """FLOPs of a sequence that a remat policy repeats: of what it does not save, but for the
-        last matmul of an MLP, whose result no backward pass needs."""
+        """FLOPs of a sequence that a remat policy repeats: of what it does not save, but for
+        results that no backward pass needs, such as of the last matmul of an MLP."""
         return sum(one.num_layers * one.seq_len * one.recomputed(remat) for one in self.stacks)
+
+    def head_cost(self, layers: int) -> float:
+        """FLOPs of the head over those of a mean layer; layers are split into stages by it.
+
+        Args:
+          layers: of all stacks, each of several of the model's where its `turn` is more than 1.
+        """
+        return self.head_flops * layers / self.layer_flops
 
     @property
     def num_experts(self) -> int:
@@ -355,8 +404,11 @@ class ModelWork:
 
     @property
     def source_len(self) -> int:
-        """Tokens of the sequences that other stacks read; 0 where there are none."""
-        return max((one.seq_len for one in self.stacks if one.seq_len != self.seq_len), default=0)
+        """Tokens of the sequences that other stacks read, such as an encoder's; 0 where there are
+        none."""
+        read = [call.source_len for one in self.stacks for call in one.attention]
+        others = [one.seq_len for one in self.stacks if one.seq_len != self.seq_len]
+        return max((*read, *others), default=0)
 
 
 @dataclass(frozen=True)
@@ -394,6 +446,7 @@ class StackSaved:
     sequence."""
     live_forward: float = 0.0
     heads: int = 0  # of attention, in such a layer
+    attended: int = 0  # features of its queries, keys and values together
 
 
 @dataclass(frozen=True)

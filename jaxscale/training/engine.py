@@ -14,11 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.choices import check_count, check_kind
 from jaxscale.config import Config
-from jaxscale.config.layout import Layout, RematPolicy
-from jaxscale.config.model import ModelConfig, find_make, is_own_family
-from jaxscale.models.decoder import Decoder, plain_kernels
-from jaxscale.models.encoder_decoder import EncoderDecoder
-from jaxscale.models.kernels import Kernels
+from jaxscale.config.layout import Layout
+from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.protocol import Model
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.pipeline.partition import StackLayers
@@ -36,7 +33,7 @@ from jaxscale.training.engine_checks import (
     check_expert_ranks,
     check_own_optimizer,
 )
-from jaxscale.training.flops import StepFlops, counted_kernels, example, forward_cost, step_flops
+from jaxscale.training.flops import StepFlops, step_flops
 from jaxscale.training.gradients import make_gradients, make_loss, pipeline_buffers
 from jaxscale.training.kernels import (
     attention_name,
@@ -49,12 +46,13 @@ from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.remat import rematerialised_attention
 from jaxscale.training.state_placement import apply_by_layer, make_zero, place_state, state_bytes
 from jaxscale.training.step import StepMetrics, TrainState, init_guard, make_step
+from jaxscale.training.tracing.abstract_model import MakeModel, example, find_model
+from jaxscale.training.tracing.traces import model_work
 from jaxscale.training.xla_options import init_options, step_options
 
 ENGINE_ADVICE = "pass the second of what jaxscale.open_engine(config) returns"
 
 Tree = Any
-MakeModel = Callable[[Any, Kernels], Model]
 
 
 class EvaluationSums(NamedTuple):
@@ -86,7 +84,7 @@ class Engine:
     stages: PipelineStages | None  # of a pipeline
     batch_sharding: NamedSharding
     attention: str  # the implementation in use
-    count_flops: Callable[[], StepFlops]  # of a token; traces models without a formula
+    count_flops: Callable[[], StepFlops]  # of a token; traces the model
     learning_rate: Callable[[Any], Any] | None  # of an update's number; None: the optimizer's own
 
     @property
@@ -171,7 +169,7 @@ def make_engine(
     models = _make_models(config, model, attention, platform, rules, unroll_loops)
     built = models.built
     check_expert_ranks(layout, built)
-    stages = _open_stages(config, models.counted) if layout.pipeline > 1 else None
+    stages = _open_stages(config, models.plain, model) if layout.pipeline > 1 else None
     rows = {stack.name: np.arange(stack.num_layers) for stack in built.stacks}
     rows = stages.layer_of_row if stages else rows
     draw = _make_draw(built, stages)
@@ -219,7 +217,7 @@ def make_engine(
         batch_sharding=batch_sharding(mesh),
         attention=attention_text(layout, attention),
         count_flops=functools.partial(
-            step_flops, config, models.counted, stages.recomputed if stages else 0.0
+            step_flops, config, stages.recomputed if stages else 0.0, model
         ),
         learning_rate=rate,
     )
@@ -231,7 +229,6 @@ class _Models(NamedTuple):
     plain: Model  # plain kernels
     built: Model  # those of the layout
     trained: Model  # the same, and attention under the remat policy
-    counted: Model  # `counted_kernels`, and attention likewise
     evaluated: Model  # kernels of evaluations, and no stacks that only training passes through
     rules: Rules  # the mesh axes of the model's own logical axes
 
@@ -259,12 +256,10 @@ def _make_models(
         rules=own,
         unroll=unroll_loops,
     )
-    recomputing = functools.partial(rematerialised_attention, remat=config.layout.remat_policy)
     return _Models(
         plain,
         make(config.model, kernels),
-        make(config.model, recomputing(kernels)),
-        make(config.model, recomputing(counted_kernels())),
+        make(config.model, rematerialised_attention(kernels, config.layout.remat_policy)),
         make(config.model, evaluation_kernels(kernels)).evaluated,
         own,
     )
@@ -278,14 +273,6 @@ def _combined_layer(layout: Layout, zero: Zero, params: Tree) -> LayerBytes | No
     if alone or has_experts(zero.axes) or layout.pipeline > 1:
         return None
     return largest_layer(zero, params)
-
-
-def find_model(settings: Any) -> MakeModel:
-    """The function that makes the model of `model.family`."""
-    if is_own_family(settings.family):
-        return find_make(settings.family)
-    kind: Any = EncoderDecoder if settings.num_encoder_layers else Decoder
-    return kind
 
 
 def _make_optimizer(
@@ -387,16 +374,8 @@ def _abstract_batch(config: Config, model: Model, sharding: NamedSharding) -> Sh
     )
 
 
-def _open_stages(config: Config, model: Model) -> PipelineStages:
-    stacks = [StackLayers(one.name, one.num_layers, one.period, one.turn) for one in model.stacks]
-    return open_stages(config.layout, stacks, _head_cost(config, model))
-
-
-def _head_cost(config: Config, model: Model) -> float:
-    """FLOPs of the head over those of a mean layer: counted in the program where the model is
-    one's own, by its family or passed to `make_engine` with settings that have no formula."""
-    settings = config.model
-    if isinstance(settings, ModelConfig) and not is_own_family(settings.family):
-        return settings.head_cost(config.data.seq_len, config.data.output_len)
-    counted = forward_cost(model, example(config, model), RematPolicy("none", ()))
-    return counted.head * sum(stack.num_layers for stack in model.stacks) / counted.layers
+def _open_stages(config: Config, plain: Model, make: MakeModel | None) -> PipelineStages:
+    stacks = [StackLayers(one.name, one.num_layers, one.period, one.turn) for one in plain.stacks]
+    work = model_work(config.model, config.data.seq_len, config.data.output_len, make)
+    layers = sum(stack.num_layers for stack in stacks)
+    return open_stages(config.layout, stacks, work.head_cost(layers))

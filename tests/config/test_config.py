@@ -13,7 +13,7 @@ from jaxscale.config import records
 from jaxscale.config.data_source import Source
 from jaxscale.config.layout import Layout
 from jaxscale.config.model import ModelConfig
-from jaxscale.planner.model.traces import model_trace
+from jaxscale.training.tracing.traces import model_trace
 
 CONFIGS = sorted(pathlib.Path("configs").glob("*.py"))
 EMPTY = "import ml_collections\n\n\ndef get_config():\n    return ml_collections.ConfigDict()\n"
@@ -200,41 +200,6 @@ def test_overrides_may_be_wrong_one_by_one_but_right_together(empty):
     overrides = ["layout.fsdp=-1", "layout.data=1", "model.family=gpt"]
     loaded = config.load(empty, [*overrides, "model.tied_embeddings=True"])
     assert (loaded.layout.fsdp, loaded.model.family) == (-1, "gpt")
-
-
-def test_flops_of_a_model_small_enough_to_count_by_hand():
-    model = ModelConfig(
-        num_layers=1, d_model=2, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=3, vocab_size=5
-    )
-    projections = 2 * (2 * 8) + 2 * (2 * 4)  # query and output; key and value
-    mlp = 3 * 2 * 3
-    keys = (1 + 2 + 3 + 4) / 4  # that a query sees on average in a sequence of 4
-    forward = 2 * (projections + mlp) + 2 * 2 * 8 * keys
-    head = 2 * 2 * 5
-    assert model.flops_per_token(4) == 3 * (forward + head)
-    assert model.flops_per_token(4, causal=False) == 3 * (forward + 2 * 2 * 8 * 1.5 + head)
-    assert model.hardware_flops_per_token(4) == model.flops_per_token(4)
-    # All but a layer's last product is done again, and by name what is not kept.
-    down, kernel = 2 * 2 * 3, 2 * 2 * 8 * keys
-    repeated = {
-        "full": forward - down,
-        "save_all_but_attention": kernel,
-        "save_matmuls": 0,
-        "save:query,attention,mlp_up": forward - down - 2 * 2 * 8 - kernel - 2 * 2 * 3,
-    }
-    for remat, flops in repeated.items():
-        assert model.hardware_flops_per_token(4, remat=remat) == 3 * (forward + head) + flops
-
-
-def test_a_sliding_window_costs_the_keys_inside_it():
-    wide = ModelConfig(sliding_window=64)
-    narrow = ModelConfig(sliding_window=2)
-    whole = ModelConfig()
-    assert wide.flops_per_token(64) == whole.flops_per_token(64)
-    heads = whole.num_heads * whole.head_dim
-    saved = (1 + 2 + 3 + 4) / 4 - (1 + 2 + 2 + 2) / 4
-    difference = 3 * whole.num_layers * 4 * heads * saved
-    assert whole.flops_per_token(4) - narrow.flops_per_token(4) == pytest.approx(difference)
 
 
 def test_the_vocabulary_is_padded_so_that_it_divides():

@@ -15,7 +15,7 @@ from jaxscale.hugging_face.model_folder import open_model, write_adapters
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.lora import with_adapters, with_token_rows
 from jaxscale.run.pretrained import from_pretrained
-from jaxscale.training.engine import find_model
+from jaxscale.training.tracing.abstract_model import find_model
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 LLAMA = GOLDENS / "llama"

@@ -16,7 +16,7 @@ from jaxscale.hugging_face.value_types import check_value_types
 from jaxscale.model_families.family import HfConfig
 from jaxscale.model_families.hf.config import with_context
 from jaxscale.model_families.shipped import FAMILIES, SHIPPED
-from jaxscale.planner.model.traces import model_trace
+from jaxscale.training.tracing.traces import model_trace
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 
@@ -575,17 +575,3 @@ def test_layers_repeat_after_a_period():
     assert gemma.theta(5) == 1_000_000.0
     everywhere = ModelConfig(sliding_window=5)
     assert (everywhere.period, everywhere.window(1), everywhere.theta(1)) == (1, 5, 10_000.0)
-    # One layer of eight sees everything.
-    seen = [min(i + 1, 5) for i in range(20)]
-    keys = (7 * sum(seen) / 20 + 10.5) / 8
-    products = gemma.layer_matmul_flops(20)
-    assert products["attention"] == pytest.approx(4 * gemma.num_heads * gemma.head_dim * keys)
-
-
-def test_a_model_that_is_not_causal_attends_to_all_keys_and_its_head_has_two_matrices():
-    esm = ModelConfig(family="esm")
-    queries = esm.num_heads * esm.head_dim
-    assert esm.layer_matmul_flops(20)["attention"] == 4 * queries * 20
-    forward = esm.num_layers * esm.layer_forward_flops(20)
-    head = 2 * esm.d_model * (esm.d_model + esm.vocab_size)
-    assert esm.flops_per_token(20) == 3 * (forward + head)

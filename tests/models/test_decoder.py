@@ -1,4 +1,4 @@
-"""The decoder: its parameters and operations as the config counts them, documents kept apart."""
+"""The decoder: its parameters and operations as they are counted, documents kept apart."""
 
 import dataclasses
 import functools
@@ -15,6 +15,8 @@ from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import head_params
 from jaxscale.models.weights import exact_normal
 from jaxscale.sharding.resolve import is_axes
+from jaxscale.training.tracing.trace_work import trace_work
+from tests.training.tracing.test_trace_work import with_all_keys
 
 CONFIGS = sorted(str(path) for path in pathlib.Path("configs").glob("*.py"))
 SMALL = ModelConfig(num_kv_heads=2, compute_dtype="float64", param_dtype="float64")
@@ -102,7 +104,7 @@ LATENT |= {"num_experts": 0, "dense_layers": 0}
 @pytest.mark.proof
 @pytest.mark.parametrize("family", ["llama", "gpt", "deepseek_v3"])
 def test_operations_are_those_that_the_compiler_counts(family):
-    """Within 3 %: the formula leaves out norms, activations, the softmax and rotary positions."""
+    """Within 3 %: the record leaves out norms, activations, the softmax and rotary positions."""
     config = ModelConfig(
         num_layers=1,
         d_model=512,
@@ -128,18 +130,10 @@ def test_operations_are_those_that_the_compiler_counts(family):
     analysis = jax.jit(logits).lower(shapes, batch).compile().cost_analysis()
     counted = analysis["flops"] / 128
     # The reference attention computes every score and masks half of them.
-    formula = config.flops_per_token(128, causal=False) / 3
-    assert formula == pytest.approx(counted, rel=0.03)
-    assert config.flops_per_token(128) < config.flops_per_token(128, causal=False)
-
-
-def test_a_sliding_window_costs_what_its_queries_see():
-    config = dataclasses.replace(SMALL, sliding_window=3)
-    seen = np.mean([min(i + 1, 3) for i in range(10)])
-    whole = dataclasses.replace(SMALL, sliding_window=0)
-    per_key = 3 * 4 * SMALL.num_layers * SMALL.num_heads * SMALL.head_dim
-    difference = whole.flops_per_token(10) - config.flops_per_token(10)
-    assert difference == pytest.approx(per_key * (5.5 - seen))
+    work = trace_work(config, 128, 128)
+    every = with_all_keys(work)
+    assert every.sequence_flops / 128 == pytest.approx(counted, rel=0.03)
+    assert work.sequence_flops < every.sequence_flops
 
 
 @pytest.mark.proof

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 
 from jaxscale.batch import Batch
-from jaxscale.config import Config, DataConfig
-from jaxscale.config.layout import Layout
 from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.forward import forward
 from jaxscale.models.prediction import with_further_targets
 from jaxscale.models.protocol import head_params
-from jaxscale.planner.model.traces import model_trace
-from jaxscale.training.flops import example, forward_cost
+from jaxscale.training.tracing.traces import model_trace
 
 SIZES = {"num_layers": 1, "d_model": 16, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
 SIZES |= {"d_ff": 24, "vocab_size": 40}
@@ -170,23 +167,11 @@ def test_it_begins_and_is_evaluated_as_the_model_without_modules():
 
 
 @pytest.mark.proof
-def test_parameters_and_operations_are_counted():
-    """Of the published model too: the module has 11.6 billion parameters of its own."""
+def test_parameters_are_counted():
+    """Of the published model, whose module has 11.6 billion parameters of its own."""
     sizes = {"num_layers": 61, "d_model": 7168, "num_heads": 128, "num_kv_heads": 128}
     sizes |= {"head_dim": 192, "d_ff": 18432, "vocab_size": 129280, "kv_rank": 512}
     sizes |= {"query_rank": 1536, "rope_head_dim": 64, "value_head_dim": 128, "dense_layers": 3}
     sizes |= {"expert_d_ff": 2048, "shared_d_ff": 2048, "prediction_depth": 1}
     published = ModelConfig(family="deepseek_v3", **sizes)
     assert model_trace(published).num_params - 671_026_419_200 == 11_610_068_224
-    run = Config(
-        model=dataclasses.replace(CONFIG, vocab_size=128, d_ff=512),
-        data=DataConfig(global_batch_size=1, seq_len=32),
-    )
-    made = Decoder(run.model, plain_kernels())
-    for remat in ("none", "full"):
-        policy = Layout(remat=remat).remat_policy
-        cost = forward_cost(made, example(run, made), policy)
-        forward = run.model.flops_per_token(32, causal=False) / 3
-        again = run.model.hardware_flops_per_token(32, remat=remat, causal=False) - 3 * forward
-        np.testing.assert_allclose((cost.layers + cost.head) / 32, forward, rtol=1e-9)
-        np.testing.assert_allclose(cost.recomputed / 32, again, rtol=1e-9)

@@ -81,7 +81,7 @@ class TwoStacks(Model):
 
     @property
     def rules(self) -> Mapping[str, tuple[str, ...]]:
-        return {"own": ("tensor",)}
+        return {"own": ("tensor",), "distances": ()}
 
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
         return {"source": (SOURCE_LEN, jnp.int32)}

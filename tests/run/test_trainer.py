@@ -18,7 +18,7 @@ import jaxscale
 from jaxscale import config as configs
 from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.config import from_dict, load
-from jaxscale.models.decoder import Decoder, plain_kernels
+from jaxscale.models.decoder import Decoder
 from jaxscale.run import recorder, trainer, training_loop
 from jaxscale.run.goodput import Account
 from jaxscale.run.initial_weights import open_weights
@@ -26,6 +26,7 @@ from jaxscale.run.pretrained import Pretrained
 from jaxscale.run.setup.text import open_text
 from jaxscale.training.flops import step_flops
 from jaxscale.training.step import StepMetrics
+from jaxscale.training.tracing.traces import model_work
 
 SMALL = (
     "model.num_layers=1",
@@ -87,10 +88,9 @@ BY_LAYER = ["run.metrics_by_layer=True"]
 def open_recorder(config, workdir, device_kind, platform):
     """On two devices, of a run from step 0."""
     devices = np.array([SimpleNamespace(device_kind=device_kind, platform=platform)] * 2)
-    model = Decoder(config.model, plain_kernels())
     engine = SimpleNamespace(
         mesh=SimpleNamespace(devices=devices),
-        count_flops=lambda: step_flops(config, model, recomputed=0.5),
+        count_flops=lambda: step_flops(config, recomputed=0.5),
         learning_rate=None,
     )
     train = SimpleNamespace(example_digest=lambda rows: "", progress=lambda last: [])
@@ -146,7 +146,7 @@ def test_speeds_are_of_tokens_read_and_hfu_counts_what_is_repeated_once(tmp_path
     assert (record["tokens_per_second"], record["loss_tokens_per_second"]) == (500, 200)
     model, seq_len = config.model, config.data.seq_len
     share = 500 / (2 * 989.4e12)
-    layers = model.num_layers * model.layer_forward_flops(seq_len)
+    layers = model_work(model, seq_len, seq_len).layer_flops / seq_len
     head = 2 * model.d_model * model.vocab_size
     assert record["mfu"] == pytest.approx(3 * (layers + head) * share, rel=1e-12)
     assert record["hfu"] == pytest.approx((3 * (layers + head) + 0.5 * layers) * share, rel=1e-12)

@@ -6,8 +6,8 @@ from jaxscale.compiled.compile_ahead import compile_for
 from jaxscale.compiled.topology import open_topology
 from jaxscale.config import from_dict
 from jaxscale.config.layout import Layout
-from jaxscale.planner.model.traces import model_trace
 from jaxscale.sharding.mesh import axes_between_slices, over_slices
+from jaxscale.training.tracing.traces import model_trace
 from tests.compiled.test_topology import NEEDS_TPU
 
 pytestmark = pytest.mark.compiles

@@ -19,7 +19,7 @@ from jaxscale.ops.attention.attention import attention
 from jaxscale.ops.attention.platform_kernels import maskless
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.training.remat import rematerialised, rematerialised_attention
-from jaxscale.training.trace_saved import trace_saved
+from jaxscale.training.tracing.trace_saved import trace_saved
 from tests.ops.programs import equations
 
 MODEL = ModelConfig(

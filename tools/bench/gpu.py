@@ -22,6 +22,7 @@ from provenance import ROOT, provenance
 from train import OUT_OF_MEMORY
 
 from jaxscale import config as configs
+from jaxscale.training.flops import step_flops
 
 BUDGET_SECONDS = 460
 """The limits of the first cases fit in it."""
@@ -144,7 +145,7 @@ def _timed(case: Case, rehearse: bool) -> Part:
         settings += [f"model.{setting}" for setting in TINY] + ["data.seq_len=64"]
     file = f"configs/{case.config}.py"
     config = configs.load(ROOT / file, settings)
-    flops = config.model.flops_per_token(config.data.seq_len) * config.data.tokens_per_step
+    flops = step_flops(config).model * config.data.tokens_per_step
     name = ", ".join((*case.settings, f"remat {case.remat}"))
     return Part(
         f"{case.config}, {case.microbatches} x {case.sequences} sequences, {name}",

@@ -41,7 +41,7 @@ from jaxscale import command_line  # noqa: E402
 from jaxscale import config as configs  # noqa: E402
 from jaxscale.config import Config  # noqa: E402
 from jaxscale.config.model import ModelConfig  # noqa: E402
-from jaxscale.planner.model.traces import model_trace  # noqa: E402
+from jaxscale.training.tracing.traces import model_trace  # noqa: E402
 
 PACKAGE = "maxtext[tpu]==0.2.5"
 CONFIG = "configs/bench_8x256.py"

@@ -33,6 +33,7 @@ from jaxscale.compiled.trace import DeviceTime, trace_line  # noqa: E402
 from jaxscale.config import Config  # noqa: E402
 from jaxscale.config.layout import MESH_AXES  # noqa: E402
 from jaxscale.hardware import peak_flops  # noqa: E402
+from jaxscale.training.flops import step_flops  # noqa: E402
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 """What XLA calls it."""
@@ -175,7 +176,7 @@ def measure(
 
 def summarise(name: str, runs: Sequence[Run], config: Config) -> dict[str, Any]:
     """One subject's medians over rounds and steps."""
-    first, model, seq_len = runs[-1].first, config.model, config.data.seq_len
+    first, model = runs[-1].first, config.model
     step_seconds = median(step["seconds"] for run in runs for step in run.steps)
     tokens_per_second = config.data.tokens_per_step / step_seconds
     record = {
@@ -198,9 +199,8 @@ def summarise(name: str, runs: Sequence[Run], config: Config) -> dict[str, Any]:
     peak = peak_flops(first["device_kind"], model.compute_dtype)
     if peak:
         per_token = peak * first["num_devices"] / tokens_per_second
-        remat = config.layout.remat
-        record["mfu"] = model.flops_per_token(seq_len) / per_token
-        record["hfu"] = model.hardware_flops_per_token(seq_len, remat=remat) / per_token
+        flops = step_flops(config)
+        record["mfu"], record["hfu"] = flops.model / per_token, flops.hardware / per_token
     return record
 
 

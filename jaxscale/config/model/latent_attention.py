@@ -47,16 +47,3 @@ class LatentOptions:
                 f"model.value_head_dim = {self.value_head_dim} is more than model.head_dim = "
                 f"{head_dim}; set model.value_head_dim = {head_dim} or less"
             )
-
-    def latent_sizes(self, d_model: int, num_heads: int, head_dim: int) -> dict[str, int]:
-        """Weights of the matrices, by the names of `layout.BLOCK_TENSORS` of what they make, and
-        "compressed", which no remat policy saves: what queries, keys and values are made of."""
-        heads, plain = num_heads * head_dim, num_heads * (head_dim - self.rope_head_dim)
-        values = num_heads * (self.value_head_dim or head_dim)
-        return {
-            "compressed": d_model * (self.query_rank + self.kv_rank),
-            "query": (self.query_rank or d_model) * heads,
-            "key": d_model * self.rope_head_dim + self.kv_rank * plain,
-            "value": self.kv_rank * values,
-            "attention_out": values * d_model,
-        }

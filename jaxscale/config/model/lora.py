@@ -94,27 +94,6 @@ class LoraOptions:
         known = _targets(gated=gated, has_experts=has_experts)
         return tuple(name for name in known if not named or name in named)
 
-    def adapter_sizes(
-        self, adapted: Sequence[str], d_model: int, heads: int, keys: int, d_ff: int
-    ) -> dict[str, tuple[int, int]]:
-        """Parameters of each adapter's two matrices, by the names of `layout.BLOCK_TENSORS` of what
-        their weights make, and "mlp_down".
-
-        Args:
-          heads, keys: features of all heads of queries, and of keys.
-        """
-        sizes = {
-            "q": ("query", d_model, heads),
-            "k": ("key", d_model, keys),
-            "v": ("value", d_model, keys),
-            "out": ("attention_out", heads, d_model),
-            "up": ("mlp_up", d_model, d_ff),
-            "gate": ("mlp_gate", d_model, d_ff),
-            "down": ("mlp_down", d_ff, d_model),
-        }
-        found = [sizes[name] for name in adapted]
-        return {name: (self.lora_rank * n, self.lora_rank * m) for name, n, m in found}
-
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter is an adapter's: "layers/attention/q_lora/a"."""

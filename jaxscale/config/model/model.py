@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.choices import check_at_least, check_choice, nearest_divisors
-from jaxscale.config.layout import BLOCK_TENSORS, parse_remat
 from jaxscale.config.model.experts import EXPERTS, ExpertOptions
 from jaxscale.config.model.latent_attention import LATENT, LatentOptions
 from jaxscale.config.model.lora import LORA, LoraOptions
@@ -266,11 +265,6 @@ class ModelConfig(
         """The setting that counts the rows of learned positions, "" where there are none."""
         return "max_seq_len" if self.positions == "learned" else ""
 
-    @property
-    def has_flops_formula(self) -> bool:
-        """Whether `flops_per_token` counts the model's operations: those of a decoder alone."""
-        return not is_own_family(self.family) and not self.num_encoder_layers
-
     # What a layer does.
 
     @property
@@ -337,7 +331,7 @@ class ModelConfig(
         usual = (self.attention_scale_dim or self.head_dim) ** -0.5
         return usual * (1 + 0.1 * self.rope_mscale * math.log(self.rope_factor)) ** 2
 
-    # Parameters and operations.
+    # Parameters.
 
     @property
     def padded_vocab_size(self) -> int:
@@ -345,154 +339,6 @@ class ModelConfig(
         return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
     @property
-    def _adapter_sizes(self) -> dict[str, tuple[int, int]]:
-        """Parameters of each adapter's two matrices in a layer."""
-        heads, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return self.adapter_sizes(self.adapted_weights, self.d_model, heads, keys, self.d_ff)
-
-    @property
-    def _attention_sizes(self) -> dict[str, int]:
-        """Weights of attention's matrices, by the names of `layout.BLOCK_TENSORS` of what they
-        make, and "compressed" of latent attention."""
-        if self.kv_rank:
-            return self.latent_sizes(self.d_model, self.num_heads, self.head_dim)
-        heads = self.d_model * self.num_heads * self.head_dim
-        keys = self.d_model * self.num_kv_heads * self.head_dim
-        return {"query": heads, "key": keys, "value": keys, "attention_out": heads}
-
-    @property
     def num_expert_layers(self) -> int:
         """Layers with experts."""
         return sum(map(self.has_experts, range(self.num_layers)))
-
-    def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
-        """Floating-point operations that one token of training needs: forward and backward.
-
-        Two per multiply-add; the matrix multiplications of the layers and of the head, and
-        attention over the keys that a query attends to (`causal=False` counts all, as several other
-        trainers do, and as is right for a model that is not causal). Norms, activations, the
-        softmax and the embedding lookup are left out. Weights with adapters have no gradient, and
-        neither have others beside them.
-        This is the numerator of MFU.
-        """
-        layers = self.layer_forward_flops(seq_len, causal) * self.num_layers
-        modules = sum(self._prediction_matmul_flops(seq_len, causal).values())
-        forward = layers + modules + self.head_forward_flops
-        if not self.lora_rank:
-            return 3 * forward
-        scores = self.layer_matmul_flops(seq_len, causal)["attention"]
-        adapters = 2.0 * sum(map(sum, self._adapter_sizes.values()))
-        return 2 * forward + (self.num_layers + self.prediction_depth) * (scores + adapters)
-
-    def hardware_flops_per_token(
-        self, seq_len: int, *, remat: str = "none", recomputed: float = 0.0, causal: bool = True
-    ) -> float:
-        """`flops_per_token` plus recompute: the numerator of HFU.
-
-        Args:
-          remat: the layout's policy; matmuls whose result it does not save are recomputed, but for
-            those that end in the residual stream, whose result no backward pass needs: a layer's
-            last, and in a parallel block that of attention. A norm between does need it.
-          recomputed: in a pipeline whose schedule has recompute operations, the share of passes
-            that are recomputed (`PipelineStages.recomputed`), each as whole layers.
-        """
-        products, policy = self.layer_matmul_flops(seq_len, causal), parse_remat(remat)
-        again = {str(name) for name in BLOCK_TENSORS if name not in policy.names}
-        if self.parallel_block:
-            again.discard("attention_out")
-        if policy.by_names and self.norm_placement != "before":
-            again.add("mlp_down")
-        if policy.by_names:
-            again |= {"router", "prediction", "compressed", "lora"}
-        if self.lora_rank:
-            again.add("lora_down")
-
-        def repeated(flops: dict[str, float], names: set[str]) -> float:
-            if recomputed:
-                return recomputed * sum(flops.values())
-            return sum(flops[name] for name in flops if name in names)
-
-        layers = repeated(products, again) * self.num_layers
-        if policy.by_names:
-            again.add("mlp_down")  # whose result the norm of a module reads
-        modules = repeated(self._prediction_matmul_flops(seq_len, causal), again)
-        return self.flops_per_token(seq_len, causal=causal) + layers + modules
-
-    def head_cost(self, seq_len: int, output_len: int = 0) -> float:
-        """FLOPs of the head over those of a mean layer; layers are split into stages by it.
-
-        Args:
-          seq_len: of the encoder, where there is one.
-          output_len: of its decoder.
-        """
-        if not self.num_encoder_layers:
-            turn = len(self.expert_pattern) or 1  # layers of the model in one of a stack
-            return self.head_forward_flops / (turn * self.layer_forward_flops(seq_len))
-        own = self.layer_matmul_flops(output_len)
-        # Cross attention reads the encoder's tokens, of which each layer makes keys and values.
-        source = self.layer_matmul_flops(seq_len, causal=False)
-        queries = own["query"] + own["attention_out"] + source["attention"]
-        decoder = (sum(own.values()) + queries) * output_len
-        decoder += (own["key"] + own["value"]) * seq_len
-        encoder = sum(source.values()) * seq_len
-        layers = self.num_encoder_layers * encoder + self.num_layers * decoder
-        mean = layers / (self.num_encoder_layers + self.num_layers)
-        return self.head_forward_flops * output_len / mean
-
-    @property
-    def head_forward_flops(self) -> float:
-        """FLOPs of the head's forward pass for a token, of which each module for further tokens has
-        one of its own."""
-        each = 2.0 * self.d_model * (self.vocab_size + self.d_model * self.head_transform)
-        return each * (1 + self.prediction_depth)
-
-    def layer_forward_flops(self, seq_len: int, causal: bool = True) -> float:
-        """FLOPs of a mean layer's forward pass for a token."""
-        return sum(self.layer_matmul_flops(seq_len, causal).values())
-
-    def layer_matmul_flops(self, seq_len: int, causal: bool = True) -> dict[str, float]:
-        """FLOPs of each matmul of a mean layer's forward pass for a token, by the names of
-        `layout.BLOCK_TENSORS`, "mlp_down", "compressed" of latent attention, "router" of layers
-        with experts, and "lora" and "lora_down" of the first matrices of adapters."""
-        return self._matmul_flops(seq_len, causal, self.num_expert_layers / self.num_layers)
-
-    def _prediction_matmul_flops(self, seq_len: int, causal: bool) -> dict[str, float]:
-        """`layer_matmul_flops` of all modules that predict further tokens, and "prediction", the
-        matrices before their layers."""
-        depth = self.prediction_depth
-        layer = self._matmul_flops(seq_len, causal, float(self.num_experts > 0))
-        own = {**layer, "prediction": 4.0 * self.d_model**2}
-        return {name: depth * flops for name, flops in own.items()}
-
-    def _matmul_flops(self, seq_len: int, causal: bool, with_experts: float) -> dict[str, float]:
-        scored = self.num_heads * (self.head_dim + self.value_dim)
-        made = {name: 2.0 * size for name, size in self._attention_sizes.items()}
-        active = self.shared_d_ff + self.experts_per_token * (self.expert_d_ff or self.d_ff)
-        d_ff = self.d_ff + with_experts * (active - self.d_ff)
-        mlp = 2.0 * self.d_model * d_ff
-        found = {
-            **made,
-            "attention": 2 * scored * self._mean_keys(seq_len, causal),
-            "mlp_gate": mlp if self.gated else 0.0,
-            "mlp_up": mlp,
-            "mlp_down": mlp,
-            "router": 2.0 * self.d_model * self.num_experts * with_experts,
-        }
-        for name, (first, second) in self._adapter_sizes.items():
-            lora = "lora_down" if name == "mlp_down" else "lora"
-            found[name] += 2.0 * second
-            found[lora] = found.get(lora, 0.0) + 2.0 * first
-        return found
-
-    def _mean_keys(self, seq_len: int, causal: bool) -> float:
-        """Keys that a query of a full sequence attends to, on average over layers."""
-        local = sum(self.window(index) > 0 for index in range(self.num_layers))
-        window = min(self.sliding_window or seq_len, seq_len)
-        if not self.causal and self.sliding_window:  # it reaches as far forward as back
-            window = min(2 * self.sliding_window - 1, seq_len)
-        if not (causal and self.causal):
-            near, far = window, seq_len
-        else:
-            near = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-            far = (seq_len + 1) / 2
-        return (local * near + (self.num_layers - local) * far) / self.num_layers

@@ -51,8 +51,8 @@ class ModelSettings:
     relative_bias = "none"
     capacity_factor = 0.0
     dense_layers = 0
+    kv_rank = 0
     dropped_token = -1  # the id whose embedding is zero
-    has_flops_formula = False  # otherwise FLOPs are counted in the traced program
 
     def __post_init__(self) -> None:
         check_choice("model.attention", self.attention, ATTENTIONS)

@@ -17,8 +17,8 @@ from jaxscale.config.optimizer import (
 )
 from jaxscale.planner.memory.saved_values import values_of
 from jaxscale.planner.memory.zero_traffic import reduces_last
-from jaxscale.planner.model.traces import model_trace
 from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, itemsize, select
+from jaxscale.training.tracing.traces import model_trace
 
 BATCH_BYTES = 5 * 4  # per token: the fields of `Batch`
 FURTHER_BYTES = 2 * 4  # per token and module that predicts further ones

@@ -8,9 +8,9 @@ from jaxscale.config import Config, zero_stage
 from jaxscale.planner.memory.at_rest import sides, trained_parameters
 from jaxscale.planner.memory.layer_loop import LayerLoop, gradient_elements
 from jaxscale.planner.memory.transients import Transients
-from jaxscale.planner.model.traces import model_trace
 from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, maximum, select
 from jaxscale.sharding.rules import LAYER_SHARD_AXES, shards_layers
+from jaxscale.training.tracing.traces import model_trace
 
 
 def reduction_bytes(config: Config, loop: LayerLoop, transients: Transients, rows: Rows) -> Ints:

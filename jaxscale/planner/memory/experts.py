@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxscale.config import Config
 from jaxscale.config.model import ModelConfig
-from jaxscale.planner.model.traces import model_trace
 from jaxscale.sharding.model_trace import Ints, maximum, select
+from jaxscale.training.tracing.traces import model_trace
 
 PREDICTION = "prediction"
 """The stack of the modules that predict further tokens (`models.prediction`)."""

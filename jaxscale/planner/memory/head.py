@@ -12,8 +12,8 @@ from jaxscale.planner.memory.layer_loop import (
     stream_bytes,
 )
 from jaxscale.planner.memory.transients import Transients
-from jaxscale.planner.model.traces import model_trace
 from jaxscale.sharding.model_trace import Ints, maximum, select
+from jaxscale.training.tracing.traces import model_trace
 
 
 def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:

@@ -13,8 +13,8 @@ from jaxscale.planner.memory.at_rest import trained_parameters
 from jaxscale.planner.memory.experts import hidden_features, rows_of_token
 from jaxscale.planner.memory.saved_values import layer_bytes, values_of
 from jaxscale.planner.memory.zero_traffic import reduces_last
-from jaxscale.planner.model.traces import model_trace
 from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, StackTrace, itemsize, select
+from jaxscale.training.tracing.traces import model_trace
 
 
 @dataclass(frozen=True)

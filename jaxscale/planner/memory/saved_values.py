@@ -5,8 +5,8 @@ from typing import Any
 from jaxscale.config import Config
 from jaxscale.config.layout import Layout, parse_remat
 from jaxscale.ops.sizes import LANES
-from jaxscale.planner.model.traces import saved_values
 from jaxscale.sharding.model_trace import Ints, SavedValue, SavedValues, maximum, select
+from jaxscale.training.tracing.traces import saved_values
 
 SUBLANES = 8
 """Rows of a tile of LANES columns in a TPU's memory."""

@@ -54,9 +54,9 @@ from jaxscale.planner.memory.transients import (
     walk_end_bytes,
     working_set_bytes,
 )
-from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, config_buffers
 from jaxscale.sharding.model_trace import Ints, Rows, maximum, select
+from jaxscale.training.tracing.traces import model_trace
 
 HELD = ("residual_b", "residual_w", "cotangent")
 """A pipeline's buffers of saved activations."""

@@ -47,9 +47,10 @@ class Transients:
     piped: int = 0  # fewer of hidden in a pipeline whose weights are whole on a rank
     looks_up: bool = False  # targets, where a rank has all columns: one array of logits less
     blocks: bool = True  # the matmuls of experts are loops over blocks of rows
-    live: float = 1.0  # bytes for each that `training.liveness` finds in a custom model's layer
+    live: float = 1.0  # for each byte that `tracing.liveness` finds in a custom model's layer
     copied: float = 0.0  # of its saved activations, in the loop
     score_blocks: float = 1.0  # of its attention
+    attended: float = 0.0  # of its queries, keys and values, as the loops of attention have them
     # At the kernel of attention with a position bias: of stream, queries and keys, hidden.
     biased: tuple[float, float, float] = (0, 0, 0)
 
@@ -77,7 +78,8 @@ HEADS = ("queries", "keys")
 BIASED = (18, 9.2, 2.5)
 """Slopes of six encoders of 4 layers over d_model, heads, head_dim and d_ff (CPU, float32)."""
 _CPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 2, "biased": BIASED}
-_CPU |= {"piped": 1, "looks_up": True, "live": 1.2, "copied": 0.25, "score_blocks": 4.5}
+_CPU |= {"piped": 1, "looks_up": True, "live": 1.2, "copied": 0.4}
+_CPU |= {"score_blocks": 4.5, "attended": 1.75}
 # By the kind of MLP: "llama" has a gate, "gpt" has none.
 TRANSIENTS = {
     # Counted in the buffer assignments of XLA's CPU back end (jaxlib 0.12, float32). It
@@ -117,17 +119,26 @@ def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -
     where they are most, with what was recomputed of those before it."""
     if loop.is_custom:
         # Those of the last layer, outside the loop, are not in the stash.
-        copied = layer_bytes(config, loop, config.layout.remat) * select(
-            loop.beside, 1.0, transients.copied
-        )
-        copied = copied + transients.score_blocks * _scores(config, loop)
-        return live_bytes(config, loop, transients) + np.asarray(copied).astype(int)[()]
+        share = select(loop.beside, 1.0, select(config.layout.pipeline == 1, transients.copied))
+        copied = share * layer_bytes(config, loop, config.layout.remat)
+        more = copied + transients.score_blocks * _scores(config, loop)
+        more = more + _spread_streams(config, loop, transients)
+        return live_bytes(config, loop, transients) + np.asarray(more).astype(int)[()]
     found, before = [], 0
     recomputed = recomputed_bytes(config, loop) // len(loop.turn)
     for one in loop.layers_of_turn:
         found.append(_layer_working_set(config, one, transients) + before)
         before = before + recomputed
     return maximum(*found)
+
+
+def _spread_streams(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+    """Of a custom model, what attention has in blocks, and what is whole on each rank of tensor."""
+    layout = config.layout
+    attended = values_of(config, "full").of(loop.part).attended
+    whole = (transients.whole + 1) * loop.width * (layout.tensor_columns - 1)
+    each = transients.attended * attended + whole
+    return loop.compute * loop.tokens * each // layout.tensor
 
 
 def live_bytes(

@@ -13,8 +13,8 @@ from typing import Any
 
 from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import Layout
-from jaxscale.planner.model.traces import model_trace
 from jaxscale.sharding.model_trace import ParamShape, itemsize
+from jaxscale.training.tracing.traces import model_trace
 
 
 @dataclass(frozen=True)

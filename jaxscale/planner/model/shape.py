@@ -9,7 +9,14 @@ Letters: D d_model, H heads, K kv_heads, E head_dim, F d_ff.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from jaxscale.sharding.model_trace import AttentionCall, Matmul, ModelWork, RoutedExperts, StackWork
+from jaxscale.sharding.model_trace import (
+    UNREAD,
+    AttentionCall,
+    Matmul,
+    ModelWork,
+    RoutedExperts,
+    StackWork,
+)
 
 
 @dataclass(frozen=True)
@@ -308,6 +315,7 @@ class ModelShape:
             embedding_params=self.embedding_params,
             head_params=self.head_params,
             tied=self.tied,
+            logit_flops=2.0 * self.head_passes * self.d_model * self.vocab,
             head_passes=self.head_passes,
             transform_flops=2.0 * self.d_model**2 * self.head_transform,
             extra_predictions=self.extra_predictions,
@@ -400,7 +408,7 @@ class ModelShape:
         own = AttentionCall(self.heads, kv_heads, features, values, keys, length)
         yield replace(own, share=self.attending / self.layers)
         if source := self.encoder_seq_len:
-            yield replace(own, keys=source, length=source)
+            yield replace(own, keys=source, length=source, source_len=source)
 
     def _scan(self) -> dict[str, float]:
         """FLOPs and bytes of state-space mixers: convolution, scan with its 32-bit states, and
@@ -427,5 +435,7 @@ def _mlp(
     width: int, hidden: int, gated: bool, share: float, names: tuple[str, ...] = MLP_NAMES
 ) -> Iterator[Matmul]:
     """The matmuls of an MLP."""
-    yield Matmul(width, ((hidden, 1),) * (1 + gated), "outputs", names[: 1 + gated], share=share)
-    yield Matmul(hidden, ((width, 1),), "inputs", names[2:], share=share)
+    count = 1 + gated
+    outputs, saved_as = ((hidden, 1),) * count, MLP_NAMES[:count]
+    yield Matmul(width, outputs, "outputs", names[:count], share=share, saved_as=saved_as)
+    yield Matmul(hidden, ((width, 1),), "inputs", names[2:], share=share, saved_as=(UNREAD,))

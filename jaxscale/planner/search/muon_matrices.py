@@ -5,7 +5,7 @@ import math
 from jaxscale.config import Config
 from jaxscale.planner.memory.at_rest import sides, trained_parameters
 from jaxscale.planner.model.parallelism import WholeMatrices
-from jaxscale.planner.model.traces import model_trace
+from jaxscale.training.tracing.traces import model_trace
 
 STEPS = 5
 """Of the Newton-Schulz iteration (`training.optimizer.MUON_STEPS`)."""

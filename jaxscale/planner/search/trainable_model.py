@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.config import Config, zero_stage
-from jaxscale.config.layout import OFFLOADS, Layout
+from jaxscale.config.layout import OFFLOADS, Layout, parse_remat
+from jaxscale.config.model import is_own_family
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
-from jaxscale.planner.model.traces import model_trace, model_work
 from jaxscale.planner.search import sized_model
 from jaxscale.planner.search.muon_matrices import muon_matrices
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, stack_layers
@@ -31,6 +31,7 @@ from jaxscale.sharding.layout_checks import (
 )
 from jaxscale.sharding.model_trace import ModelWork, itemsize
 from jaxscale.sharding.rules import REPLICATED_WEIGHTS, WEIGHTS, mesh_axes, with_whole_kv_heads
+from jaxscale.training.tracing.traces import model_trace, model_work
 
 REMATS = (
     "none",
@@ -59,6 +60,11 @@ EXPERT_NOTE = (
     "compiles the plans shown."
 )
 
+CUSTOM_NOTE = (
+    "Temporaries of a custom model's layers are predicted by liveness, and its seconds are not "
+    "validated; --prove compiles the plans shown."
+)
+
 FROZEN_NOTE = (
     "Seconds, MFU and HFU count the weight gradients of parameters that optimizer.groups freeze, "
     "which a step leaves out."
@@ -83,14 +89,14 @@ class TrainableModel:
         """Caveats that are printed with the plan."""
         notes = [ENCODER_NOTE] * self._has_encoder
         notes += [EXPERT_NOTE] * (not notes and self.config.model.num_experts > 0)
-        decoder = self.config.model.has_flops_formula
-        notes += [ADAPTER_NOTE] * (decoder and self.config.model.lora_rank > 0)
+        notes += [CUSTOM_NOTE] * is_own_family(self.config.model.family)
+        notes += [ADAPTER_NOTE] * self.work.adapted
         notes += [FROZEN_NOTE] * any(group.frozen for group in self.config.optimizer.groups)
         return " ".join(notes)
 
     @property
     def _has_encoder(self) -> bool:
-        return not self.config.model.has_flops_formula
+        return self.work.source_len > 0
 
     @property
     def _excludes(self) -> Mapping[str, str]:
@@ -111,7 +117,7 @@ class TrainableModel:
             traits = dataclasses.replace(traits, matmul="fp8")
         return Parallelism.of(layout, self.sequences, traits=traits)
 
-    @property
+    @functools.cached_property
     def work(self) -> ModelWork:
         """What the model computes."""
         data = self.config.data
@@ -151,8 +157,7 @@ class TrainableModel:
     @functools.cached_property
     def head_cost(self) -> float:
         """FLOPs of the head over those of a layer."""
-        data = self.config.data
-        return self.config.model.head_cost(data.seq_len, data.output_len)
+        return self.work.head_cost(sum(stack.num_layers for stack in self.stacks))
 
     @functools.cached_property
     def stacks(self) -> tuple[StackLayers, ...]:
@@ -163,12 +168,16 @@ class TrainableModel:
     def has_tensor_rows(self) -> bool:
         """Whether rows of tensor are tried."""
         model = self.config.model
-        return not (self._has_encoder or model.num_experts or model.kv_rank)
+        plain = not (self._has_encoder or model.num_experts or model.kv_rank)
+        return plain and not is_own_family(model.family)
 
     @property
     def remats(self) -> tuple[str, ...]:
         """Policies to try."""
-        return sized_model.REMATS if self._has_encoder else REMATS
+        if self._has_encoder:
+            return sized_model.REMATS
+        named = {name for stack in model_trace(self.config.model).stacks for name in stack.tensors}
+        return tuple(one for one in REMATS if named.issuperset(parse_remat(one).names))
 
     @property
     def offloads(self) -> tuple[str, ...]:
@@ -178,21 +187,12 @@ class TrainableModel:
     @property
     def flops_per_token(self) -> float:
         """Of training, without recompute, attention over visible keys only."""
-        if self._has_encoder:
-            return 3 * self.work.sequence_flops * self.sequences / self.step_tokens
-        return self.config.model.flops_per_token(self.config.data.seq_len)
+        return self.work.training_flops * self.sequences / self.step_tokens
 
     def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
         """Of training, with recompute; `recomputed` is the share of a pipeline's passes that R
         operations recompute."""
-        if self._has_encoder:
-            work = self.work
-            layers = work.sequence_flops - work.seq_len * work.head_flops
-            again = recomputed * layers or work.recomputed_flops(remat)
-            return self.flops_per_token + again * self.sequences / self.step_tokens
-        return self.config.model.hardware_flops_per_token(
-            self.config.data.seq_len, remat=remat, recomputed=recomputed
-        )
+        return self.work.hardware_flops(remat, recomputed) * self.sequences / self.step_tokens
 
     def with_layout(self, layout: Layout) -> Config:
         """The config of a run with a layout.

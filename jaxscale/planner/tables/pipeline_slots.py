@@ -22,7 +22,6 @@ from jaxscale.pipeline.partition import (
     stack_shares,
 )
 from jaxscale.pipeline.stages import chunk_stages, open_stages
-from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.tables.table_makespan import (
     OperationSeconds,
     TableSpec,
@@ -30,6 +29,7 @@ from jaxscale.planner.tables.table_makespan import (
     pipeline_table,
 )
 from jaxscale.sharding.model_trace import Ints
+from jaxscale.training.tracing.traces import model_trace, model_work
 
 SLOTS = ("residual_b", "residual_w", "cotangent", "input", "inbox")
 
@@ -152,7 +152,8 @@ def config_buffers(config: Config) -> RankBuffers:
     if layout.pipeline == 1:
         return RankBuffers.whole(model)
     stacks = stack_layers(model)
-    head_cost = model.head_cost(config.data.seq_len, config.data.output_len)
+    work = model_work(model, config.data.seq_len, config.data.output_len)
+    head_cost = work.head_cost(sum(stack.num_layers for stack in stacks))
     stages = open_stages(layout, stacks, head_cost)
     held = [(stages.chunks["stack"] == n).sum(axis=1).max() for n in range(len(stacks))]
     capacity = tuple(stages.capacity(n) for n in range(len(stacks)))

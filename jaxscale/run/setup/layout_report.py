@@ -19,7 +19,6 @@ from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.planner.memory.at_rest import sides
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.memory.terms import Memory
-from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.search.trainable_model import check_parameters
 from jaxscale.run.setup.layout_bytes import (
     buffer_bytes,
@@ -31,9 +30,9 @@ from jaxscale.sharding.resolve import is_axes, layer_rules, leaf_name
 from jaxscale.sharding.rules import Axes
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.accumulation import quantises_once
-from jaxscale.training.engine import ENGINE_ADVICE, Engine, find_model
-from jaxscale.training.flops import counted_kernels, step_flops
-from jaxscale.training.remat import rematerialised_attention
+from jaxscale.training.engine import ENGINE_ADVICE, Engine
+from jaxscale.training.flops import step_flops
+from jaxscale.training.tracing.traces import model_trace
 
 LARGE_BYTES = 1 << 20
 """A replicated parameter of at least this size gets a warning."""
@@ -99,7 +98,9 @@ def _tensor(layout: Layout) -> list[tuple[str, str]]:
 def _optimizer(engine: Engine) -> list[tuple[str, str]]:
     """FLOPs of Muon's update on each device, of a decoder without experts."""
     settings = engine.config.model
-    counted = settings.has_flops_formula and not settings.num_experts
+    counted = not is_own_family(settings.family) and not (
+        settings.num_encoder_layers or settings.num_experts
+    )
     if engine.config.optimizer.name != "muon" or not counted:
         return []
     sizes, model = engine.layout.sizes, engine.config.model
@@ -238,10 +239,7 @@ def _remats(engine: Engine) -> list[str]:
     for remat in policies:
         chosen, needs = " *" if remat == layout.remat else "", predicted[remat]
         changed = dataclasses.replace(layout, remat=remat)
-        # What is traced must recompute what the engine's model would.
-        kernels = rematerialised_attention(counted_kernels(), changed.remat_policy)
-        model = find_model(config.model)(config.model, kernels)
-        flops = step_flops(dataclasses.replace(config, layout=changed), model)
+        flops = step_flops(dataclasses.replace(config, layout=changed))
         more = flops.hardware / flops.model
         held, peak = human_bytes(needs.stash), human_bytes(needs.peak)
         rows.append((f"{remat}{chosen}", held, peak, f"+{more - 1:.0%}"))

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jaxscale.config.model import ModelConfig
-from jaxscale.planner.model.traces import model_trace
+from jaxscale.training.tracing.traces import model_trace
 
 OWN = {"family": "tests.models.experts:make", "num_layers": 4, "num_experts": 8}
 SHIPPED = {"family": "mixtral", "num_layers": 4}

@@ -12,7 +12,7 @@ import pytest
 from jaxscale import config as configs
 from jaxscale.planner.memory.layer_loop import LayerLoop, recomputed_bytes
 from jaxscale.planner.memory.step import step_memory
-from jaxscale.planner.model.traces import model_trace
+from jaxscale.training.tracing.traces import model_trace
 
 GIB = 2**30
 MIXTRAL, QWEN, DEEPSEEK = "mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3"

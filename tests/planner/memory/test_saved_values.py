@@ -24,10 +24,12 @@ from jaxscale.planner.memory.experts import expert_capacity, rows_of_token
 from jaxscale.planner.memory.layer_loop import LayerLoop, layer_saved_bytes
 from jaxscale.planner.memory.saved_values import buffer_bytes, values_of
 from jaxscale.planner.memory.step import HELD, step_memory
-from jaxscale.planner.model.traces import model_trace, saved_values
 from jaxscale.run.setup import layout_bytes
 from jaxscale.run.setup.layout import open_engine
 from jaxscale.training.remat import rematerialised, rematerialised_attention
+from jaxscale.training.tracing.trace_work import trace_work
+from jaxscale.training.tracing.traces import model_trace, saved_values
+from tests.training.tracing.test_trace_work import with_all_keys
 
 ROWS, TIME = 2, 64
 SIZES = {"d_model": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 10, "d_ff": 28}
@@ -260,6 +262,6 @@ def compiled_products(model: ModelConfig, remat: str) -> float:
 def test_a_policy_repeats_the_products_that_it_does_not_keep(name, remat):
     model = dataclasses.replace((MODELS | {"latent": LATENT})[name], compute_dtype="float32")
     repeated = compiled_products(model, remat) - compiled_products(model, "none")
-    expected = model.hardware_flops_per_token(TIME, remat=remat, causal=False)
-    expected -= model.hardware_flops_per_token(TIME, remat="none", causal=False)
-    assert repeated == pytest.approx(expected / model.num_layers, rel=1e-6)
+    work = with_all_keys(trace_work(model, TIME, TIME))
+    expected = work.recomputed_flops(remat) - work.recomputed_flops("none")
+    assert repeated == pytest.approx(expected / (TIME * model.num_layers), rel=1e-6)

@@ -10,9 +10,9 @@ from jaxscale.config import from_dict
 from jaxscale.config.layout import Layout
 from jaxscale.planner.memory import at_rest, layer_loop
 from jaxscale.planner.memory.step import step_memory
-from jaxscale.planner.model.traces import model_trace
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
+from jaxscale.training.tracing.traces import model_trace
 
 MODEL = {
     "num_layers": 8,

@@ -18,6 +18,7 @@ from jaxscale.planner.report.why_not import explain_why_not
 from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.space import Query, mesh_shapes
 from jaxscale.planner.search.trainable_model import TrainableModel
+from jaxscale.training.flops import step_flops
 
 MIXTRAL = load("configs/mixtral_8x7b.py")
 PINS = {"offload": "none", "remat": "full", "context": 1, "tensor": 1}
@@ -136,6 +137,6 @@ def test_latent_attention_is_planned():
     assert plain.layout.pipeline == 1
     assert plain.fits
     # A module for a further token is one more layer with experts, and another pass of the head.
-    again = more.config.model.flops_per_token(4096) / plain.config.model.flops_per_token(4096)
+    again = step_flops(more.config).model / step_flops(plain.config).model
     assert more.memory_bytes > plain.memory_bytes
     assert np.isclose(more.step_seconds / plain.step_seconds, again, rtol=0.05)

@@ -28,6 +28,7 @@ from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.plan import RankedPlans, predict_plan
 from jaxscale.planner.search.search import SearchResult, search_layouts
 from jaxscale.planner.search.space import Query
+from jaxscale.training.flops import step_flops
 
 CONFIG = from_dict(
     {
@@ -65,7 +66,7 @@ def test_terms_and_bytes_add_up(layout):
     tokens = CONFIG.data.tokens_per_step / one.step_seconds
     assert one.tokens_per_second == pytest.approx(tokens)
     peak = 8 * 312e12
-    flops = CONFIG.model.flops_per_token(CONFIG.data.seq_len)
+    flops = step_flops(CONFIG).model
     assert one.mfu == pytest.approx(flops * tokens / peak)
     assert (one.hfu > 1.1 * one.mfu) == (layout.remat == "full")
     assert set(one.terms) <= set(text_report.TERMS)
@@ -100,7 +101,7 @@ def test_a_short_run_of_a_small_model_costs_more_than_nothing():
     days, energy = re.split(r" {2,}", text.splitlines()[2])[-3:-1]
     gflop = re.search(r"MFU counts (\S+) GFLOP", text)
     assert gflop
-    one, per_token = answer(pipeline=1).plans[0], CONFIG.model.flops_per_token(2048)
+    one, per_token = answer(pipeline=1).plans[0], step_flops(CONFIG).model
     cost = one.run_cost(CONFIG.data.tokens_per_step * CONFIG.run.steps)
     shown = [float(each) for each in (days, energy, gflop[1])]
     assert shown == pytest.approx(

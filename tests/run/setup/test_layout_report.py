@@ -95,7 +95,7 @@ def test_the_temporaries_of_a_custom_model_are_by_liveness():
             }
         )
         mesh = make_mesh(config.layout, jax.devices()[:4])
-        engine = make_engine(config, mesh, rules={"distances": ()})
+        engine = make_engine(config, mesh)
         (line,) = (one for one in describe_layout(engine).splitlines() if "by liveness" in one)
         needs = step_memory(config)
         assert human_bytes(needs.peak) in line

@@ -27,19 +27,30 @@ from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.pipeline.backward_split import TracedFunction, shapes_of, split
 from jaxscale.sharding.model_trace import SavedValue, SavedValues, StackSaved
-from jaxscale.training.engine import find_model
-from jaxscale.training.flops import example_of, gathered_params, layer_arguments
-from jaxscale.training.liveness import peak_bytes
 from jaxscale.training.remat import rematerialised, rematerialised_attention
-from jaxscale.training.trace_model import trace_model
-from jaxscale.training.trace_work import carried_tokens, walk_matmuls
+from jaxscale.training.tracing.abstract_model import (
+    MakeModel,
+    carried_tokens,
+    example_of,
+    find_model,
+    gathered_params,
+    layer_arguments,
+)
+from jaxscale.training.tracing.liveness import peak_bytes
+from jaxscale.training.tracing.plain_matmuls import plain_matmuls
+from jaxscale.training.tracing.trace_model import trace_model
 
 GATHERED = "operand of columns"
 """The name of what ranks of tensor gather before a matmul."""
 
 
 def trace_saved(
-    settings: ModelSettings, seq_len: int, output_len: int, remat: str, piped: bool
+    settings: ModelSettings,
+    seq_len: int,
+    output_len: int,
+    remat: str,
+    piped: bool,
+    make: MakeModel | None = None,
 ) -> SavedValues:
     """What the layers of each stack save.
 
@@ -47,16 +58,17 @@ def trace_saved(
       seq_len, output_len: of `trace_work`.
       remat: a policy of `Layout.remat`.
       piped: for the operations of a pipeline, not for a loop over layers.
+      make: what makes the model; None is `settings.family`.
     """
-    policy, given, heads = parse_remat(remat), [], set()
-    model = find_model(settings)(settings, _saving_kernels(policy, given, heads))
-    params, held = gathered_params(model), trace_model(settings)
+    policy, given, heads = parse_remat(remat), [], []
+    model = (make or find_model(settings))(settings, _saving_kernels(policy, given, heads))
+    params, held = gathered_params(model), trace_model(settings, make)
     one = example_of(model, seq_len, output_len)
     sequences = _unused_size((params, one))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((sequences, *x.shape[1:]), x.dtype), one)
     found = []
     for stack, stream, arguments in layer_arguments(model, params, batch):
-        length, width = carried_tokens(stack, stream, output_len)
+        length, width = carried_tokens(stack, stream)
         widths = {(*x.shape,) for x in stream.values()}
         experts = any(held.experts_of(stack.name))
         kinds = [0] if piped else range(stack.period)
@@ -71,12 +83,14 @@ def trace_saved(
                 counts[value] += 1.0 if piped else share
         values = tuple(dataclasses.replace(one, count=count) for one, count in counts.items())
         saved = StackSaved(stack.name, length, width, rows / sequences / length, values)
-        if is_own_family(settings.family):
+        if make or is_own_family(settings.family):
             heads.clear()
             live = [_live(_layer(stack, n, policy, given), arguments, shape) for n in kinds]
             backward, ahead = (max(one) for one in zip(*live, strict=True))
-            most = max(heads, default=0)
-            saved = dataclasses.replace(saved, live=backward, live_forward=ahead, heads=most)
+            count, attended = max(heads, default=(0, 0))
+            saved = dataclasses.replace(
+                saved, live=backward, live_forward=ahead, heads=count, attended=attended
+            )
         found.append(saved)
     extras = sum(x.size * 4 for x in jax.tree.leaves(one.extras))
     return SavedValues(tuple(found), extras)
@@ -106,12 +120,12 @@ def _unused_size(tree: Any) -> int:
     return next(n for n in (3, 5, 7, 11, 13, 17, 19, 23) if n not in used)
 
 
-def _saving_kernels(policy: RematPolicy, given: list[Any], heads: set[int]) -> Kernels:
+def _saving_kernels(policy: RematPolicy, given: list[Any], heads: list[tuple[int, int]]) -> Kernels:
     """Plain kernels, with attention that does not save its scores, as every kernel's.
 
     Args:
       given: arrays that a layer shares with others, which are not named.
-      heads: where attention adds how many it has.
+      heads: where attention adds how many it has, and its features.
     """
 
     def columns(x: jax.Array, weights: Any) -> tuple[jax.Array, ...]:
@@ -121,7 +135,7 @@ def _saving_kernels(policy: RematPolicy, given: list[Any], heads: set[int]) -> K
         return tensor_parallel.columns(x, weights)
 
     def attend(q: jax.Array, *arrays: Any, **settings: Any) -> jax.Array:
-        heads.add(q.shape[2])
+        heads.append((q.shape[2], sum(math.prod(x.shape[2:]) for x in (q, *arrays[:2]))))
         return attention(q, *arrays, implementation="blockwise", **settings)
 
     kernels = dataclasses.replace(
@@ -143,9 +157,8 @@ def _layer(stack: Stack, kind: int, policy: RematPolicy, given: list[Any]) -> La
 
 def _expert_rows(layer: LayerFunction, arguments: tuple) -> int:
     """Rows in which the tokens of a micro-batch go through the experts of a layer."""
-    grouped: list[tuple[int, int, int, int]] = []
-    walk_matmuls(TracedFunction.of(layer, *arguments), [], grouped)
-    return grouped[0][0] if grouped else 0
+    found, _ = plain_matmuls(jax.make_jaxpr(layer)(*arguments).jaxpr)
+    return next((int(one.rows) for one in found if one.groups), 0)
 
 
 def _saved(

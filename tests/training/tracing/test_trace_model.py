@@ -6,8 +6,8 @@ import pytest
 from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.sharding.resolve import is_axes, leaf_name
-from jaxscale.training.engine import find_model
-from jaxscale.training.trace_model import trace_model
+from jaxscale.training.tracing.abstract_model import find_model
+from jaxscale.training.tracing.trace_model import trace_model
 from tests.models.two_stacks import TwoStacksSettings
 
 DEEPSEEK = ModelConfig(

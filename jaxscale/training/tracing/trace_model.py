@@ -6,16 +6,19 @@ from jaxscale.config.model import ModelSettings
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.sharding.model_trace import ModelTrace, ParamShape, StackTrace
 from jaxscale.sharding.resolve import is_axes, leaf_name
-from jaxscale.training.engine import find_model
+from jaxscale.training.tracing.abstract_model import MakeModel, find_model
 
 
-def trace_model(settings: ModelSettings) -> ModelTrace:
-    """The trace of the model of `settings.family`.
+def trace_model(settings: ModelSettings, make: MakeModel | None = None) -> ModelTrace:
+    """The trace of a model.
+
+    Args:
+      make: what makes it; None is `settings.family`.
 
     Raises:
       ValueError: the family cannot be imported.
     """
-    model = find_model(settings)(settings, plain_kernels())
+    model = (make or find_model(settings))(settings, plain_kernels())
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     axes = jax.tree.leaves(model.axes, is_leaf=is_axes)
     rules = tuple((name, tuple(over)) for name, over in model.rules.items())
@@ -34,7 +37,10 @@ def trace_model(settings: ModelSettings) -> ModelTrace:
                 tuple(rule for rule in rules if rule[0] in names),
             )
         )
-    stacks = [StackTrace(one.name, one.num_layers, one.period, one.turn) for one in model.stacks]
+    stacks = [
+        StackTrace(one.name, one.num_layers, one.period, one.turn, tuple(one.tensors))
+        for one in model.stacks
+    ]
     paths = {"/".join(path) for path in model.borrows.values()}
     borrowed = [one.path for one in parameters if one.path in paths and "vocab" in one.axes]
     adjusts = model.adjust is not None

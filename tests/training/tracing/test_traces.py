@@ -4,12 +4,12 @@ import subprocess
 import sys
 
 from jaxscale.config.model import ModelConfig
-from jaxscale.planner.model import traces
+from jaxscale.training.tracing import traces
 
 SETTINGS = ModelConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, head_dim=16, d_ff=48)
 FOUND = """
 import sys
-from tests.planner.model.test_traces import SETTINGS, traces
+from tests.training.tracing.test_traces import SETTINGS, traces
 assert "jax" not in sys.modules
 work = traces.model_work(SETTINGS, 64, 64)
 print(traces.model_trace(SETTINGS).num_params, work.stacks[0].flops, "jax" in sys.modules)

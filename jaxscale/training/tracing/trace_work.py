@@ -1,7 +1,8 @@
 """What a model computes, recorded as it is traced: matmuls with weights, attention, experts.
 
 The recording kernels make zeros in place of results, so that the matmuls that are left in the trace
-are those that a model computes by itself, such as a router's.
+are those that a model computes by itself, such as a router's. Each result has a name of its own, by
+which the trace tells what reads it.
 """
 
 import collections
@@ -13,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.config.model import ModelSettings
 from jaxscale.models.decoder import plain_kernels
@@ -29,42 +30,57 @@ from jaxscale.sharding.model_trace import (
     RoutedExperts,
     StackWork,
 )
-from jaxscale.training.engine import find_model
-from jaxscale.training.flops import example_of, gathered_params, layer_arguments
-from jaxscale.training.trace_model import trace_model
+from jaxscale.training.tracing.abstract_model import (
+    MakeModel,
+    carried_tokens,
+    example_of,
+    find_model,
+    gathered_params,
+    layer_arguments,
+)
+from jaxscale.training.tracing.plain_matmuls import RECORDED, PlainMatmul, plain_matmuls
+from jaxscale.training.tracing.trace_model import trace_model
 
 PROJECTED = {1: ("query",), 2: ("key", "value"), 3: ("query", "key", "value")}
 """What attention's weights make, by how many a call of `columns` has."""
 HIDDEN = ("mlp_up", "mlp_gate")
 
 
-def trace_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelWork:
+def trace_work(
+    settings: ModelSettings, seq_len: int, output_len: int, make: MakeModel | None = None
+) -> ModelWork:
     """What a model computes for a sequence.
 
     Args:
       seq_len: tokens of a sequence; of an encoder's, where there is one.
       output_len: tokens that are predicted.
+      make: what makes the model; None is `settings.family`.
     """
     recorded: list[Any] = []
-    held = trace_model(settings)
-    model = find_model(settings)(settings, _recording(recorded))
+    held = trace_model(settings, make)
+    model = (make or find_model(settings))(settings, _recording(recorded))
     batch = example_of(model, seq_len, output_len)
     params, stream, stacks, width = gathered_params(model), {}, [], 0
     for stack, stream, arguments in layer_arguments(model, params, batch):
         trace = functools.partial(_trace_layer, stack, arguments, recorded)
-        length, width = carried_tokens(stack, stream, output_len)
+        length, width = carried_tokens(stack, stream)
         experts = sum(held.experts_of(stack.name))
         stacks.append(_stack_work(stack, length, experts, trace))
     recorded.clear()
     head = jax.make_jaxpr(model.loss)(head_params(model, params), stream, batch)
-    transforms = [one for one in _others(head.jaxpr, output_len) if isinstance(one, Matmul)]
+    others, _ = plain_matmuls(head.jaxpr)
+    parts = [*_joined(recorded, output_len), *_others(others, output_len, 0)]
+    logits = [one for one in parts if isinstance(one, float)]
+    layers = sum(one.num_layers for one in stacks if one.seq_len == output_len)
     return ModelWork(
         tuple(stacks),
-        sum(one.num_layers for one in stacks if one.seq_len == output_len),
+        layers or stacks[-1].num_layers,
         output_len,
         width,
-        head_passes=len(recorded),
-        transform_flops=sum(one.flops for one in transforms),
+        logit_flops=sum(logits) / output_len,
+        head_passes=len(logits),
+        transform_flops=sum(one.flops for one in parts if not isinstance(one, int | float)),
+        adapted=settings.lora_rank > 0,
         **_held(held, settings.vocab_size),
     )
 
@@ -87,29 +103,24 @@ def _held(trace: ModelTrace, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def carried_tokens(stack: Stack, stream: Any, output_len: int) -> tuple[int, int]:
-    """Tokens of a sequence of a stack, and features of each that layers hand on.
-
-    Args:
-      output_len: the tokens of a stack none of whose arrays has an axis of them.
-    """
-    for name, axes in stack.carried.items():
-        if found := {"seq", "residual_seq"} & {*axes}:
-            length = stream[name].shape[axes.index(found.pop())]
-            return length, stream[name].size // (stream[name].shape[0] * length)
-    features = sum(x.size // x.shape[0] for x in stream.values())
-    return output_len, max(1, features // output_len)
-
-
 def _recording(recorded: list[Any]) -> Kernels:
-    """Kernels that append a `Matmul`, an `AttentionCall` or the number of rotated features."""
+    """Kernels that append a `Matmul` or an `AttentionCall` with what it reads, the number of
+    rotated features, or the FLOPs of logits."""
+
+    def result(event: Any, shapes: Sequence[Any], dtype: Any, *inputs: jax.Array) -> tuple:
+        call = f"{RECORDED}{len(recorded)}/"
+        recorded.append(event)
+        zeros = [jnp.zeros(shape, dtype) for shape in shapes]
+        # It reads the inputs, as the matmul would.
+        _, made = jax.lax.optimization_barrier((inputs, zeros))
+        return tuple(checkpoint_name(one, f"{call}{i}") for i, one in enumerate(made))
 
     def columns(x: jax.Array, weights: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         heads = weights[0].ndim > 2
         outputs = tuple((w.shape[1], math.prod(w.shape[2:])) for w in weights)
         names = PROJECTED.get(len(weights), ()) if heads else HIDDEN[: len(weights)]
-        recorded.append((x, Matmul(x.shape[-1], outputs, "outputs", names)))
-        return tuple(jnp.zeros((*x.shape[:-1], *w.shape[1:]), x.dtype) for w in weights)
+        matmul = Matmul(x.shape[-1], outputs, "outputs", names)
+        return result((x, matmul), [(*x.shape[:-1], *w.shape[1:]) for w in weights], x.dtype, x)
 
     def rows(x: jax.Array, weight: jax.Array) -> jax.Array:
         inputs, heads = math.prod(weight.shape[:-1]), weight.ndim > 2
@@ -119,20 +130,22 @@ def _recording(recorded: list[Any]) -> Kernels:
         if recorded and isinstance(before := recorded[-1][1], AttentionCall):
             # A kernel may want values as wide as keys.
             recorded[-1] = None, dataclasses.replace(before, value_features=weight.shape[1])
-        recorded.append((tokens, one))
-        return jnp.zeros((*tokens, weight.shape[-1]), x.dtype)
+        return result((tokens, one), [(*tokens, weight.shape[-1])], x.dtype, x)[0]
 
     def linear(x: jax.Array, weight: jax.Array) -> jax.Array:
         output = weight.shape[1], math.prod(weight.shape[2:])
-        recorded.append((x, Matmul(x.shape[-1], (output,), "", ("compressed",))))
-        return jnp.zeros((*x.shape[:-1], *weight.shape[1:]), x.dtype)
+        matmul = Matmul(x.shape[-1], (output,), "", ("compressed",))
+        return result((x, matmul), [(*x.shape[:-1], *weight.shape[1:])], x.dtype, x)[0]
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *_: Any, **settings: Any) -> jax.Array:
-        recorded.append((None, _attention(q, k, v, settings)))
-        return jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype)
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, *others: Any, **settings: Any
+    ) -> jax.Array:
+        crosses = [*others, None, None][1] is not None or settings.get("segments_BS") is not None
+        call = _attention(q, k, v, settings, k.shape[1] if crosses else 0)
+        return result((None, call), [(*q.shape[:-1], v.shape[-1])], q.dtype, q, k, v)[0]
 
-    def cross_entropy(x: jax.Array, *_: Any, **__: Any) -> tuple[jax.Array, jax.Array]:
-        recorded.append(x)
+    def cross_entropy(x: jax.Array, *_: Any, vocab_size: int, **__: Any) -> tuple:
+        recorded.append((None, 2.0 * x.size * vocab_size))
         return jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
 
     def rotary(x: jax.Array, *_: Any, **__: Any) -> jax.Array:
@@ -152,7 +165,9 @@ def _recording(recorded: list[Any]) -> Kernels:
     )
 
 
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, settings: dict[str, Any]) -> AttentionCall:
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, settings: dict[str, Any], source_len: int
+) -> AttentionCall:
     length = k.shape[1]
     window = settings.get("sliding_window", 0) or length
     if settings.get("causal", True):
@@ -161,27 +176,33 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, settings: dict[str, Any
         seen = 2 * keys
     else:  # a window reaches as far forward as back
         keys = seen = min(2 * window - 1, length) if window < length else length
-    return AttentionCall(q.shape[2], k.shape[2], q.shape[3], v.shape[3], keys, seen)
+    heads = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    return AttentionCall(*heads, keys, seen, source_len=source_len)
 
 
 def _trace_layer(
     stack: Stack, arguments: tuple, recorded: list[Any], kind: int
-) -> tuple[list[Any], Any]:
-    """What one layer of a kind records, and what else is in its trace."""
+) -> tuple[list[Any], list[PlainMatmul]]:
+    """What one layer of a kind records, and the other matmuls of its trace."""
     recorded.clear()
-    traced = jax.make_jaxpr(layer_function(stack, kind))(*arguments)
-    return list(recorded), traced.jaxpr
+    others, saved_as = plain_matmuls(jax.make_jaxpr(layer_function(stack, kind))(*arguments).jaxpr)
+    events = list(recorded)
+    for i, (x, one) in enumerate(events):
+        if isinstance(one, Matmul):
+            names = (saved_as[f"{RECORDED}{i}/{j}"] for j in range(len(one.outputs)))
+            events[i] = x, dataclasses.replace(one, saved_as=tuple(names))
+    return events, others
 
 
 def _stack_work(
-    stack: Stack, length: int, expert_layers: int, trace: Callable[[int], tuple[list, Any]]
+    stack: Stack, length: int, expert_layers: int, trace: Callable[[int], tuple[list, list]]
 ) -> StackWork:
     found: dict[Any, float] = collections.defaultdict(float)
     rotated = 0.0
     for kind in range(stack.period):
         share = len(range(kind, stack.num_layers, stack.period)) / stack.num_layers / stack.turn
-        events, jaxpr = trace(kind)
-        for one in (*_joined(events, length), *_others(jaxpr, length, expert_layers)):
+        events, others = trace(kind)
+        for one in (*_joined(events, length), *_others(others, length, expert_layers)):
             if isinstance(one, int):
                 rotated += share * one
             else:
@@ -229,56 +250,32 @@ def _joined(events: Iterable[tuple[Any, Any]], length: int) -> Iterator[Any]:
             yield one
         elif id(x) in whole:
             before = whole[id(x)]
-            whole[id(x)] = dataclasses.replace(before, outputs=before.outputs + one.outputs)
+            whole[id(x)] = dataclasses.replace(
+                before,
+                outputs=before.outputs + one.outputs,
+                saved_as=before.saved_as + one.saved_as,
+            )
         else:
             whole[id(x)] = one
     yield from whole.values()
 
 
-def _others(jaxpr: Any, length: int, expert_layers: int = 0) -> Iterator[Any]:
+def _others(
+    found: Iterable[PlainMatmul], length: int, expert_layers: int
+) -> Iterator[Matmul | RoutedExperts]:
     """Matmuls of a trace that no kernel recorded.
 
     Args:
       expert_layers: of those traced, the layers with experts.
     """
-    plain: list[tuple[int, int, int]] = []
-    grouped: list[tuple[int, int, int, int]] = []
-    walk_matmuls(jaxpr, plain, grouped)
-    for _ in range(expert_layers):  # which are alike
-        rows, width, count, hidden = grouped[0]
-        gated = len(grouped) == 3 * expert_layers
-        yield RoutedExperts(count, round(rows / length), width, hidden, gated)
-    for tokens, inputs, outputs in plain:
-        if expert_layers and outputs == grouped[0][2]:
-            continue  # the router's
+    grouped = [one for one in found if one.groups] if expert_layers else []
+    for _ in range(expert_layers if grouped else 0):  # which are alike
+        first, gated = grouped[0], len(grouped) == 3 * expert_layers
+        sizes = first.groups, round(first.rows / length), first.inputs, first.outputs
+        yield RoutedExperts(*sizes, gated, read=grouped[-1].saved_as == "")
+    for one in found:
+        if grouped and (one.groups or one.outputs == grouped[0].groups):
+            continue  # an expert's, or the router's
         # Plain JAX, which the compiler partitions as the stream is.
-        yield Matmul(inputs, ((outputs, 1),), "tokens", tokens=tokens / length)
-
-
-def walk_matmuls(
-    jaxpr: Any, plain: list[tuple[int, int, int]], grouped: list[tuple[int, int, int, int]]
-) -> None:
-    """Adds (rows, inputs, outputs) of each matmul; and (rows, inputs, groups, outputs) of each in
-    which groups of rows have a matrix of their own.
-
-    Args:
-      jaxpr: or anything that has equations.
-    """
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
-            left, right, made = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
-            if eqn.primitive.name == "ragged_dot_general" or _is_batched(eqn, right):
-                grouped.append((math.prod(left[:-1]), left[-1], right[0], made[-1]))
-            else:
-                (contracted, _), _ = eqn.params["dimension_numbers"]
-                inputs = math.prod(left[dim] for dim in contracted)
-                rows = math.prod(left) // inputs
-                plain.append((rows, inputs, math.prod(made) // rows))
-        for inside in jaxprs_in_params(eqn.params):
-            walk_matmuls(getattr(inside, "jaxpr", inside), plain, grouped)
-
-
-def _is_batched(eqn: Any, right: tuple[int, ...]) -> bool:
-    """Whether a matmul has as many rows for each of several matrices."""
-    _, (batch, _) = eqn.params["dimension_numbers"]
-    return len(batch) == 1 and len(right) == 3
+        output, tokens = (one.outputs, 1), one.rows / length
+        yield Matmul(one.inputs, (output,), "tokens", tokens=tokens, saved_as=(one.saved_as,))

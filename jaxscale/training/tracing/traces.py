@@ -22,7 +22,7 @@ from jaxscale.storage.untrusted import load_json
 from jaxscale.storage.user_cache import cache_folder
 
 with epy.lazy_imports():  # it imports JAX: only a model that was not traced before needs it
-    from jaxscale.training import trace_model, trace_saved, trace_work
+    from jaxscale.training.tracing import trace_model, trace_saved, trace_work
 
 PACKAGE = pathlib.Path(__file__).parents[2]
 SOURCES = ("config", "models", "ops", "pipeline", "sharding", "training")
@@ -30,7 +30,7 @@ SOURCES = ("config", "models", "ops", "pipeline", "sharding", "training")
 
 
 def model_trace(settings: ModelSettings) -> ModelTrace:
-    """The parameters and stacks of a model: see `training.trace_model`.
+    """The parameters and stacks of a model: see `trace_model`.
 
     Raises:
       ValueError: the family of a custom model cannot be imported.
@@ -38,19 +38,27 @@ def model_trace(settings: ModelSettings) -> ModelTrace:
     return _trace(ModelTrace, settings, _made_by(settings))
 
 
-def model_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelWork:
-    """What a model computes for a sequence: see `training.trace_work`.
+def model_work(
+    settings: ModelSettings,
+    seq_len: int,
+    output_len: int,
+    make: Callable[[Any, Any], Any] | None = None,
+) -> ModelWork:
+    """What a model computes for a sequence: see `trace_work`.
+
+    Args:
+      make: what makes the model, where that is not `model.family`'s.
 
     Raises:
       ValueError: the family of a custom model cannot be imported.
     """
-    return _trace(ModelWork, settings, _made_by(settings), seq_len, output_len)
+    return _trace(ModelWork, settings, make or _made_by(settings), seq_len, output_len)
 
 
 def saved_values(
     settings: ModelSettings, seq_len: int, output_len: int, remat: str, *, piped: bool
 ) -> SavedValues:
-    """What a model's layers save: see `training.trace_saved`.
+    """What a model's layers save: see `trace_saved`.
 
     Raises:
       ValueError: the family of a custom model cannot be imported.
@@ -71,7 +79,7 @@ def _trace(record: type, settings: ModelSettings, make: Any, *more: Any) -> Any:
     with contextlib.suppress(RuntimeError):  # a user without a home
         folder = cache_folder()
     if folder is None or make:
-        return _make(record)(settings, *more)
+        return _make(record)(settings, *more, make=make)
     key = f"{_sources()} {record.__name__} {read_settings(settings)} {more}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
     path = folder / "traces" / f"{digest}.json"

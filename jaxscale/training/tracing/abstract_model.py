@@ -1,0 +1,82 @@
+"""The shapes that a model's layers are given for one example, without a device or an array."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale.batch import Batch
+from jaxscale.config import Config
+from jaxscale.config.model import ModelSettings, find_make, is_own_family
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.encoder_decoder import EncoderDecoder
+from jaxscale.models.kernels import Kernels
+from jaxscale.models.protocol import Model, Stack, split_stream
+from jaxscale.sharding.resolve import weights_in_use
+
+Tree = Any
+MakeModel = Callable[[Any, Kernels], Model]
+
+
+def find_model(settings: ModelSettings) -> MakeModel:
+    """The function that makes the model of `model.family`."""
+    if is_own_family(settings.family):
+        return find_make(settings.family)
+    kind: Any = EncoderDecoder if settings.num_encoder_layers else Decoder
+    return kind
+
+
+def example(config: Config, model: Model) -> Batch:
+    """The shapes of one example of a run."""
+    return example_of(model, config.data.seq_len, config.data.output_len)
+
+
+def example_of(model: Model, seq_len: int, output_len: int) -> Batch:
+    """The shapes of one example.
+
+    Args:
+      seq_len: tokens of a sequence; of an encoder's, where there is one.
+      output_len: tokens that are predicted.
+    """
+    ints = jax.ShapeDtypeStruct((1, output_len), np.int32)
+    floats = jax.ShapeDtypeStruct((1, output_len), np.float32)
+    extras = {
+        name: jax.ShapeDtypeStruct((1, length), dtype)
+        for name, (length, dtype) in model.extras(seq_len).items()
+    }
+    return Batch(ints, ints, ints, ints, floats, extras or ())
+
+
+def gathered_params(model: Model) -> Tree:
+    """The shapes of a model's parameters as layers read them, in the compute type."""
+    return jax.eval_shape(
+        lambda: weights_in_use(
+            model.axes, model.init(jax.random.key(0)), model.settings.compute_dtype
+        )
+    )
+
+
+def layer_arguments(
+    model: Model, params: Tree, batch: Batch
+) -> Iterator[tuple[Stack, Tree, tuple[Tree, Tree, Tree, Tree]]]:
+    """Each stack, the shapes of its stream, and of the arguments of its `layer_function`."""
+    stream, context = {}, (batch, jax.ShapeDtypeStruct((), np.int32))
+    for stack in model.stacks:
+        stream = jax.eval_shape(stack.enter, params["embed"], stream, batch)
+        weights = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[stack.name]
+        )
+        yield stack, stream, (weights, *split_stream(stack, stream), context)
+
+
+def carried_tokens(stack: Stack, stream: Any) -> tuple[int, int]:
+    """Tokens of a sequence of a stack, and features of each that layers hand on; where none of the
+    arrays has an axis of tokens, those of a whole sequence."""
+    length = 1
+    for name, axes in stack.carried.items():
+        size = stream[name].size // stream[name].shape[0]
+        if found := {"seq", "residual_seq"} & {*axes}:
+            length = stream[name].shape[axes.index(found.pop())]
+            break
+    return length, size // length
