@@ -18,6 +18,7 @@ from jaxscale.config.layout import TENSOR_ROWS, ULYSSES, Layout
 from jaxscale.hardware import check_matmul_units, find_chip
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.ops.attention.attention import attention, choose, score_settings
+from jaxscale.ops.attention.blocks import AttentionArrays
 from jaxscale.ops.attention.context import context_attention
 from jaxscale.ops.attention.context_chunks import balanced_order
 from jaxscale.ops.attention.platform_kernels import maskless
@@ -180,11 +181,9 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
     # Where a table recomputes a pipeline's passes, the layer itself is under no policy.
     under_policy = layout.remat_policy.by_names and layout.remat_policy.kept_passes is None
 
-    def attend(
-        q, k, v, segments_BT, segments_BS=None, bias_bN=None, sinks_N=None, **settings
-    ) -> jax.Array:
-        arrays = (q, k, v, segments_BT, segments_BS, bias_bN, sinks_N)
-        scoring = score_settings(q, k, segments_BS, bias_bN, **settings)
+    def attend(*arrays: Any, **settings: Any) -> jax.Array:
+        given = AttentionArrays(*arrays)
+        scoring = score_settings(*given[:2], given.segments_BS, given.bias_bN, **settings)
         if spreads_attention(layout):
             local = functools.partial(
                 _context_kernel(implementation),
@@ -203,7 +202,7 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
             local = functools.partial(ulysses_attention, axis="context", attend=local)
         specs = (queries, keys, keys, segments, segments, bias, sinks)
         with jax.named_scope(ATTENTION_SCOPE):
-            return _manual(layout, local, specs, queries)(*arrays)
+            return _manual(layout, local, specs, queries)(*given)
 
     return attend
 
