@@ -7,13 +7,11 @@ from typing import Any
 from jaxscale.model_families.family import ROPE, Family, HfConfig, HfKey, Model
 from jaxscale.model_families.hf.config import (
     ATTENTION_BIAS,
-    GLOBAL,
-    LOCAL,
     activation_key,
-    layer_types,
     llama_to_hf,
+    local_layers_from_hf,
+    local_layers_to_hf,
     optional_key,
-    pattern_of,
     rope_from_hf,
     ropes_by_layer_from_hf,
     sizes_from_hf,
@@ -25,16 +23,12 @@ FIXED = {"norm_offset": True, "norm_placement": "both", "scaled_embedding": True
 
 def _both_from_hf(hf: HfConfig, period: int) -> dict[str, Any]:
     sizes = sizes_from_hf(hf)
-    types = hf.read("layer_types", None) or [
-        LOCAL if (i + 1) % period else GLOBAL for i in range(sizes["num_layers"])
-    ]
     window = hf.read("sliding_window", 4096) or 0
     hf.expect("sliding_window_size", window)  # its first name, in Gemma 2 9B-it beside it
     return {
         **sizes,
         "attention_scale_dim": hf.read("query_pre_attn_scalar", 256),
-        "sliding_window": window,
-        "layer_pattern": pattern_of(types) if window else "",
+        **local_layers_from_hf(hf, sizes["num_layers"], window, period),
     }
 
 
@@ -56,8 +50,7 @@ def _both_to_hf(model: Model) -> dict[str, Any]:
     return {
         **llama_to_hf(model),
         "query_pre_attn_scalar": _whole_scale(model),
-        "sliding_window": model.sliding_window or None,
-        "layer_types": layer_types(model),
+        **local_layers_to_hf(model),
     }
 
 

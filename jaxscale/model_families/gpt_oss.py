@@ -13,13 +13,11 @@ from jaxscale.model_families.family import (
     TensorRule,
 )
 from jaxscale.model_families.hf.config import (
-    GLOBAL,
-    LOCAL,
     experts_from_hf,
     experts_to_hf,
-    layer_types,
     llama_to_hf,
-    pattern_of,
+    local_layers_from_hf,
+    local_layers_to_hf,
     rope_from_hf,
     rope_given,
     sizes_from_hf,
@@ -54,17 +52,13 @@ HF_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "swiglu_alpha": 1.702, "att
 
 def _from_hf(hf: HfConfig) -> dict[str, Any]:
     sizes = sizes_from_hf(hf)
-    usual = [GLOBAL if i % 2 else LOCAL for i in range(sizes["num_layers"])]
-    types = hf.read("layer_types", None) or usual
-    window = hf.read("sliding_window") or 0
     # In published files beside the keys that say the same.
     hf.ignore("experts_per_token", "initial_context_length")
     return {
         **rope_from_hf(hf, 150_000.0, rope_given(hf) or ROPE_DEFAULTS),
         **sizes,
         **experts_from_hf(hf, experts=128, per_token=4, layers=sizes["num_layers"]),
-        "sliding_window": window,
-        "layer_pattern": pattern_of(types) if window else "",
+        **local_layers_from_hf(hf, sizes["num_layers"], hf.read("sliding_window"), period=2),
     }
 
 
@@ -77,11 +71,7 @@ def _to_hf(model: Model) -> dict[str, Any]:
     written = {**llama_to_hf(model), **experts_to_hf(model), **HF_FIXED}
     # Without any their default is YaRN's.
     written["rope_scaling"] = written["rope_scaling"] or {"rope_type": "default"}
-    return {
-        **written,
-        "sliding_window": model.sliding_window or None,
-        "layer_types": layer_types(model),
-    }
+    return {**written, **local_layers_to_hf(model)}
 
 
 def _expert_rules(model: Model) -> Iterator[TensorRule]:

@@ -11,10 +11,10 @@ from jaxscale.model_families.hf.config import (
     GLOBAL,
     LLAMA_KEYS,
     LOCAL,
-    layer_types,
     llama_from_hf,
     llama_to_hf,
-    pattern_of,
+    local_layers_from_hf,
+    local_layers_to_hf,
     ropes_by_layer_from_hf,
     sizes_from_hf,
 )
@@ -22,11 +22,9 @@ from jaxscale.model_families.hf.tensors import llama_tensors
 
 
 def _olmo3_from_hf(hf: HfConfig) -> dict[str, Any]:
-    window, types = hf.read("sliding_window", 4096), hf.read("layer_types", None)
+    window = hf.read("sliding_window", 4096)
     ours = {**ropes_by_layer_from_hf(hf, 500_000.0), **sizes_from_hf(hf)}
-    types = types or [LOCAL if (i + 1) % 4 else GLOBAL for i in range(ours["num_layers"])]
-    pattern = pattern_of(types) if window else ""
-    return {**ours, "sliding_window": window or 0, "layer_pattern": pattern}
+    return {**ours, **local_layers_from_hf(hf, ours["num_layers"], window, period=4)}
 
 
 def _olmo3_to_hf(model: Model) -> dict[str, Any]:
@@ -36,8 +34,7 @@ def _olmo3_to_hf(model: Model) -> dict[str, Any]:
     both = {GLOBAL: {**far, "rope_theta": model.rope_theta}, LOCAL: near}
     if model.local_rope_theta != model.rope_theta:  # transformers 4 knows one base
         del hf["rope_theta"], hf["rope_scaling"]
-    windows = {"sliding_window": model.sliding_window or None, "layer_types": layer_types(model)}
-    return {**hf, **windows, "rope_parameters": both}
+    return {**hf, **local_layers_to_hf(model), "rope_parameters": both}
 
 
 SETTINGS: Mapping[str, Any] = {

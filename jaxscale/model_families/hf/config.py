@@ -361,6 +361,20 @@ def windows_from_hf(hf: HfConfig, num_layers: int) -> dict[str, Any]:
     return {"sliding_window": window, "layer_pattern": pattern} if window else {}
 
 
+def local_layers_from_hf(
+    hf: HfConfig, num_layers: int, window: int | None, period: int
+) -> dict[str, Any]:
+    """Window and pattern; without "layer_types" the last layer of each period is global."""
+    types = hf.read("layer_types", None)
+    types = types or [LOCAL if (i + 1) % period else GLOBAL for i in range(num_layers)]
+    return {"sliding_window": window or 0, "layer_pattern": pattern_of(types) if window else ""}
+
+
+def local_layers_to_hf(model: Model) -> dict[str, Any]:
+    """The inverse of `local_layers_from_hf`."""
+    return {"sliding_window": model.sliding_window or None, "layer_types": layer_types(model)}
+
+
 def pattern_of(layer_types: list[str]) -> str:
     """The shortest `layer_pattern` whose repetition is these layers; "" where all are local.
 
