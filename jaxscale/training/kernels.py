@@ -33,7 +33,7 @@ from jaxscale.ops.tensor_parallel import Spread, columns, linear, rows, spread_c
 from jaxscale.sharding.layout_checks import check_spread_attention
 from jaxscale.sharding.resolve import automatic_axes, constrain
 from jaxscale.sharding.rules import ACTIVATIONS, WEIGHTS, Rules, spreads_attention
-from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec
+from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec, manually
 
 with epy.lazy_imports():  # half a second, and only a GPU needs it
     from jaxscale.ops.attention import context_flash
@@ -185,11 +185,10 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
         given = AttentionArrays(*arrays)
         scoring = score_settings(*given[:2], given.segments_BS, given.bias_bN, **settings)
         if spreads_attention(layout):
+            flash = implementation == "flash"
+            kernel = context_flash.context_flash if flash else context_attention
             local = functools.partial(
-                _context_kernel(implementation),
-                axis="context",
-                method=layout.context_method,
-                scoring=scoring,
+                kernel, axis="context", method=layout.context_method, scoring=scoring
             )
         else:
             local = functools.partial(
@@ -207,21 +206,10 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
     return attend
 
 
-def _context_kernel(implementation: str) -> Callable[..., jax.Array]:
-    if implementation != "flash":
-        return context_attention
-    return context_flash.context_flash
-
-
 def _manual(layout: Layout, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
     """A kernel with every axis manual, which the rows of tensor all repeat."""
-    kernel = jax.shard_map(
-        local,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(automatic_axes(layout.sizes)) - {TENSOR_ROWS},
-        check_vma=False,
-    )
+    axes = {*automatic_axes(layout.sizes)} - {TENSOR_ROWS}
+    kernel = manually(local, axes, in_specs, out_specs)
     if layout.tensor_rows == 1:
         return kernel
     # Without this check the backward pass would sum gradients over the rows, which are equal there,
