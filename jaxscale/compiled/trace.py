@@ -5,6 +5,7 @@ the name of its instruction, and what that instruction is by the text of the com
 kernels of libraries are known by their names.
 """
 
+import contextlib
 import functools
 import pathlib
 import re
@@ -55,6 +56,17 @@ class DeviceTime:
     collective_seconds: float  # in flight, hidden or exposed
 
 
+@dataclass(frozen=True)
+class OperationTime:
+    """Of an operation of the compiled program, in all its runs on one device."""
+
+    operation: str  # the instruction's name in the program's text, else the kernel's
+    source: str  # what it was compiled from, such as "jit(step)/.../dot_general"
+    cause: str  # of CAUSES
+    runs: int
+    seconds: float
+
+
 def read_trace(folder: pathlib.Path) -> Any:
     """The newest trace, a `ProfileData`, in a folder that `jax.profiler.start_trace` was given.
 
@@ -76,13 +88,49 @@ def time_by_cause(trace: Any, program_text: str) -> list[DeviceTime]:
     """
     cause_of = _causes(parse_hlo(program_text), program_text)
     spans: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    with warnings.catch_warnings():
-        # Of the types that jaxlib makes when they are first used; as an error one ends the process.
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with _without_warnings():
         for device, event, stats in _operations(trace):
             if cause := cause_of(event.name, stats.get("hlo_op"), stats.get("hlo_module")):
                 spans[device][cause].append((event.start_ns, event.start_ns + event.duration_ns))
     return [_device_time(device, spans[device]) for device in sorted(spans)]
+
+
+def longest_operations(trace: Any, program_text: str, number: int) -> list[OperationTime]:
+    """So many operations, the longest in all their runs first, of the first device of a trace.
+
+    Args:
+      trace: a `jax.profiler.ProfileData`.
+      program_text: of the compiled step, `compiled.as_text()`.
+    """
+    program = parse_hlo(program_text)
+    cause_of = _causes(program, program_text)
+    sources = {one.name: one.op_name for body in program.computations.values() for one in body}
+    runs: dict[tuple[str, str], int] = defaultdict(int)
+    spent: dict[tuple[str, str], float] = defaultdict(float)
+    first = ""
+    with _without_warnings():
+        for device, event, stats in _operations(trace):
+            first = first or device
+            name, of = stats.get("hlo_op"), stats.get("hlo_module")
+            if device == first and (cause := cause_of(event.name, name, of)):
+                # The kernels of a command buffer have the buffer's name and their own.
+                known = name if name in sources else event.name.partition(" = ")[0].lstrip("%")
+                key = (known, cause)
+                runs[key] += 1
+                spent[key] += event.duration_ns / 1e9
+    longest = sorted(spent, key=lambda key: -spent[key])[:number]
+    return [
+        OperationTime(key[0], sources.get(key[0], ""), key[1], runs[key], spent[key])
+        for key in longest
+    ]
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Of the types that jaxlib makes when they are first used; as an error one ends the process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 def _operations(trace: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:

@@ -6,7 +6,7 @@ import textwrap
 import pytest
 from jax.profiler import ProfileData
 
-from jaxscale.compiled.trace import CAUSES, time_by_cause, trace_line
+from jaxscale.compiled.trace import CAUSES, longest_operations, time_by_cause, trace_line
 
 pytestmark = pytest.mark.compiles
 
@@ -104,6 +104,15 @@ def test_collectives_of_a_gpu_count_while_no_stream_computes():
     assert one.collective_seconds == pytest.approx(23e-6)
     assert trace_line([one], 2).startswith("1.9e-05 s a step on 1 device: attention 26.3%")
     assert "exposed collectives 18.4% (of 60.5% in flight), idle 15.8%" in trace_line([one], 2)
+
+
+def test_the_longest_operations_of_a_graph_have_the_names_of_their_kernels():
+    kernels = [("nvjet_tst", "command_buffer", begin, begin + 4) for begin in (0, 10)]
+    lines = {"Stream #7(Compute)": [("x", "fusion.1", 4, 10), *kernels, ("y", "add.7", 14, 15)]}
+    found = longest_operations(trace("/device:GPU:0", lines), PROGRAM, 2)
+    named = [(one.operation, one.cause, one.runs) for one in found]
+    assert named == [("nvjet_tst", "matmul", 2), ("fusion.1", "matmul", 1)]
+    assert [one.seconds for one in found] == pytest.approx([8e-6, 6e-6])
 
 
 def test_operations_of_a_tpu_are_named_by_their_text():
