@@ -25,6 +25,9 @@ with epy.lazy_imports():  # they import JAX: a mistyped flag is refused before
 SHOWN = 12
 """Buffers that are printed."""
 
+NOT_NUMBERS = ("refusal", "program", "uses", "collectives")
+"""Fields of a `CompileReport` that `--json` leaves out, or has in another form."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, also when the step does not fit."""
@@ -195,24 +198,10 @@ def _flops(count: float) -> str:
 
 def numbers(report: Any) -> dict[str, Any]:
     """A `CompileReport` for a program."""
+    own = {name: value for name, value in vars(report).items() if name not in NOT_NUMBERS}
     return {
-        "topology": report.topology,
-        "devices": report.devices,
+        **own,
         "layout": dataclasses.asdict(report.layout),
-        "attention": report.attention,
-        "fits": report.fits,
-        "limit_bytes": report.limit_bytes,
-        "peak_bytes": report.peak_bytes,
-        "argument_bytes": report.argument_bytes,
-        "temp_bytes": report.temp_bytes,
-        "output_bytes": report.output_bytes,
-        "alias_bytes": report.alias_bytes,
-        "host_bytes": report.host_bytes,
-        "flops": report.flops,
-        "narrow_flops": report.narrow_flops,
-        "rematerialised_flops": report.rematerialised_flops,
-        "optimal_seconds": report.optimal_seconds,
-        "compile_seconds": report.compile_seconds,
         "collective_bytes": report.collective_bytes,
         "beside_bytes": report.overlapped_bytes,
         "link_seconds": report.link_seconds,

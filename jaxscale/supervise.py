@@ -1,5 +1,5 @@
 """python -m jaxscale.supervise [--log FILE] [--failures N] [--layouts LAYOUT ...]
-       [--pass_over_after N] [--wait_seconds S] [--grace_seconds S] -- COMMAND
+       [--wait_seconds S] [--grace_seconds S] -- COMMAND
 
 Starts a command again when it fails, and says why it gave up.
 """
@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -82,13 +81,6 @@ def main(argv: Sequence[str]) -> int:
     return _Supervisor(command, workdir, file, options).run()
 
 
-BAD_HOSTS = "{bad_hosts}"
-"""What a word of the command has where the hosts that are passed over go."""
-
-BLAMED = re.compile(r"process \d+ on (\S+) (?:failed|ended|does not respond)")
-"""How every process names the one that was the first to fail (`distributed.control_channel`)."""
-
-
 class _Supervisor:
     """The attempts of a command, one after the other."""
 
@@ -103,9 +95,6 @@ class _Supervisor:
         self._failures, self._wait_seconds = options.failures, options.wait_seconds
         self._grace_seconds = options.grace_seconds
         self._layouts: list[list[str]] = options.layouts or [[]]
-        self._pass_over_after = options.pass_over_after
-        self._blame: collections.Counter[str] = collections.Counter()  # host -> attempts
-        self._blamed: set[str] = set()  # in this attempt
         self._child: subprocess.Popen | None = None
         self._asked = threading.Event()  # to stop
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
@@ -120,8 +109,6 @@ class _Supervisor:
                 after, seconds = newest_step(self._workdir), time.monotonic() - begin
                 progress = after > before if self._workdir else seconds > HEALTHY_SECONDS
                 failed = 0 if progress else failed + 1
-                if status not in (0, STOPPED):
-                    self._blame.update(self._blamed)
                 backoff = min(MOST_WAIT_SECONDS, self._wait_seconds * 2 ** max(0, failed - 1))
                 wait = 0.0 if status == STOPPED and progress else backoff
                 reason = self._reason_to_end(status, failed)
@@ -133,10 +120,6 @@ class _Supervisor:
                 if self._asked.wait(wait):
                     return STOPPED
             raise AssertionError
-
-    @property
-    def _bad_hosts(self) -> list[str]:
-        return sorted(h for h, count in self._blame.items() if count >= self._pass_over_after)
 
     def _reason_to_end(self, status: int, failed: int) -> str:
         if self._asked.is_set():
@@ -163,10 +146,9 @@ class _Supervisor:
           layout: settings that are added to the command.
         """
         self._tail.clear()
-        self._blamed.clear()
         try:
             self._child = subprocess.Popen(
-                [*with_hosts(self._command, self._bad_hosts), *layout],
+                [*self._command, *layout],
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
@@ -187,7 +169,6 @@ class _Supervisor:
         with lines:
             for line in iter(functools.partial(lines.readline, LINE_CHARS), ""):
                 self._tail.append(line.rstrip("\n"))
-                self._blamed |= blamed_host(line)
                 with contextlib.suppress(OSError):
                     sys.stderr.write(line)
                     sys.stderr.flush()
@@ -206,7 +187,6 @@ class _Supervisor:
             "checkpoint_before": steps[0],
             "checkpoint_after": steps[1],
             "action": action,
-            "bad_hosts": self._bad_hosts,
             "stderr": list(self._tail),
         }
         with contextlib.suppress(OSError):
@@ -259,28 +239,6 @@ def meaning(status: int) -> str:
         return signal.Signals(status - 128).name
     except ValueError:
         return ""
-
-
-def blamed_host(line: str) -> set[str]:
-    """The host whose process was the first to fail, if a line of an attempt names it.
-
-    >>> blamed_host("3: error: process 1 on node7 failed, so this one ends: no room")
-    {'node7'}
-    """
-    found = BLAMED.search(line)
-    return {found[1]} if found else set()
-
-
-def with_hosts(command: Sequence[str], bad: Sequence[str]) -> list[str]:
-    """A command with the hosts to pass over; without the words for them while there are none.
-
-    >>> with_hosts(["srun", "--exclude={bad_hosts}", "train"], ["node3", "node7"])
-    ['srun', '--exclude=node3,node7', 'train']
-    >>> with_hosts(["srun", "--exclude={bad_hosts}", "train"], [])
-    ['srun', 'train']
-    """
-    words = command if bad else [word for word in command if BAD_HOSTS not in word]
-    return [word.replace(BAD_HOSTS, ",".join(bad)) for word in words]
 
 
 def newest_step(workdir: pathlib.Path | None) -> int:
@@ -339,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.supervise",
         usage="python -m jaxscale.supervise [--log FILE] [--failures N] [--layouts LAYOUT ...] "
-        "[--pass_over_after N] [--wait_seconds S] [--grace_seconds S] -- COMMAND",
+        "[--wait_seconds S] [--grace_seconds S] -- COMMAND",
         description="Starts a command again when it fails; what resumes by itself, as training "
         "does, then continues.",
         epilog="The status is that of the last attempt: 0 complete, 143 asked to stop, 2 refused.",
@@ -367,14 +325,6 @@ def _parser() -> argparse.ArgumentParser:
         help="settings such as fsdp=8,tensor=2, added to the command; an attempt that is refused "
         "with one, since devices are missing, is made with the next. To let the planner choose, "
         "train with --config.layout=auto",
-    )
-    add(
-        "--pass_over_after",
-        metavar="N",
-        type=command_line.whole(1, 10**6),
-        default=2,
-        help="attempts that a host was the first to fail in, after which it is in the place of "
-        f"{BAD_HOSTS} in COMMAND, such as srun --exclude={BAD_HOSTS}; default 2",
     )
     add(
         "--wait_seconds",

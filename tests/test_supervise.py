@@ -29,18 +29,6 @@ sys.exit(int(status))
 """
 
 
-BLAMES = """
-import pathlib, sys
-with pathlib.Path(sys.argv[2], "attempts").open("a") as file:
-    print(*sys.argv[3:], file=file)
-host = "node3" if len(sys.argv) == 3 else "node5"
-print(f"error: process 1 on {host} failed, so this one ends: no more", file=sys.stderr)
-for line in range(30):
-    print("a long traceback", file=sys.stderr)
-sys.exit(1)
-"""
-
-
 def supervised(workdir, statuses, *flags):
     command = [sys.executable, "-c", FAILS, "--workdir", str(workdir), statuses]
     done = subprocess.run(
@@ -90,16 +78,6 @@ def test_what_is_started_again(statuses, status, actions, tmp_path):
     if statuses.startswith("1,1"):
         steps = [(one["checkpoint_before"], one["checkpoint_after"]) for one in incidents]
         assert steps[1:4] == [(0, 0), (0, 3), (3, 3)]
-
-
-def test_a_host_that_fails_again_is_passed_over(tmp_path):
-    command = [sys.executable, "-c", BLAMES, "--workdir", str(tmp_path), "--exclude={bad_hosts}"]
-    flags = ["--wait_seconds=0", "--failures=5", "--pass_over_after=2"]
-    subprocess.run([sys.executable, "-m", "jaxscale.supervise", *flags, "--", *command], timeout=60)
-    tried = (tmp_path / "attempts").read_text().splitlines()
-    assert tried == ["", "", "--exclude=node3", "--exclude=node3", "--exclude=node3,node5"]
-    log = (tmp_path / "incidents.jsonl").read_text().splitlines()
-    assert json.loads(log[-1])["bad_hosts"] == ["node3", "node5"]
 
 
 WAITS = """

@@ -100,7 +100,7 @@ def candidates(
     return [
         candidate
         for mesh in _meshes(config, num_devices)
-        if not _mesh_refusal(config, mesh)
+        if not refusal(config, dataclasses.replace(mesh, pipeline=1, data=1))
         for candidate in _mesh_candidates(config, mesh, schedules)
         if all(candidate[name] in (value, None) for name, value in pins.items())
     ]
@@ -135,10 +135,6 @@ def _meshes(config: Config, num_devices: int) -> Iterator[Layout]:
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for across in space.grid_rows(model, mesh):
             yield Layout(**mesh, tensor_rows=across, context_method=method)
-
-
-def _mesh_refusal(config: Config, mesh: Layout) -> str:
-    return refusal(config, dataclasses.replace(mesh, pipeline=1, data=1))
 
 
 def _mesh_candidates(

@@ -102,7 +102,7 @@ def collectives(
                 asked=PRIMITIVES.get(instruction.op_name.rsplit("/", 1)[-1], kind),
                 axes=_axes(instruction, mesh),
                 count=runs[place.computation],
-                arrays=_arrays(instruction),
+                arrays=len(_parts(instruction)),
                 num_bytes=_payload(program.computations[home], instruction, kind),
                 asynchronous=place.last > place.first,
                 overlapped_flops=_flops_at(program, place, costs),
@@ -214,10 +214,6 @@ def _parts(instruction: Instruction) -> list[float]:
     return sizes[len(sizes) // 2 :] if lists_both else sizes
 
 
-def _arrays(instruction: Instruction) -> int:
-    return len(_parts(instruction))
-
-
 def _payload(computation: Sequence[Instruction], instruction: Instruction, kind: str) -> float:
     if kind == "ragged-all-to-all":
         sides = [one.shape for one in computation if one.name in instruction.operands[:2]]
@@ -303,6 +299,7 @@ def summed(found: Iterable[Collective]) -> list[Collective]:
         sorted(found, key=key), key
     ):
         members = list(group)
+        names = ("num_bytes", "overlapped_flops", "link_seconds", "wait_seconds")
         rows.append(
             Collective(
                 kind=kind,
@@ -310,13 +307,10 @@ def summed(found: Iterable[Collective]) -> list[Collective]:
                 axes=axes,
                 count=sum(one.count for one in members),
                 arrays=sum(round(one.count * one.arrays) for one in members),
-                num_bytes=total(members, "num_bytes"),
                 asynchronous=asynchronous,
-                overlapped_flops=total(members, "overlapped_flops"),
                 op_name="",
                 computation="",
-                link_seconds=total(members, "link_seconds"),
-                wait_seconds=total(members, "wait_seconds"),
+                **{name: total(members, name) for name in names},
             )
         )
     return rows

@@ -51,18 +51,19 @@ class CompileReport:
     peak_bytes: int  # arguments, temporaries and code; what it would need where it does not fit
     argument_bytes: int
     temp_bytes: int
-    output_bytes: int
-    alias_bytes: int  # outputs that alias donated arguments
-    host_bytes: int
-    flops: float | None  # of an average rank; None with data-dependent trip counts
-    narrow_flops: float | None  # of those, with operands of 8 bits
-    rematerialised_flops: float | None  # of those, what XLA recomputes without being asked
-    optimal_seconds: float | None  # the compiler's estimate; None on GPUs
     compile_seconds: float
-    collectives: tuple[Collective, ...]  # per step, by axes and kind
-    uses: tuple[BufferUse, ...]  # at the peak, largest first; empty where it does not fit
-    refusal: str  # the compiler's message where it ran out of memory
-    program: str  # HLO text
+    # The defaults are of a step that the compiler refuses.
+    output_bytes: int = 0
+    alias_bytes: int = 0  # outputs that alias donated arguments
+    host_bytes: int = 0
+    flops: float | None = None  # of an average rank; None with data-dependent trip counts
+    narrow_flops: float | None = None  # of those, with operands of 8 bits
+    rematerialised_flops: float | None = None  # of those, what XLA recomputes without being asked
+    optimal_seconds: float | None = None  # the compiler's estimate; None on GPUs
+    collectives: tuple[Collective, ...] = ()  # per step, by axes and kind
+    uses: tuple[BufferUse, ...] = ()  # at the peak, largest first; empty where it does not fit
+    refusal: str = ""  # the compiler's message where it ran out of memory
+    program: str = ""  # HLO text
 
     @property
     def missing_bytes(self) -> int:
@@ -165,7 +166,6 @@ def _report(
         compile_seconds=seconds,
         collectives=tuple(summed(_collectives(machine, engine, program))),
         uses=tuple(attribute_buffers(live_at_peak(program), engine)),
-        refusal="",
         program=text,
     )
 
@@ -214,18 +214,8 @@ def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) ->
         peak_bytes=temporaries + arguments,
         argument_bytes=arguments,
         temp_bytes=temporaries,
-        output_bytes=0,
-        alias_bytes=0,
-        host_bytes=0,
-        flops=None,
-        narrow_flops=None,
-        rematerialised_flops=None,
-        optimal_seconds=None,
         compile_seconds=seconds,
-        collectives=(),
-        uses=(),
         refusal=refusal,
-        program="",
     )
 
 

@@ -20,23 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from jaxscale.distributed.messages import (
-    UPWARD,
-    Activity,
-    Broadcast,
-    Failure,
-    Goodbye,
-    Inquiry,
-    LastStep,
-    Message,
-    Overdue,
-    ProcessReport,
-    StepPosition,
-    Stopping,
-    StopRequest,
-    decode,
-    encode,
-)
+from jaxscale.distributed import messages
 from jaxscale.storage.untrusted import parse_json
 
 MOST_MESSAGE_BYTES = 1 << 24
@@ -145,7 +129,7 @@ class ControlChannel:
         )
         # Topic -> process 0's broadcasts, in their order.
         self._answers = collections.defaultdict[str, collections.deque](collections.deque)
-        self._failure: Failure | None = None
+        self._failure: messages.Failure | None = None
         self._failing = self._closed = False
         # A process may run several training loops, one after the other; keys are a loop's number.
         self._loop, self._step = 0, 0
@@ -176,7 +160,7 @@ class ControlChannel:
           TimeoutError: names the processes that sent no report, where that is known.
         """
         if self.process_id:
-            self._send_up(ProcessReport(topic, report))
+            self._send_up(messages.ProcessReport(topic, report))
             return self.await_answer(topic, timeout)
         with self._changed:
             self._reports[topic, 0].append(report)
@@ -191,7 +175,7 @@ class ControlChannel:
 
     def tell(self, topic: str, answer: Any) -> None:
         """Broadcasts from process 0; the others read it with `await_answer`."""
-        self._send_down(Broadcast(topic, answer))
+        self._send_down(messages.Broadcast(topic, answer))
 
     def await_answer(self, topic: str, timeout: float | None = None) -> Any:
         """Waits for what process 0 broadcasts on a topic."""
@@ -216,7 +200,7 @@ class ControlChannel:
         """
         loop = self._loop
         if request and loop not in self._signals:
-            self._send_up(StopRequest(request, loop))
+            self._send_up(messages.StopRequest(request, loop))
         with self._changed:
             self._step = step
             self._changed.wait_for(lambda: loop not in self._signals or loop in self._last)
@@ -241,7 +225,7 @@ class ControlChannel:
         with self._changed:
             self._failing = True
             known = self._changed.wait_for(lambda: self._failure, patience)
-        own = Failure(text, status, self.process_id)
+        own = messages.Failure(text, status, self.process_id)
         if not known:
             self._send_up(own)
         with self._changed:
@@ -254,14 +238,14 @@ class ControlChannel:
         """Makes process 0 ask all what they are doing, and end the run when they hang; called by a
         thread of a process that waits for too long."""
         before = self._question
-        self._send_up(Overdue())
+        self._send_up(messages.Overdue())
         with self._changed:
             if self._changed.wait_for(
                 lambda: self._question > before or self._failure, SILENT_SECONDS
             ):
                 return
         text = f"{self.names[0]} does not respond; {self._here()}"
-        hang = Failure(text, who=0, hung=True)
+        hang = messages.Failure(text, who=0, hung=True)
         self._send_up(hang)  # one that goes on later would take the end of this one for a death
         self._handle(0, hang)
 
@@ -270,7 +254,7 @@ class ControlChannel:
         with self._changed:
             self._closed = True
         for connection in self._connections.values():
-            connection.send(encode(Goodbye()))
+            connection.send(messages.encode(messages.Goodbye()))
             with contextlib.suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_WR)
 
@@ -293,30 +277,30 @@ class ControlChannel:
                         selector.unregister(connection.socket)
                     elif not more:
                         selector.unregister(connection.socket)
-                        self._handle(who, Failure(SILENT_DEATH))
+                        self._handle(who, messages.Failure(SILENT_DEATH))
         for connection in self._connections.values():
             connection.socket.close()
 
     def _handle_received(self, who: int, connection: Connection) -> bool:
         """Handles the messages received; False after the last one."""
         for values in connection.messages():
-            message = decode(values)
-            if isinstance(message, Goodbye):
+            message = messages.decode(values)
+            if isinstance(message, messages.Goodbye):
                 return False
             self._handle(who, message)
         return True
 
-    def _send_up(self, message: Message) -> None:
+    def _send_up(self, message: messages.Message) -> None:
         """To process 0, which may be this one."""
         if self.process_id:
-            self._connections[0].send(encode(message))
+            self._connections[0].send(messages.encode(message))
         else:
             self._handle(0, message)
 
-    def _send_down(self, message: Message) -> None:
+    def _send_down(self, message: messages.Message) -> None:
         """From process 0 to all, itself included."""
         for connection in self._connections.values():
-            connection.send(encode(message))
+            connection.send(messages.encode(message))
         self._handle(0, message)
 
     def _here(self) -> str:
@@ -326,7 +310,7 @@ class ControlChannel:
         """In process 0, in a thread: asks what all are doing, and ends them when they hang."""
         with self._changed:
             self._places = {}
-        self._send_down(Inquiry(self._question + 1))
+        self._send_down(messages.Inquiry(self._question + 1))
         with self._changed:
             count = len(self.names)
             self._changed.wait_for(lambda: len(self._places) == count, SILENT_SECONDS)
@@ -337,9 +321,9 @@ class ControlChannel:
             return  # somebody is at work
         who = f"{', '.join(silent)} {'do' if silent[1:] else 'does'} not respond" if silent else ""
         text = "; ".join([who or "nothing goes on", *overdue[:4]])
-        self._handle(0, Failure(text, hung=True))
+        self._handle(0, messages.Failure(text, hung=True))
 
-    def _handle(self, who: int, message: Message) -> None:
+    def _handle(self, who: int, message: messages.Message) -> None:
         """Handles a message: from `who` in process 0, or from process 0 in any process."""
         with self._changed:
             before = self._failure
@@ -347,45 +331,45 @@ class ControlChannel:
             new_failure = None if before else self._failure
             self._changed.notify_all()
         if answer:
-            (self._send_up if isinstance(answer, UPWARD) else self._send_down)(answer)
+            (self._send_up if isinstance(answer, messages.UPWARD) else self._send_down)(answer)
         if new_failure:
             self._end(new_failure)
 
-    def _answer(self, who: int, message: Message) -> Message | None:
+    def _answer(self, who: int, message: messages.Message) -> messages.Message | None:
         """Takes in a message; what is sent because of it."""
         match message:
-            case ProcessReport(topic, report):
+            case messages.ProcessReport(topic, report):
                 self._reports[topic, who].append(report)
-            case Broadcast(topic, answer) if self.process_id:
+            case messages.Broadcast(topic, answer) if self.process_id:
                 self._answers[topic].append(answer)
-            case StopRequest(request, loop) if loop not in self._signals:
+            case messages.StopRequest(request, loop) if loop not in self._signals:
                 self._signals[loop] = (who, request)
-                return Stopping(who, request, loop)
-            case Stopping(first, request, loop):
+                return messages.Stopping(who, request, loop)
+            case messages.Stopping(first, request, loop):
                 self._signals[loop] = (first, request)
                 # In a loop that has not begun here, any step can still be the last.
-                return StepPosition(self._step if loop == self._loop else 0, loop)
-            case StepPosition(step, loop):
+                return messages.StepPosition(self._step if loop == self._loop else 0, loop)
+            case messages.StepPosition(step, loop):
                 self._positions[loop][who] = step
                 if len(self._positions[loop]) == len(self.names):
-                    return LastStep(1 + max(self._positions[loop].values()), loop)
-            case LastStep(step, loop):
+                    return messages.LastStep(1 + max(self._positions[loop].values()), loop)
+            case messages.LastStep(step, loop):
                 self._last[loop] = step
-            case Overdue() if not (self._asking or self._closed):
+            case messages.Overdue() if not (self._asking or self._closed):
                 self._asking = True
                 threading.Thread(target=self._ask, name="inquiry", daemon=True).start()
-            case Inquiry(number):
+            case messages.Inquiry(number):
                 self._question = number
-                return Activity(*self.place())
-            case Activity(doing, late):
+                return messages.Activity(*self.place())
+            case messages.Activity(doing, late):
                 self._places[who] = (doing, late)
-            case Failure() if not (self._failure or self._closed):
+            case messages.Failure() if not (self._failure or self._closed):
                 first = who if message.who is None else message.who
                 self._failure = replace(message, who=first)
                 return self._failure if self.process_id == 0 else None
         return None
 
-    def _end(self, failure: Failure) -> None:
+    def _end(self, failure: messages.Failure) -> None:
         """Ends this process because of the first failure."""
         assert failure.who is not None
         # This process may be about to find the same error by itself. Process 0 ends last: its

@@ -280,7 +280,8 @@ def _devices(local_id: int, here: int, environ: Mapping[str, str]) -> tuple[int,
       local_id: of this process among the `here` processes on this host.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    count = len(visible.split(",")) if visible else _gpus_of_this_host()
+    gpus = visible.split(",") if visible else [*pathlib.Path("/dev").glob("nvidia[0-9]*")]
+    count = len(gpus)
     # SLURM may assign each task its own: then a task sees fewer than the node has.
     if here == 1 or count < max(here, _int(environ, "SLURM_GPUS_ON_NODE", 0)):
         return None
@@ -291,7 +292,3 @@ def _devices(local_id: int, here: int, environ: Mapping[str, str]) -> tuple[int,
         )
     share = count // here
     return tuple(range(local_id * share, (local_id + 1) * share))
-
-
-def _gpus_of_this_host() -> int:
-    return len(list(pathlib.Path("/dev").glob("nvidia[0-9]*")))

@@ -14,7 +14,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from jaxscale.distributed.control_channel import Connection, ControlChannel, Decide
 
@@ -45,6 +45,17 @@ class MissingProcessError(_Refused):
     """One did not come: it may the next time, so that a supervisor tries again."""
 
     exit_status = 1
+
+
+class _Start(NamedTuple):
+    """What one process knows of a start; all but `hello` and `deadline` as `join` has it."""
+
+    coordinator: str
+    address: tuple[str, int]
+    hello: dict[str, Any]
+    timeout: float
+    deadline: float
+    hint: str
 
 
 def join(
@@ -85,38 +96,29 @@ def join(
         "report": report,
         "nonce": os.urandom(16).hex(),
     }
-    deadline = time.monotonic() + timeout
+    start = _Start(coordinator, address, hello, timeout, time.monotonic() + timeout, hint)
     if process_id:
-        connection, welcome = _connect(coordinator, address, hello, timeout, deadline, hint)
+        connection, welcome = _connect(start)
         connections = {0: connection}
     else:
-        connections, welcome = _accept_all(
-            coordinator, address, hello, decide, timeout, deadline, hint, valid
-        )
+        connections, welcome = _accept_all(start, decide, valid)
     return ControlChannel(process_id, connections, welcome["names"]), welcome["answer"]
 
 
 def _accept_all(
-    coordinator: str,
-    address: tuple[str, int],
-    hello: dict[str, Any],
-    decide: Decide,
-    timeout: float,
-    deadline: float,
-    hint: str,
-    valid: Callable[[Any], bool],
+    start: _Start, decide: Decide, valid: Callable[[Any], bool]
 ) -> tuple[dict[int, Connection], dict[str, Any]]:
     """In process 0: accepts the others."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
-    count = hello["num_processes"]
-    with _Entrance(_listen(coordinator, *address), count + MOST_GUESTS, valid) as entrance:
+    hello, count = start.hello, start.hello["num_processes"]
+    listener = _listen(start.coordinator, *start.address)
+    with _Entrance(listener, count + MOST_GUESTS, valid) as entrance:
         try:
             while len(entrance.members) < count - 1:
-                connection = entrance.await_member(deadline)
+                connection = entrance.await_member(start.deadline)
                 if connection is None:
-                    missing = _missing(coordinator, hello, entrance.members, timeout)
-                    raise MissingProcessError(missing + hint)
+                    raise MissingProcessError(_missing(start, entrance.members) + start.hint)
                 _check_member(hello, connection, entrance.members)
             joined = {member["process_id"]: each for each, member in entrance.members.items()}
             hellos = [hello, *(entrance.members[joined[i]] for i in range(1, count))]
@@ -126,7 +128,7 @@ def _accept_all(
         except _Refused as refusal:
             absent = {*range(1, count)} - {m["process_id"] for m in entrance.members.values()}
             _abort_all(hello, entrance, refusal)
-            if time.monotonic() < deadline:  # they would wait until their own deadline
+            if time.monotonic() < start.deadline:  # they would wait until their own deadline
                 _refuse_late(entrance, absent, refusal)
             raise
     welcome = {"names": [name(i, each["host"]) for i, each in enumerate(hellos)], "answer": answer}
@@ -352,20 +354,16 @@ def _is_hello(message: Mapping[str, Any]) -> bool:
     )
 
 
-def _missing(
-    coordinator: str,
-    hello: dict[str, Any],
-    members: Mapping[Connection, dict[str, Any]],
-    timeout: float,
-) -> str:
+def _missing(start: _Start, members: Mapping[Connection, dict[str, Any]]) -> str:
+    hello = start.hello
     here = {0: hello["host"]}
     here |= {member["process_id"]: member["host"] for member in members.values()}
     missing = [i for i in range(hello["num_processes"]) if i not in here]
     joined = [name(*each) for each in sorted(here.items())]
     return (
-        f"{_processes(missing)} of {hello['num_processes']} did not connect to {coordinator} in "
-        f"{timeout:.0f} s ({_listing(joined)} did): look at the first lines of their logs, and "
-        "whether their hosts reach that address"
+        f"{_processes(missing)} of {hello['num_processes']} did not connect to "
+        f"{start.coordinator} in {start.timeout:.0f} s ({_listing(joined)} did): look at the first "
+        "lines of their logs, and whether their hosts reach that address"
     )
 
 
@@ -379,26 +377,19 @@ def _listing(words: list[str], most: int = 8) -> str:
     return f"{', '.join(init)} and {last}" if init else last
 
 
-def _connect(
-    coordinator: str,
-    address: tuple[str, int],
-    hello: dict[str, Any],
-    timeout: float,
-    deadline: float,
-    hint: str,
-) -> tuple[Connection, dict[str, Any]]:
+def _connect(start: _Start) -> tuple[Connection, dict[str, Any]]:
     """In any process but 0: sends the hello to process 0, and waits for its answer."""
     trouble = "no answer"
     # Process 0 times out first: it knows which processes are missing.
-    while (left := deadline + 5 - time.monotonic()) > 0:
+    while (left := start.deadline + 5 - time.monotonic()) > 0:
         try:
-            connection = Connection(socket.create_connection(address, timeout=min(5, left)))
+            connection = Connection(socket.create_connection(start.address, timeout=min(5, left)))
         except OSError as error:  # process 0, or its DNS name, may not exist yet
             trouble = error.strerror or str(error)
             time.sleep(min(0.3, left))
             continue
         try:
-            return connection, _answer(connection, hello, deadline + 10)
+            return connection, _answer(connection, start.hello, start.deadline + 10)
         except _Refused:
             connection.socket.close()
             raise
@@ -408,10 +399,11 @@ def _connect(
             trouble = str(error)
         connection.socket.close()
         time.sleep(0.3)
-    who = name(hello["process_id"], hello["host"])
+    who = name(start.hello["process_id"], start.hello["host"])
     raise MissingProcessError(
-        f"{who} found no process 0 at {coordinator} in {timeout:.0f} s ({trouble}): is it running, "
-        f"is that the address of its host, and is the port open between hosts?{hint}"
+        f"{who} found no process 0 at {start.coordinator} in {start.timeout:.0f} s ({trouble}): is "
+        f"it running, is that the address of its host, and is the port open between hosts?"
+        f"{start.hint}"
     )
 
 

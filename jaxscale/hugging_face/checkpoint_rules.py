@@ -57,7 +57,8 @@ def parameter_tensors(
         shapes,
         is_leaf=is_axes,
     )
-    parameters = {one.name: one for one in jax.tree.leaves(pairs, is_leaf=_is_parameter)}
+    found = jax.tree.leaves(pairs, is_leaf=lambda node: isinstance(node, _Parameter))
+    parameters = {one.name: one for one in found}
     by_param: dict[str, list[TensorRule]] = {}
     for rule in rules:
         by_param.setdefault(rule.param, []).append(rule)
@@ -74,10 +75,6 @@ class _Parameter:
     name: str
     axes: Axes
     shape: tuple[int, ...]
-
-
-def _is_parameter(node: object) -> bool:
-    return isinstance(node, _Parameter)
 
 
 def _tensors_of(

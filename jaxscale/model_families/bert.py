@@ -3,14 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxscale.model_families.family import Family, HfConfig, Model, TensorRule
+from jaxscale.model_families.family import Family, HfKey, Model, TensorRule
 from jaxscale.model_families.hf.config import (
-    activation_from_hf,
-    activation_to_hf,
-    head_size_of,
+    activation_key,
+    plain_sizes_to_hf,
     refuse_options,
     sizes_from_hf,
-    sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import matrix, norm_rules, stored, vector
 
@@ -27,38 +25,18 @@ RENAMED = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNo
 """The names of BERT's own code, which transformers still writes for some models."""
 
 
-def encoder_from_hf(hf: HfConfig) -> dict[str, Any]:
-    """The settings that BERT and ESM share."""
-    hf.expect("is_decoder", False)
-    hf.expect("add_cross_attention", False)
-    hf.expect("tie_word_embeddings", True)
-    return {**sizes_from_hf(hf), "norm_eps": hf.read("layer_norm_eps", 1e-12)}
+NORM_EPS = HfKey("layer_norm_eps", "norm_eps", 1e-12)
+HF_EXPECTED: Mapping[str, tuple[Any, ...]] = {
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
 
 
 def encoder_to_hf(model: Model) -> dict[str, Any]:
-    """The inverse of `encoder_from_hf`."""
-    refuse_options(model, causal=False, num_kv_heads=model.num_heads, head_dim=head_size_of(model))
-    sizes = sizes_to_hf(model)
-    del sizes["num_key_value_heads"], sizes["head_dim"]
-    return {**sizes, "layer_norm_eps": model.norm_eps}
-
-
-def _bert_from_hf(hf: HfConfig) -> dict[str, Any]:
-    ours = {
-        **encoder_from_hf(hf),
-        "activation": activation_from_hf(hf, "hidden_act", "gelu"),
-        "token_types": hf.read("type_vocab_size", 2),
-    }
-    hf.expect("position_embedding_type", "absolute")
-    return ours
-
-
-def _bert_to_hf(model: Model) -> dict[str, Any]:
-    return {
-        **encoder_to_hf(model),
-        "hidden_act": activation_to_hf(model),
-        "type_vocab_size": model.token_types,
-    }
+    """The sizes of an encoder."""
+    refuse_options(model, causal=False)
+    return plain_sizes_to_hf(model)
 
 
 def layer_tensors(model: Model, layer: str, norms: Mapping[str, str]) -> Iterator[TensorRule]:
@@ -140,9 +118,15 @@ BERT = Family(
     hf_types=("bert",),
     hf_defaults={"max_position_embeddings": 512},
     hf_architectures="BertForMaskedLM",
-    read_hf=_bert_from_hf,
-    write_hf=_bert_to_hf,
+    read_hf=sizes_from_hf,
+    write_hf=encoder_to_hf,
     tensors=_bert_tensors,
+    hf_keys=(
+        NORM_EPS,
+        activation_key("hidden_act", "gelu"),
+        HfKey("type_vocab_size", "token_types", 2),
+    ),
+    hf_expected={**HF_EXPECTED, "position_embedding_type": ("absolute",)},
     hf_prefix="bert.",
     hf_renamed=RENAMED,
     ignored=("bert.embeddings.position_ids",),

@@ -4,13 +4,12 @@ have none. After the last one there may be modules that predict further tokens."
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxscale.model_families.family import ROPE, Family, HfConfig, Model, TensorRule
+from jaxscale.model_families.family import ROPE, Family, HfConfig, HfKey, Model, TensorRule
 from jaxscale.model_families.hf.config import (
-    rope_from_hf,
+    llama_from_hf,
+    llama_to_hf,
+    optional_key,
     rope_given,
-    rope_to_hf,
-    sizes_from_hf,
-    sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import LAYER, expert_tensors, matrix, vector
 
@@ -46,28 +45,17 @@ some; and sizes that follow."""
 
 def _from_hf(hf: HfConfig) -> dict[str, Any]:
     hf.ignore(*UNREAD)
-    for key, allowed in HF_FIXED.items():
-        hf.expect(key, *allowed)
     turned, expert = hf.read("qk_rope_head_dim", 64), hf.read("moe_intermediate_size", 2048)
     other = hf.read("num_local_experts", 256)
     return {
-        **rope_from_hf(hf),
+        **llama_from_hf(hf),
         "rope_mscale": rope_given(hf).get("mscale_all_dim") or 0.0,
-        **sizes_from_hf(hf),
-        "norm_eps": hf.read("rms_norm_eps", 1e-6),
         "head_dim": hf.read("qk_nope_head_dim", 128) + turned,
         "rope_head_dim": turned,
         "value_head_dim": hf.read("v_head_dim", 128),
-        "kv_rank": hf.read("kv_lora_rank", 512),
-        "query_rank": hf.read("q_lora_rank", 1536) or 0,
         "num_experts": hf.read("n_routed_experts", other),
-        "experts_per_token": hf.read("num_experts_per_tok", 8),
         "expert_d_ff": expert,
         "shared_d_ff": hf.read("n_shared_experts", 1) * expert,
-        "dense_layers": hf.read("first_k_dense_replace", 3),
-        "router_scale": hf.read("routed_scaling_factor", 2.5),
-        "router_groups": hf.read("n_group", 8),
-        "router_groups_kept": hf.read("topk_group", 4),
     }
 
 
@@ -83,28 +71,18 @@ def _to_hf(model: Model) -> dict[str, Any]:
             f"model.num_experts = 1 cannot be written in Hugging Face's format of {model.family} "
             "models, where it is at least 2"
         )
-    sizes = sizes_to_hf(model)
-    del sizes["head_dim"]
-    rope = rope_to_hf(model)
-    if model.rope_mscale and rope["rope_scaling"]:
-        rope["rope_scaling"]["mscale_all_dim"] = model.rope_mscale
+    written = llama_to_hf(model)
+    del written["head_dim"]
+    if model.rope_mscale and written["rope_scaling"]:
+        written["rope_scaling"]["mscale_all_dim"] = model.rope_mscale
     return {
-        **sizes,
-        **rope,
+        **written,
         "qk_nope_head_dim": model.head_dim - model.rope_head_dim,
         "qk_rope_head_dim": model.rope_head_dim,
         "v_head_dim": model.value_dim,
-        "rms_norm_eps": model.norm_eps,
-        "kv_lora_rank": model.kv_rank,
-        "q_lora_rank": model.query_rank or None,
         "n_routed_experts": model.num_experts,
-        "num_experts_per_tok": model.experts_per_token,
         "moe_intermediate_size": expert,
         "n_shared_experts": model.shared_d_ff // expert,
-        "first_k_dense_replace": model.dense_layers,
-        "routed_scaling_factor": model.router_scale,
-        "n_group": model.router_groups,
-        "topk_group": model.router_groups_kept,
         "num_nextn_predict_layers": model.prediction_depth,
         **{key: value for key, (value,) in HF_FIXED.items()},
     }
@@ -186,6 +164,17 @@ DEEPSEEK_V3 = Family(
     read_hf=_from_hf,
     write_hf=_to_hf,
     tensors=_tensors,
+    hf_keys=(
+        HfKey("rms_norm_eps", "norm_eps", 1e-6),
+        HfKey("kv_lora_rank", "kv_rank", 512),
+        optional_key("q_lora_rank", "query_rank", 1536),
+        HfKey("num_experts_per_tok", "experts_per_token", 8),
+        HfKey("first_k_dense_replace", "dense_layers", 3),
+        HfKey("routed_scaling_factor", "router_scale", 2.5),
+        HfKey("n_group", "router_groups", 8),
+        HfKey("topk_group", "router_groups_kept", 4),
+    ),
+    hf_expected=HF_FIXED,
     # As transformers: of the published model these are of the module that predicts a further token.
     left_out=("model.layers.{layers}.*",),
 )

@@ -4,25 +4,21 @@ from typing import Any
 
 from jaxscale.model_families.bert import (
     FIXED,
+    HF_EXPECTED,
+    NORM_EPS,
     RENAMED,
-    encoder_from_hf,
     encoder_to_hf,
     head_tensors,
     layer_tensors,
 )
-from jaxscale.model_families.family import Family, HfConfig, Model, TensorRule
-from jaxscale.model_families.hf.config import rope_from_hf
+from jaxscale.model_families.family import Family, HfConfig, HfKey, Model, TensorRule
+from jaxscale.model_families.hf.config import llama_from_hf
 from jaxscale.model_families.hf.tensors import norm_rules, outer
 
 
 def _esm_from_hf(hf: HfConfig) -> dict[str, Any]:
     mask = hf.read("mask_token_id", None)
-    ours = {
-        **encoder_from_hf(hf),
-        **rope_from_hf(hf),
-        "embedding_norm": bool(hf.read("emb_layer_norm_before", None)),
-        "dropped_token": -1,
-    }
+    ours = {**llama_from_hf(hf), "dropped_token": -1}
     if hf.read("token_dropout", False):
         if mask is None:
             raise ValueError("config.json has token_dropout = true and no mask_token_id")
@@ -33,10 +29,6 @@ def _esm_from_hf(hf: HfConfig) -> dict[str, Any]:
             "config.json has position_embedding_type = 'absolute', as ESM-1b; for esm it can be "
             "'rotary', as ESM-2"
         )
-    hf.expect("hidden_act", "gelu")
-    hf.expect("is_folding_model", False)
-    for name in ("esmfold_config", "vocab_list"):
-        hf.expect(name, None)
     return ours
 
 
@@ -46,7 +38,6 @@ def _esm_to_hf(model: Model) -> dict[str, Any]:
         **encoder_to_hf(model),
         "rope_theta": model.rope_theta,
         "position_embedding_type": "rotary",
-        "emb_layer_norm_before": model.embedding_norm,
         "token_dropout": drops,
         **({"mask_token_id": model.dropped_token} if drops else {}),
     }
@@ -82,6 +73,14 @@ ESM = Family(
     read_hf=_esm_from_hf,
     write_hf=_esm_to_hf,
     tensors=_esm_tensors,
+    hf_keys=(NORM_EPS, HfKey("emb_layer_norm_before", "embedding_norm", None, bool)),
+    hf_expected={
+        **HF_EXPECTED,
+        "hidden_act": ("gelu",),
+        "is_folding_model": (False,),
+        "esmfold_config": (None,),
+        "vocab_list": (None,),
+    },
     hf_prefix="esm.",
     hf_renamed=RENAMED,
     # With rotary positions the published checkpoints still hold a table of positions.

@@ -157,6 +157,17 @@ class HfConfig:
 
 
 @dataclass(frozen=True)
+class HfKey:
+    """A key of config.json that holds one of our settings."""
+
+    theirs: str
+    ours: str
+    default: Any = REQUIRED  # where the file has no such key
+    read: Callable[[Any], Any] = lambda value: value  # their value -> ours
+    write: Callable[[Any], Any] = lambda value: value
+
+
+@dataclass(frozen=True)
 class TensorRule:
     """One parameter, or one part of a fused tensor, in a Hugging Face checkpoint.
 
@@ -197,9 +208,12 @@ class Family:
     # Its form at Hugging Face.
     hf_types: tuple[str, ...]  # model_type of config.json; the first is written; () if it has none
     hf_architectures: str
-    read_hf: Callable[[HfConfig], dict[str, Any]]  # config.json -> settings
+    read_hf: Callable[[HfConfig], dict[str, Any]]  # config.json -> settings, beside `hf_keys`
     write_hf: Callable[[Model], dict[str, Any]]  # and back
     tensors: Callable[[Model], tuple[TensorRule, ...]]
+    hf_keys: tuple[HfKey, ...] = ()
+    # Keys that have one value, or one of several, in every model of the family.
+    hf_expected: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     # Of keys that config.json may leave out, where they are not those that all families have.
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
     hf_prefix: str = "model."  # of names; checkpoints of a model without its head leave it out
@@ -221,10 +235,18 @@ class Family:
           ValueError: an unknown key, or a value that is not supported; names it.
         """
         head = {"tied_embeddings": self.untied not in tensors} if self.untied else {}
-        config = HfConfig({**self.hf_defaults, **hf})
-        settings = self.read_hf(config)
-        config.refuse_unknown()
+        settings = self.settings_of(HfConfig({**self.hf_defaults, **hf}))
         return {"family": self.name, **settings, **head}
+
+    def settings_of(self, config: HfConfig) -> dict[str, Any]:
+        """The settings that a config.json has; raises as `from_hf`."""
+        settings = self.read_hf(config)
+        for key in self.hf_keys:
+            settings[key.ours] = key.read(config.read(key.theirs, key.default))
+        for name, allowed in self.hf_expected.items():
+            config.expect(name, *allowed)
+        config.refuse_unknown()
+        return settings
 
     def to_hf(self, model: Model) -> dict[str, Any]:
         """The config.json of a model, without its special tokens.
@@ -238,5 +260,9 @@ class Family:
                 f"{self.name} models, whose layers have experts"
             )
         written = self.write_hf(model)
-        kind = {"architectures": [self.hf_architectures], "model_type": self.hf_types[0]}
-        return {**kind, **written}
+        return {
+            "architectures": [self.hf_architectures],
+            "model_type": self.hf_types[0],
+            **written,
+            **{key.theirs: key.write(getattr(model, key.ours)) for key in self.hf_keys},
+        }

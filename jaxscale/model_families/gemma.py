@@ -4,77 +4,53 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.model_families.family import ROPE, Family, HfConfig, Model
+from jaxscale.model_families.family import ROPE, Family, HfConfig, HfKey, Model
 from jaxscale.model_families.hf.config import (
-    GLOBAL,
-    LOCAL,
-    activation_from_hf,
-    activation_to_hf,
-    bias_from_hf,
-    layer_types,
-    pattern_of,
+    ATTENTION_BIAS,
+    activation_key,
+    llama_to_hf,
+    local_layers_from_hf,
+    local_layers_to_hf,
+    optional_key,
     rope_from_hf,
-    rope_to_hf,
     ropes_by_layer_from_hf,
     sizes_from_hf,
-    sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import llama_tensors
 
 FIXED = {"norm_offset": True, "norm_placement": "both", "scaled_embedding": True}
 
 
-def _both_from_hf(hf: HfConfig, period: int, cap: float | None) -> dict[str, Any]:
+def _both_from_hf(hf: HfConfig, period: int) -> dict[str, Any]:
     sizes = sizes_from_hf(hf)
-    types = hf.read("layer_types", None) or [
-        LOCAL if (i + 1) % period else GLOBAL for i in range(sizes["num_layers"])
-    ]
     window = hf.read("sliding_window", 4096) or 0
     hf.expect("sliding_window_size", window)  # its first name, in Gemma 2 9B-it beside it
-    hf.expect("use_bidirectional_attention", None, False)
     return {
         **sizes,
-        "activation": activation_from_hf(hf, "hidden_activation", "gelu_pytorch_tanh"),
-        "norm_eps": hf.read("rms_norm_eps", 1e-6),
-        "attention_bias": bias_from_hf(hf),
         "attention_scale_dim": hf.read("query_pre_attn_scalar", 256),
-        "logit_soft_cap": hf.read("final_logit_softcapping", cap) or 0.0,
-        "sliding_window": window,
-        "layer_pattern": pattern_of(types) if window else "",
-        "tied_embeddings": hf.read("tie_word_embeddings", True),
+        **local_layers_from_hf(hf, sizes["num_layers"], window, period),
     }
 
 
 def _gemma2_from_hf(hf: HfConfig) -> dict[str, Any]:
     # The older name of the activation, which transformers does not read.
     hf.ignore("hidden_act")
-    soft_cap = hf.read("attn_logit_softcapping", 50.0) or 0.0
-    rope = rope_from_hf(hf)
-    return {**rope, **_both_from_hf(hf, 2, 30.0), "attention_soft_cap": soft_cap}
+    return {**rope_from_hf(hf), **_both_from_hf(hf, 2)}
 
 
 def _gemma3_from_hf(hf: HfConfig) -> dict[str, Any]:
-    hf.expect("attn_logit_softcapping", None)
     near = hf.read("rope_local_base_freq", 10_000.0)
     rope = ropes_by_layer_from_hf(hf, 1_000_000.0, near)
     period = hf.read("sliding_window_pattern", None) or hf.read("_sliding_window_pattern", 6)
     hf.ignore("_sliding_window_pattern")
-    ours = _both_from_hf(hf, period, None)
-    return {**rope, **ours}
+    return {**rope, **_both_from_hf(hf, period)}
 
 
 def _both_to_hf(model: Model) -> dict[str, Any]:
     return {
-        **sizes_to_hf(model),
-        **rope_to_hf(model),
-        "hidden_activation": activation_to_hf(model),
-        "rms_norm_eps": model.norm_eps,
-        "attention_bias": model.attention_bias == "all",
+        **llama_to_hf(model),
         "query_pre_attn_scalar": _whole_scale(model),
-        "final_logit_softcapping": model.logit_soft_cap or None,
-        "sliding_window": model.sliding_window or None,
-        "layer_types": layer_types(model),
-        "tie_word_embeddings": model.tied_embeddings,
+        **local_layers_to_hf(model),
     }
 
 
@@ -87,10 +63,6 @@ def _whole_scale(model: Model) -> int:
             f"{model.family} models, where it is a whole number; set one"
         )
     return int(scale)
-
-
-def _gemma2_to_hf(model: Model) -> dict[str, Any]:
-    return {**_both_to_hf(model), "attn_logit_softcapping": model.attention_soft_cap or None}
 
 
 def _gemma3_to_hf(model: Model) -> dict[str, Any]:
@@ -108,6 +80,14 @@ _tensors = functools.partial(
 )
 
 HF_DEFAULTS: Mapping[str, Any] = {"num_key_value_heads": 4, "head_dim": 256}
+HF_KEYS = (
+    activation_key("hidden_activation", "gelu_pytorch_tanh"),
+    HfKey("rms_norm_eps", "norm_eps", 1e-6),
+    ATTENTION_BIAS,
+    optional_key("final_logit_softcapping", "logit_soft_cap", off=0.0),
+    HfKey("tie_word_embeddings", "tied_embeddings", True),
+)
+HF_EXPECTED = {"use_bidirectional_attention": (None, False)}
 
 SETTINGS: Mapping[str, Any] = {
     **ROPE,
@@ -130,11 +110,20 @@ GEMMA2 = Family(
     },
     fixed=FIXED,
     hf_types=("gemma2",),
-    hf_defaults={**HF_DEFAULTS, "max_position_embeddings": 8192},
+    hf_defaults={
+        **HF_DEFAULTS,
+        "max_position_embeddings": 8192,
+        "final_logit_softcapping": 30.0,
+    },
     hf_architectures="Gemma2ForCausalLM",
     read_hf=_gemma2_from_hf,
-    write_hf=_gemma2_to_hf,
+    write_hf=_both_to_hf,
     tensors=_tensors,
+    hf_keys=(
+        *HF_KEYS,
+        optional_key("attn_logit_softcapping", "attention_soft_cap", 50.0, off=0.0),
+    ),
+    hf_expected=HF_EXPECTED,
 )
 
 GEMMA3 = Family(
@@ -155,4 +144,6 @@ GEMMA3 = Family(
     read_hf=_gemma3_from_hf,
     write_hf=_gemma3_to_hf,
     tensors=_tensors,
+    hf_keys=HF_KEYS,
+    hf_expected={**HF_EXPECTED, "attn_logit_softcapping": (None,)},
 )

@@ -3,13 +3,8 @@ whose MLPs are experts in sets, "prototypes", of each of which a token takes one
 
 from typing import Any
 
-from jaxscale.model_families.family import EXPERTS, Family, HfConfig, Model, TensorRule
-from jaxscale.model_families.hf.config import (
-    activation_from_hf,
-    activation_to_hf,
-    head_size_of,
-    refuse_options,
-)
+from jaxscale.model_families.family import EXPERTS, Family, HfConfig, HfKey, Model, TensorRule
+from jaxscale.model_families.hf.config import activation_key, refuse_options
 from jaxscale.model_families.hf.tensors import norm_rules, outer, stored, vector
 
 LAYER = "transformer.h.{layer}"
@@ -17,52 +12,28 @@ LAYER = "transformer.h.{layer}"
 
 def _from_hf(hf: HfConfig) -> dict[str, Any]:
     d_model, heads = hf.read("n_embd"), hf.read("n_head")
-    positions = hf.read("n_positions", 1024)
-    hf.ignore("n_ctx")  # an older name of n_positions
-    ours = {
-        "vocab_size": hf.read("vocab_size"),
-        "d_model": d_model,
+    # An older name of n_positions, and how scores are computed, which are float32 in any case.
+    hf.ignore("n_ctx", "reorder_and_upcast_attn")
+    return {
         "d_ff": hf.read("n_inner", None) or 4 * d_model,
-        "num_layers": hf.read("n_layer"),
-        "num_heads": heads,
         "num_kv_heads": heads,
         "head_dim": d_model // heads,
-        "max_seq_len": positions,
-        "activation": activation_from_hf(hf, "activation_function", "gelu_new"),
-        "norm_eps": hf.read("layer_norm_epsilon", 1e-5),
         "attention_scale_dim": 0.0 if hf.read("scale_attn_weights", True) else 1.0,
-        "tied_embeddings": hf.read("tie_word_embeddings", True),
     }
-    hf.expect("scale_attn_by_inverse_layer_idx", False)
-    hf.expect("add_cross_attention", False)
-    hf.expect("is_encoder_decoder", False)
-    hf.ignore("reorder_and_upcast_attn")  # scores are float32 here in any case
-    return ours
 
 
 def _to_hf(model: Model) -> dict[str, Any]:
     refuse_options(
         model,
         num_kv_heads=model.num_heads,
-        head_dim=head_size_of(model),
+        head_dim=model.d_model // model.num_heads,
         qk_norm=False,
         sliding_window=0,
         logit_soft_cap=0.0,
     )
     if model.attention_scale_dim not in (0, 1, model.head_dim):
         refuse_options(model, attention_scale_dim=model.head_dim)
-    return {
-        "vocab_size": model.vocab_size,
-        "n_embd": model.d_model,
-        "n_inner": model.d_ff,
-        "n_layer": model.num_layers,
-        "n_head": model.num_heads,
-        "n_positions": model.max_seq_len,
-        "activation_function": activation_to_hf(model),
-        "layer_norm_epsilon": model.norm_eps,
-        "scale_attn_weights": model.attention_scale_dim != 1,
-        "tie_word_embeddings": model.tied_embeddings,
-    }
+    return {"n_inner": model.d_ff, "scale_attn_weights": model.attention_scale_dim != 1}
 
 
 def _tensors(model: Model) -> tuple[TensorRule, ...]:
@@ -114,6 +85,21 @@ GPT = Family(
     read_hf=_from_hf,
     write_hf=_to_hf,
     tensors=_tensors,
+    hf_keys=(
+        HfKey("vocab_size", "vocab_size"),
+        HfKey("n_embd", "d_model"),
+        HfKey("n_layer", "num_layers"),
+        HfKey("n_head", "num_heads"),
+        HfKey("n_positions", "max_seq_len", 1024),
+        activation_key("activation_function", "gelu_new"),
+        HfKey("layer_norm_epsilon", "norm_eps", 1e-5),
+        HfKey("tie_word_embeddings", "tied_embeddings", True),
+    ),
+    hf_expected={
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+        "is_encoder_decoder": (False,),
+    },
     hf_prefix="transformer.",
     ignored=("*.attn.bias", "*.attn.masked_bias"),
 )

@@ -2,18 +2,15 @@
 
 from typing import Any
 
-from jaxscale.model_families.family import ROPE, Family, HfConfig, Model, TensorRule
+from jaxscale.model_families.family import ROPE, Family, HfConfig, HfKey, Model, TensorRule
 from jaxscale.model_families.hf.config import (
-    activation_from_hf,
-    activation_to_hf,
-    bias_from_hf,
-    head_size_of,
-    refuse_options,
+    ATTENTION_BIAS,
+    activation_key,
+    plain_sizes_to_hf,
     rope_from_hf,
     rope_given,
     rope_to_hf,
     sizes_from_hf,
-    sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import matrix, norm_rules, outer, vector
 
@@ -24,34 +21,18 @@ def _from_hf(hf: HfConfig) -> dict[str, Any]:
     rope = rope_given(hf)
     share = rope.pop("partial_rotary_factor", hf.read("rotary_pct", 0.25))
     hf.expect("partial_rotary_factor", share)  # which transformers 4 writes beside it
-    ours = {
-        **rope_from_hf(hf, hf.read("rotary_emb_base", 10_000.0), rope),
-        **sizes_from_hf(hf),
-        "rope_share": share,
-        "activation": activation_from_hf(hf, "hidden_act", "gelu"),
-        "norm_eps": hf.read("layer_norm_eps", 1e-5),
-        "attention_bias": bias_from_hf(hf, True),
-        "parallel_block": hf.read("use_parallel_residual", True),
-        "tied_embeddings": hf.read("tie_word_embeddings", False),
-    }
     hf.ignore("is_decoder")
-    return ours
+    base = hf.read("rotary_emb_base", 10_000.0)
+    return {**rope_from_hf(hf, base, rope), **sizes_from_hf(hf), "rope_share": share}
 
 
 def _to_hf(model: Model) -> dict[str, Any]:
-    refuse_options(model, num_kv_heads=model.num_heads, head_dim=head_size_of(model))
-    sizes, rope = sizes_to_hf(model), rope_to_hf(model)
-    del sizes["num_key_value_heads"], sizes["head_dim"]
+    rope = rope_to_hf(model)
     return {
-        **sizes,
+        **plain_sizes_to_hf(model),
         "rotary_emb_base": rope["rope_theta"],
         "rope_scaling": rope["rope_scaling"],
         "rotary_pct": model.rope_share,
-        "hidden_act": activation_to_hf(model),
-        "layer_norm_eps": model.norm_eps,
-        "attention_bias": model.attention_bias == "all",
-        "use_parallel_residual": model.parallel_block,
-        "tie_word_embeddings": model.tied_embeddings,
     }
 
 
@@ -59,12 +40,7 @@ def _tensors(model: Model) -> tuple[TensorRule, ...]:
     d_model, heads, size = model.d_model, model.num_heads, model.head_dim
     fused, bias = f"{LAYER}.attention.query_key_value", model.attention_bias == "all"
     rules = [
-        *outer(
-            model,
-            "gpt_neox.embed_in.weight",
-            "gpt_neox.final_layer_norm",
-            "embed_out.weight",
-        )
+        *outer(model, "gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm", "embed_out.weight")
     ]
     rules += norm_rules(model, "layers/attention_norm", f"{LAYER}.input_layernorm")
     rules += norm_rules(model, "layers/mlp_norm", f"{LAYER}.post_attention_layernorm")
@@ -101,10 +77,18 @@ GPT_NEOX = Family(
     },
     fixed={"norm": "layer", "gated": False, "mlp_bias": True},
     hf_types=("gpt_neox",),
+    hf_defaults={"attention_bias": True},
     hf_architectures="GPTNeoXForCausalLM",
     read_hf=_from_hf,
     write_hf=_to_hf,
     tensors=_tensors,
+    hf_keys=(
+        activation_key("hidden_act", "gelu"),
+        HfKey("layer_norm_eps", "norm_eps", 1e-5),
+        ATTENTION_BIAS,
+        HfKey("use_parallel_residual", "parallel_block", True),
+        HfKey("tie_word_embeddings", "tied_embeddings", False),
+    ),
     hf_prefix="gpt_neox.",
     ignored=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
 )

@@ -3,19 +3,24 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxscale.model_families.family import EXPERTS, ROPE, Family, HfConfig, Model, TensorRule
+from jaxscale.model_families.family import (
+    EXPERTS,
+    ROPE,
+    Family,
+    HfConfig,
+    HfKey,
+    Model,
+    TensorRule,
+)
 from jaxscale.model_families.hf.config import (
-    GLOBAL,
-    LOCAL,
-    balance_to_hf,
     experts_from_hf,
-    layer_types,
-    pattern_of,
+    experts_to_hf,
+    llama_to_hf,
+    local_layers_from_hf,
+    local_layers_to_hf,
     rope_from_hf,
     rope_given,
-    rope_to_hf,
     sizes_from_hf,
-    sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import (
     LAYER,
@@ -41,26 +46,19 @@ HF_DEFAULTS: Mapping[str, Any] = {
     "sliding_window": 128,
     "max_position_embeddings": 131_072,
 }
+HF_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "swiglu_alpha": 1.702, "attention_bias": True}
+"""Keys that have one value in every model of the family."""
 
 
 def _from_hf(hf: HfConfig) -> dict[str, Any]:
     sizes = sizes_from_hf(hf)
-    usual = [GLOBAL if i % 2 else LOCAL for i in range(sizes["num_layers"])]
-    types = hf.read("layer_types", None) or usual
-    window = hf.read("sliding_window") or 0
     # In published files beside the keys that say the same.
     hf.ignore("experts_per_token", "initial_context_length")
-    for key, value in (("hidden_act", "silu"), ("swiglu_alpha", 1.702), ("attention_bias", True)):
-        hf.expect(key, value)
     return {
         **rope_from_hf(hf, 150_000.0, rope_given(hf) or ROPE_DEFAULTS),
         **sizes,
         **experts_from_hf(hf, experts=128, per_token=4, layers=sizes["num_layers"]),
-        "sliding_window": window,
-        "layer_pattern": pattern_of(types) if window else "",
-        "mlp_limit": hf.read("swiglu_limit", 7.0),
-        "norm_eps": hf.read("rms_norm_eps", 1e-5),
-        "tied_embeddings": hf.read("tie_word_embeddings", False),
+        **local_layers_from_hf(hf, sizes["num_layers"], hf.read("sliding_window"), period=2),
     }
 
 
@@ -70,24 +68,10 @@ def _to_hf(model: Model) -> dict[str, Any]:
             "model.mlp_limit = 0 cannot be written in Hugging Face's format of gpt_oss models, "
             "whose experts have a limit; set model.mlp_limit = 7.0 as the published ones"
         )
-    rope = rope_to_hf(model)
+    written = {**llama_to_hf(model), **experts_to_hf(model), **HF_FIXED}
     # Without any their default is YaRN's.
-    rope["rope_scaling"] = rope["rope_scaling"] or {"rope_type": "default"}
-    return {
-        **sizes_to_hf(model),
-        **rope,
-        "num_local_experts": model.num_experts,
-        "num_experts_per_tok": model.experts_per_token,
-        **balance_to_hf(model),
-        "sliding_window": model.sliding_window or None,
-        "layer_types": layer_types(model),
-        "swiglu_limit": model.mlp_limit,
-        "swiglu_alpha": 1.702,
-        "hidden_act": "silu",
-        "attention_bias": True,
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tied_embeddings,
-    }
+    written["rope_scaling"] = written["rope_scaling"] or {"rope_type": "default"}
+    return {**written, **local_layers_to_hf(model)}
 
 
 def _expert_rules(model: Model) -> Iterator[TensorRule]:
@@ -143,4 +127,10 @@ GPT_OSS = Family(
     read_hf=_from_hf,
     write_hf=_to_hf,
     tensors=_tensors,
+    hf_keys=(
+        HfKey("swiglu_limit", "mlp_limit", 7.0),
+        HfKey("rms_norm_eps", "norm_eps", 1e-5),
+        HfKey("tie_word_embeddings", "tied_embeddings", False),
+    ),
+    hf_expected={key: (value,) for key, value in HF_FIXED.items()},
 )

@@ -7,64 +7,34 @@ from typing import Any
 
 from jaxscale.model_families.family import ROPE, Family, HfConfig, Model
 from jaxscale.model_families.hf.config import (
+    ATTENTION_BIAS,
     GLOBAL,
+    LLAMA_KEYS,
     LOCAL,
-    activation_from_hf,
-    activation_to_hf,
-    bias_from_hf,
-    layer_types,
-    pattern_of,
-    rope_from_hf,
-    rope_to_hf,
+    llama_from_hf,
+    llama_to_hf,
+    local_layers_from_hf,
+    local_layers_to_hf,
     ropes_by_layer_from_hf,
     sizes_from_hf,
-    sizes_to_hf,
 )
 from jaxscale.model_families.hf.tensors import llama_tensors
 
 
-def _olmo2_from_hf(hf: HfConfig) -> dict[str, Any]:
-    return {**rope_from_hf(hf), **_both_from_hf(hf)}
-
-
 def _olmo3_from_hf(hf: HfConfig) -> dict[str, Any]:
-    window, types = hf.read("sliding_window", 4096), hf.read("layer_types", None)
-    ours = {**ropes_by_layer_from_hf(hf, 500_000.0), **_both_from_hf(hf)}
-    types = types or [LOCAL if (i + 1) % 4 else GLOBAL for i in range(ours["num_layers"])]
-    pattern = pattern_of(types) if window else ""
-    return {**ours, "sliding_window": window or 0, "layer_pattern": pattern}
-
-
-def _both_from_hf(hf: HfConfig) -> dict[str, Any]:
-    return {
-        **sizes_from_hf(hf),
-        "activation": activation_from_hf(hf, "hidden_act", "silu"),
-        "norm_eps": hf.read("rms_norm_eps", 1e-5),
-        "attention_bias": bias_from_hf(hf),
-        "tied_embeddings": hf.read("tie_word_embeddings", False),
-    }
-
-
-def _to_hf(model: Model) -> dict[str, Any]:
-    return {
-        **sizes_to_hf(model),
-        **rope_to_hf(model),
-        "hidden_act": activation_to_hf(model),
-        "rms_norm_eps": model.norm_eps,
-        "attention_bias": model.attention_bias == "all",
-        "tie_word_embeddings": model.tied_embeddings,
-    }
+    window = hf.read("sliding_window", 4096)
+    ours = {**ropes_by_layer_from_hf(hf, 500_000.0), **sizes_from_hf(hf)}
+    return {**ours, **local_layers_from_hf(hf, ours["num_layers"], window, period=4)}
 
 
 def _olmo3_to_hf(model: Model) -> dict[str, Any]:
-    hf = _to_hf(model)
+    hf = llama_to_hf(model)
     far = hf["rope_scaling"] or {"rope_type": "default"}
     near = {"rope_type": "default", "rope_theta": model.local_rope_theta}
     both = {GLOBAL: {**far, "rope_theta": model.rope_theta}, LOCAL: near}
     if model.local_rope_theta != model.rope_theta:  # transformers 4 knows one base
         del hf["rope_theta"], hf["rope_scaling"]
-    windows = {"sliding_window": model.sliding_window or None, "layer_types": layer_types(model)}
-    return {**hf, **windows, "rope_parameters": both}
+    return {**hf, **local_layers_to_hf(model), "rope_parameters": both}
 
 
 SETTINGS: Mapping[str, Any] = {
@@ -76,6 +46,8 @@ SETTINGS: Mapping[str, Any] = {
     "tied_embeddings": False,
 }
 FIXED = {"norm_placement": "after", "qk_norm": True, "qk_norm_over_heads": True}
+HF_DEFAULTS = {"rms_norm_eps": 1e-5}
+HF_KEYS = (*LLAMA_KEYS, ATTENTION_BIAS)
 
 _tensors = functools.partial(
     llama_tensors,
@@ -91,10 +63,12 @@ OLMO2 = Family(
     settings=SETTINGS,
     fixed=FIXED,
     hf_types=("olmo2",),
+    hf_defaults=HF_DEFAULTS,
     hf_architectures="Olmo2ForCausalLM",
-    read_hf=_olmo2_from_hf,
-    write_hf=_to_hf,
+    read_hf=llama_from_hf,
+    write_hf=llama_to_hf,
     tensors=_tensors,
+    hf_keys=HF_KEYS,
 )
 
 OLMO3 = Family(
@@ -108,8 +82,10 @@ OLMO3 = Family(
     },
     fixed=FIXED,
     hf_types=("olmo3",),
+    hf_defaults=HF_DEFAULTS,
     hf_architectures="Olmo3ForCausalLM",
     read_hf=_olmo3_from_hf,
     write_hf=_olmo3_to_hf,
     tensors=_tensors,
+    hf_keys=HF_KEYS,
 )

@@ -4,16 +4,15 @@ from typing import Any
 
 from jaxscale.model_families.family import ROPE, Family, HfConfig, Model, TensorRule
 from jaxscale.model_families.hf.config import (
-    activation_from_hf,
-    activation_to_hf,
+    LLAMA_KEYS,
+    llama_to_hf,
+    optional_key,
     refuse_options,
     rope_from_hf,
     rope_given,
-    rope_to_hf,
     sizes_from_hf,
-    sizes_to_hf,
 )
-from jaxscale.model_families.hf.tensors import LAYER, NORMS, matrix, norm_rules, outer
+from jaxscale.model_families.hf.tensors import LAYER, layer_norms, llama_outer, matrix
 
 
 def _from_hf(hf: HfConfig) -> dict[str, Any]:
@@ -29,43 +28,25 @@ def _from_hf(hf: HfConfig) -> dict[str, Any]:
     original = hf.read("original_max_position_embeddings", 4096)
     if rope["rope_type"] == "longrope":
         rope["original_max_position_embeddings"] = original
-    ours = {
-        **rope_from_hf(hf, given=rope),
-        **sizes_from_hf(hf),
-        "rope_share": share,
-        "activation": activation_from_hf(hf, "hidden_act", "silu"),
-        "norm_eps": hf.read("rms_norm_eps", 1e-5),
-        "sliding_window": hf.read("sliding_window", None) or 0,
-        "tied_embeddings": hf.read("tie_word_embeddings", False),
-    }
-    for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
-        hf.expect(name, False)
-    for name in ("full_attn_mod", "interpolate_factor"):
-        hf.expect(name, 1)
-    return ours
+    return {**rope_from_hf(hf, given=rope), **sizes_from_hf(hf), "rope_share": share}
 
 
 def _to_hf(model: Model) -> dict[str, Any]:
     scaled = model.rope_scaling == "longrope"
     if not scaled:
         refuse_options(model, rope_scaling="none")
-    rope = rope_to_hf(model)
+    written = llama_to_hf(model)
     # As published, and all that transformers 4 accepts; it computes the two others so.
     factor = max(model.max_seq_len / model.rope_original_context, 1.0)
     if scaled and factor == model.rope_factor and not model.rope_attention_factor:
-        lists = {key: rope["rope_scaling"][key] for key in ("short_factor", "long_factor")}
-        rope["rope_scaling"] = {"type": "longrope", **lists}
+        lists = {key: written["rope_scaling"][key] for key in ("short_factor", "long_factor")}
+        written["rope_scaling"] = {"type": "longrope", **lists}
     return {
-        **sizes_to_hf(model),
-        **rope,
+        **written,
         "partial_rotary_factor": model.rope_share,
         "original_max_position_embeddings": (
             model.rope_original_context if scaled else model.max_seq_len
         ),
-        "hidden_act": activation_to_hf(model),
-        "rms_norm_eps": model.norm_eps,
-        "sliding_window": model.sliding_window or None,
-        "tie_word_embeddings": model.tied_embeddings,
     }
 
 
@@ -89,12 +70,8 @@ def _tensors(model: Model) -> tuple[TensorRule, ...]:
 
     qkv = {"attention/q": heads, "attention/k": keys, "attention/v": keys}
     return (
-        *outer(model, "model.embed_tokens.weight", "model.norm", "lm_head.weight"),
-        *(
-            rule
-            for ours, theirs in NORMS.items()
-            for rule in norm_rules(model, f"layers/{ours}", f"{LAYER}.{theirs}")
-        ),
+        *llama_outer(model),
+        *layer_norms(model),
         *parts("self_attn.qkv_proj", **qkv),
         matrix("layers/attention/out", f"{LAYER}.self_attn.o_proj.weight", heads, model.d_model),
         *parts("mlp.gate_up_proj", **{"mlp/gate": model.d_ff, "mlp/up": model.d_ff}),
@@ -115,9 +92,17 @@ PHI3 = Family(
     },
     fixed={},
     hf_types=("phi3",),
-    hf_defaults={"max_position_embeddings": 4096},
+    hf_defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     hf_architectures="Phi3ForCausalLM",
     read_hf=_from_hf,
     write_hf=_to_hf,
     tensors=_tensors,
+    hf_keys=(*LLAMA_KEYS, optional_key("sliding_window", "sliding_window")),
+    hf_expected={
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "lm_head_bias": (False,),
+        "full_attn_mod": (1,),
+        "interpolate_factor": (1,),
+    },
 )

@@ -5,14 +5,11 @@ from typing import Any
 
 from jaxscale.model_families.family import ROPE, Family, HfConfig, Model
 from jaxscale.model_families.hf.config import (
-    activation_from_hf,
-    activation_to_hf,
-    bias_from_hf,
+    ATTENTION_BIAS,
+    LLAMA_KEYS,
     layer_types,
-    rope_from_hf,
-    rope_to_hf,
-    sizes_from_hf,
-    sizes_to_hf,
+    llama_from_hf,
+    llama_to_hf,
     windows_from_hf,
 )
 from jaxscale.model_families.hf.tensors import llama_tensors
@@ -20,21 +17,9 @@ from jaxscale.model_families.hf.tensors import llama_tensors
 HF_DEFAULTS: Mapping[str, Any] = {"num_key_value_heads": 32, "max_position_embeddings": 32_768}
 
 
-def _both_from_hf(hf: HfConfig) -> dict[str, Any]:
-    sizes = {**rope_from_hf(hf), **sizes_from_hf(hf)}
-    ours = {
-        **sizes,
-        **windows_from_hf(hf, sizes["num_layers"]),
-        "activation": activation_from_hf(hf, "hidden_act", "silu"),
-        "norm_eps": hf.read("rms_norm_eps", 1e-6),
-        "tied_embeddings": hf.read("tie_word_embeddings", False),
-    }
-    hf.expect("use_mrope", False)
-    return ours
-
-
-def _qwen3_from_hf(hf: HfConfig) -> dict[str, Any]:
-    return {**_both_from_hf(hf), "attention_bias": bias_from_hf(hf)}
+def _from_hf(hf: HfConfig) -> dict[str, Any]:
+    ours = llama_from_hf(hf)
+    return {**ours, **windows_from_hf(hf, ours["num_layers"])}
 
 
 def _to_hf(model: Model) -> dict[str, Any]:
@@ -44,17 +29,13 @@ def _to_hf(model: Model) -> dict[str, Any]:
         "max_window_layers": 0,
         "layer_types": layer_types(model),
     }
-    bias = {"attention_bias": model.attention_bias == "all"}
     return {
-        **sizes_to_hf(model),
-        **rope_to_hf(model),
+        **llama_to_hf(model),
         **(windows if model.sliding_window else {"use_sliding_window": False}),
-        **(bias if model.family == "qwen3" else {}),
-        "hidden_act": activation_to_hf(model),
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tied_embeddings,
     }
 
+
+HF_EXPECTED = {"use_mrope": (False,)}
 
 SETTINGS: Mapping[str, Any] = {
     **ROPE,
@@ -74,9 +55,11 @@ QWEN2 = Family(
     hf_types=("qwen2",),
     hf_defaults=HF_DEFAULTS,
     hf_architectures="Qwen2ForCausalLM",
-    read_hf=_both_from_hf,
+    read_hf=_from_hf,
     write_hf=_to_hf,
     tensors=llama_tensors,
+    hf_keys=LLAMA_KEYS,
+    hf_expected=HF_EXPECTED,
 )
 
 QWEN3 = Family(
@@ -87,7 +70,9 @@ QWEN3 = Family(
     hf_types=("qwen3",),
     hf_defaults={**HF_DEFAULTS, "head_dim": 128},
     hf_architectures="Qwen3ForCausalLM",
-    read_hf=_qwen3_from_hf,
+    read_hf=_from_hf,
     write_hf=_to_hf,
     tensors=llama_tensors,
+    hf_keys=(*LLAMA_KEYS, ATTENTION_BIAS),
+    hf_expected=HF_EXPECTED,
 )

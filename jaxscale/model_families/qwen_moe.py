@@ -2,17 +2,14 @@
 
 from typing import Any
 
-from jaxscale.model_families.family import EXPERTS, ROPE, Family, HfConfig, Model
+from jaxscale.model_families.family import EXPERTS, ROPE, Family, HfConfig, HfKey, Model
 from jaxscale.model_families.hf.config import (
-    activation_from_hf,
-    activation_to_hf,
-    balance_to_hf,
-    bias_from_hf,
+    ATTENTION_BIAS,
+    LLAMA_KEYS,
     experts_from_hf,
-    rope_from_hf,
-    rope_to_hf,
-    sizes_from_hf,
-    sizes_to_hf,
+    experts_to_hf,
+    llama_from_hf,
+    llama_to_hf,
 )
 from jaxscale.model_families.hf.tensors import expert_tensors
 
@@ -21,28 +18,19 @@ LONGEST_PATTERN = 8
 
 
 def _from_hf(hf: HfConfig) -> dict[str, Any]:
-    sizes = {**rope_from_hf(hf), **sizes_from_hf(hf)}
+    ours = llama_from_hf(hf)
     window = hf.read("sliding_window", 4096)
     hf.ignore("max_window_layers")  # in published files; no layer reads it
-    dense = _dense_layers_from_hf(hf, sizes["num_layers"])
+    dense = _dense_layers_from_hf(hf, ours["num_layers"])
     pattern = dense["expert_pattern"] or "E"
-    turns = (sizes["num_layers"] - dense["dense_layers"]) // len(pattern)
-    ours = {
-        **sizes,
+    turns = (ours["num_layers"] - dense["dense_layers"]) // len(pattern)
+    return {
+        **ours,
         **experts_from_hf(hf, experts=128, per_token=8, layers=turns * pattern.count("E")),
         **dense,
         "expert_d_ff": hf.read("moe_intermediate_size", 768),
-        "router_normalized": hf.read("norm_topk_prob", False),
         "sliding_window": window or 0 if hf.read("use_sliding_window", False) else 0,
-        "attention_bias": bias_from_hf(hf),
-        "activation": activation_from_hf(hf, "hidden_act", "silu"),
-        "norm_eps": hf.read("rms_norm_eps", 1e-6),
-        "tied_embeddings": hf.read("tie_word_embeddings", False),
     }
-    hf.expect("qkv_bias", False)
-    hf.expect("use_qk_norm", True)
-    hf.expect("shared_expert_intermediate_size", 0)
-    return ours
 
 
 def _dense_layers_from_hf(hf: HfConfig, num_layers: int) -> dict[str, Any]:
@@ -70,21 +58,13 @@ def _dense_layers_from_hf(hf: HfConfig, num_layers: int) -> dict[str, Any]:
 
 def _to_hf(model: Model) -> dict[str, Any]:
     return {
-        **sizes_to_hf(model),
-        **rope_to_hf(model),
-        "num_experts": model.num_experts,
-        "num_experts_per_tok": model.experts_per_token,
+        **llama_to_hf(model),
+        **experts_to_hf(model, "num_experts"),
         "moe_intermediate_size": model.expert_d_ff or model.d_ff,
         "mlp_only_layers": [i for i in range(model.num_layers) if not model.has_experts(i)],
         "decoder_sparse_step": 1,
-        "norm_topk_prob": model.router_normalized,
-        **balance_to_hf(model),
         "use_sliding_window": bool(model.sliding_window),
         "sliding_window": model.sliding_window or None,
-        "attention_bias": model.attention_bias == "all",
-        "hidden_act": activation_to_hf(model),
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tied_embeddings,
     }
 
 
@@ -114,4 +94,10 @@ QWEN3_MOE = Family(
     read_hf=_from_hf,
     write_hf=_to_hf,
     tensors=expert_tensors,
+    hf_keys=(*LLAMA_KEYS, ATTENTION_BIAS, HfKey("norm_topk_prob", "router_normalized", False)),
+    hf_expected={
+        "qkv_bias": (False,),
+        "use_qk_norm": (True,),
+        "shared_expert_intermediate_size": (0,),
+    },
 )

@@ -16,13 +16,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jaxscale.choices import check_choice
-from jaxscale.model_families.family import Family, HfConfig, Model, TensorRule
-from jaxscale.model_families.hf.config import (
-    ACTIVATIONS,
-    activation_to_hf,
-    refuse_options,
-)
+from jaxscale.model_families.family import Family, HfConfig, HfKey, Model, TensorRule
+from jaxscale.model_families.hf.config import our_activation, refuse_options, their_activation
 from jaxscale.model_families.hf.tensors import matrix, outer, stored, vector
 
 UNUSED = ("dropout_rate", "initializer_factor", "is_decoder", "n_positions")
@@ -37,37 +32,27 @@ def _from_hf(hf: HfConfig) -> dict[str, Any]:
             f"config.json has decoder_start_token_id = {start} and pad_token_id = {padding}; here "
             "a decoder begins with the padding token"
         )
-    layers, heads = hf.read("num_layers"), hf.read("num_heads")
+    layers = hf.read("num_layers")
     scaled = hf.read("tie_word_embeddings", None) is not False
     gated, _, activation = hf.read("feed_forward_proj", "relu").rpartition("-")
     if gated == "gated" and activation == "gelu":
         activation = "gelu_new"  # that of T5 1.1 is by tanh, whatever its name says
-    check_choice("config.json: feed_forward_proj", activation, ACTIVATIONS)
     hf.ignore("dense_act_fn", "is_gated_act")  # follow from the former
     ours = {
-        "vocab_size": hf.read("vocab_size"),
-        "d_model": hf.read("d_model"),
-        "d_ff": hf.read("d_ff"),
-        "num_encoder_layers": layers,
         "num_layers": hf.read("num_decoder_layers", None) or layers,
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hf.read("d_kv"),
+        "num_kv_heads": hf.read("num_heads"),
         "gated": gated == "gated",
-        "activation": ACTIVATIONS[activation],
-        "norm_eps": hf.read("layer_norm_epsilon", 1e-6),
-        "relative_buckets": hf.read("relative_attention_num_buckets", 32),
-        "relative_max_distance": hf.read("relative_attention_max_distance", 128),
+        "activation": our_activation("feed_forward_proj", activation),
     }
     if hf.read("model_type") in ("t5", "umt5"):
         ours["scaled_head"] = hf.read("scale_decoder_outputs", scaled)
-    hf.expect("is_encoder_decoder", True)
     return ours
 
 
 def _to_hf(model: Model) -> dict[str, Any]:
     refuse_options(model, num_kv_heads=model.num_heads)
-    activation = "gelu" if model.activation == "gelu_tanh" else activation_to_hf(model)
+    plain = their_activation(model.activation)
+    activation = "gelu" if model.activation == "gelu_tanh" else plain
     if model.gated and model.activation == "gelu":
         raise ValueError(
             "model.activation = 'gelu' cannot be written in Hugging Face's format of "
@@ -76,17 +61,8 @@ def _to_hf(model: Model) -> dict[str, Any]:
     scale = {"scale_decoder_outputs": model.scaled_head} if model.family == "t5" else {}
     return {
         **scale,
-        "vocab_size": model.vocab_size,
-        "d_model": model.d_model,
-        "d_ff": model.d_ff,
-        "num_layers": model.num_encoder_layers,
         "num_decoder_layers": model.num_layers,
-        "num_heads": model.num_heads,
-        "d_kv": model.head_dim,
-        "feed_forward_proj": f"gated-{activation}" if model.gated else activation_to_hf(model),
-        "layer_norm_epsilon": model.norm_eps,
-        "relative_attention_num_buckets": model.relative_buckets,
-        "relative_attention_max_distance": model.relative_max_distance,
+        "feed_forward_proj": f"gated-{activation}" if model.gated else plain,
         "is_encoder_decoder": True,
         "tie_word_embeddings": model.scaled_head if scale or model.family == "umt5" else False,
     }
@@ -168,6 +144,18 @@ T5 = Family(
     read_hf=_from_hf,
     write_hf=_to_hf,
     tensors=_tensors,
+    hf_keys=(
+        HfKey("vocab_size", "vocab_size"),
+        HfKey("d_model", "d_model"),
+        HfKey("d_ff", "d_ff"),
+        HfKey("num_layers", "num_encoder_layers"),
+        HfKey("num_heads", "num_heads"),
+        HfKey("d_kv", "head_dim"),
+        HfKey("layer_norm_epsilon", "norm_eps", 1e-6),
+        HfKey("relative_attention_num_buckets", "relative_buckets", 32),
+        HfKey("relative_attention_max_distance", "relative_max_distance", 128),
+    ),
+    hf_expected={"is_encoder_decoder": (True,)},
     hf_prefix="",
     # Early checkpoints have a table that no code reads.
     ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),

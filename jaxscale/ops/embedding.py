@@ -7,12 +7,12 @@ sum stops growing at about 256 times the size of its terms.
 Letters: B batch, T time, D features, V rows (inside the local functions: this rank's share).
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
+
+from jaxscale.sharding.specs import manually
 
 
 def lookup(table_VD: jax.Array, indices_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -70,15 +70,6 @@ def spread_lookup(
     scatters = scatters and bool(together)
     gradient = PartitionSpec(rows, together) if scatters else table
 
-    def manual(function: Callable, in_specs: tuple, out_specs: PartitionSpec) -> Callable:
-        return jax.shard_map(
-            function,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(axes),
-            check_vma=False,
-        )
-
     def own(indices_BT: jax.Array, share: int, axis: str) -> tuple[jax.Array, jax.Array]:
         rows_BT = indices_BT - jax.lax.axis_index(axis) * share
         mine_BT = (rows_BT >= 0) & (rows_BT < share)
@@ -107,10 +98,11 @@ def spread_lookup(
 
     @jax.custom_vjp
     def lookup(table_VD: jax.Array, indices_BT: jax.Array) -> jax.Array:
-        return manual(local_lookup, (table, indices), result)(table_VD, indices_BT)
+        return manually(local_lookup, axes, (table, indices), result)(table_VD, indices_BT)
 
     def backward(indices_BT: jax.Array, dx_BTD: jax.Array) -> tuple[jax.Array, None]:
-        return manual(local_gradient, (indices, result), gradient)(indices_BT, dx_BTD), None
+        run = manually(local_gradient, axes, (indices, result), gradient)
+        return run(indices_BT, dx_BTD), None
 
     lookup.defvjp(lambda table_VD, indices: (lookup(table_VD, indices), indices), backward)
     return lookup(table_VD, indices_BT)

@@ -27,6 +27,7 @@ from jaxscale.ops.matmul import (
     matmul,
     weight_scale,
 )
+from jaxscale.sharding.specs import manually
 
 Weight = Array | QuantisedWeight
 """[*c, *o]"""
@@ -155,13 +156,7 @@ class Spread(NamedTuple):
 
     def manual(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """The function with every mesh axis manual."""
-        return jax.shard_map(
-            function,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(self.axes),
-            check_vma=False,
-        )
+        return manually(function, self.axes, in_specs, out_specs)
 
 
 # By hand, since the compiler all-reduces the partial results of each matmul separately, three times

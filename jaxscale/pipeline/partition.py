@@ -90,19 +90,15 @@ def check_layers(layers: tuple[int, ...], order: Order, stacks: Sequence[StackLa
                 f"the last of {stack.name!r}, and a stage holds layers of one stack; give numbers "
                 "that end a stage there, or leave them out"
             )
-    for stack, share, begin in zip(
-        stacks, (shares := stack_shares(layers, stacks)), _starts(shares)
-    ):
+    begin = 0
+    for stack, share in zip(stacks, stack_shares(layers, stacks)):
         if any(n % stack.period for n in layers[begin : begin + share - 1]):
             raise ValueError(
                 f"layout.schedule assigns layers {got} to stages: the settings of {stack.name!r} "
                 f"repeat every {stack.period} layers, and a stage holds whole periods of them; "
                 f"give multiples of {stack.period}, or leave them out"
             )
-
-
-def _starts(shares: Sequence[int]) -> list[int]:
-    return np.cumsum([0, *shares[:-1]]).tolist()
+        begin += share
 
 
 def assign_stages(sizes: Sequence[int], stages: int) -> tuple[int, ...]:

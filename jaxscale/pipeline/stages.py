@@ -183,7 +183,7 @@ def open_stages(
         )
     except ValueError as error:
         remat = "" if keep is None else f", layout.remat = {layout.remat!r}"
-        said = _as_settings(str(error))
+        said = re.sub(r"\bstages\b", "pipeline", str(error))  # the setting's name
         raise ValueError(f"layout.schedule = {spec.name!r}{remat}: {said}") from None
     check_runnable(order)
     table = compile_order(order)
@@ -230,8 +230,3 @@ def chunk_stages(order: Order) -> np.ndarray:
     for stage in range(order.stages):
         stages[order.rank_of(stage, 0), stage // order.ranks] = stage
     return stages
-
-
-def _as_settings(text: str) -> str:
-    """An error about an order, with the names of the layout's settings."""
-    return re.sub(r"\bstages\b", "pipeline", text)

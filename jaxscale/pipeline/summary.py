@@ -1,7 +1,7 @@
 """A run's pipeline as lines of text, and what would make its bubble smaller. NumPy only."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from jaxscale.config.layout import Layout
 from jaxscale.pipeline.simulator import simulate
@@ -49,8 +49,8 @@ def advice(layout: Layout, stages: PipelineStages, sequences: int) -> str:
         if (share := idle(other)) < 0.9 * now:
             names = " and ".join(f"layout.{key} = {value!r}" for key, value in change.items())
             better.append((share, f"{names} ({share:.0%})"))
-    ways = [text for _, text in sorted(better)[:3]]
-    hint = f"less with {_either(ways)}" if ways else "fewer ranks in layout.pipeline would help"
+    ways = ", or ".join(text for _, text in sorted(better)[:3])
+    hint = f"less with {ways}" if ways else "fewer ranks in layout.pipeline would help"
     return f"warning: the pipeline idles {now:.0%} of a step; {hint}"
 
 
@@ -63,7 +63,3 @@ def _changes(layout: Layout, sequences: int) -> Iterator[dict[str, int | str]]:
     yield {"schedule": "zb_v", "virtual_stages": 2}
     for chunks in (2, 4):
         yield {"schedule": "interleaved", "virtual_stages": chunks}
-
-
-def _either(ways: Sequence[str]) -> str:
-    return ", or ".join(ways)

@@ -408,7 +408,13 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
         assert isinstance(weights, RunWeights), "`open_initial` refuses others"
         kept = weights.restore("opt_state", engine.placement.canonical.opt_state)
         kept = engine.placement.part("opt_state").from_canonical(kept, donate=True)
-        state = state._replace(opt_state=_with_schedule_of(state.opt_state, kept))
+        kept = jax.tree.map(
+            lambda new, old: new if is_schedule(new) else old,
+            state.opt_state,
+            kept,
+            is_leaf=is_schedule,
+        )
+        state = state._replace(opt_state=kept)
         log.info(f"the optimizer's moments are those of step {weights.step} there")
     return state
 
@@ -455,9 +461,3 @@ def _with_new_tokens(params: Any, axes: Any, known: int, new: int) -> Any:
         return jax.jit(one, donate_argnums=0, out_shardings=x.sharding)(x)
 
     return jax.tree.map(filled, axes, params, is_leaf=is_axes)
-
-
-def _with_schedule_of(fresh: Any, kept: Any) -> Any:
-    return jax.tree.map(
-        lambda new, old: new if is_schedule(new) else old, fresh, kept, is_leaf=is_schedule
-    )

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxscale.config.layout import AUTOMATIC_AXES
 from jaxscale.sharding.resolve import automatic_axes, automatic_part, is_axes, resolve
 from jaxscale.sharding.rules import Axes, Rules
-from jaxscale.sharding.specs import mesh_axes_of
+from jaxscale.sharding.specs import manually, mesh_axes_of
 
 Tree = Any
 Sizes = Mapping[str, int]
@@ -113,13 +113,7 @@ def map_manually(
             lambda axes: automatic_part(spec(axes, form.rules, sizes)), axes, is_leaf=is_axes
         )
 
-    return jax.shard_map(
-        local,
-        in_specs=(specs(given),),
-        out_specs=specs(returned),
-        axis_names=set(manual),
-        check_vma=False,
-    )(tree)
+    return manually(local, manual, (specs(given),), specs(returned))(tree)
 
 
 def _reshaped(axes_tree: Tree, tree: Tree, shape_of: Callable) -> Tree:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config.layout import Layout, parse_remat
-from jaxscale.config.model.lora import is_adapter
 from jaxscale.sharding.rules import WEIGHTS, Axes, spreads_outer
 
 Ints = Any
@@ -65,11 +64,6 @@ class ParamShape:
     def in_layers(self) -> bool:
         """Whether every layer of a stack has one."""
         return self.part not in ("embed", "head")
-
-    @property
-    def in_adapter(self) -> bool:
-        """Whether it is trained beside frozen weights: of a low-rank adapter, or rows of tokens."""
-        return is_adapter(self.name)
 
     @property
     def size(self) -> int:

@@ -4,9 +4,10 @@ Those of parameters and activations follow from their logical axes (`resolve`). 
 specs from here, and build none: a name says what is spread over which mesh axes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxscale.config.layout import MANUAL_AXES
@@ -43,6 +44,29 @@ def transposed(sharding: Sharding, order: tuple[int, ...]) -> Sharding:
         return sharding
     spec = (*sharding.spec, *[None] * (len(order) - len(sharding.spec)))
     return NamedSharding(sharding.mesh, PartitionSpec(*(spec[dim] for dim in order)))
+
+
+def manually(
+    function: Callable,
+    axes: Iterable[str],
+    in_specs: Any,
+    out_specs: Any,
+    mesh: Mesh | None = None,
+) -> Callable:
+    """A function of each rank's part of arrays, with these mesh axes manual, as one of the whole
+    arrays. That ranks agree on what a spec replicates is not checked.
+
+    Args:
+      mesh: None is that of the region around the call.
+    """
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=False,
+    )
 
 
 def kernel_spec(axes: Axes, sizes: Mapping[str, int]) -> PartitionSpec:

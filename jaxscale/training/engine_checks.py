@@ -11,16 +11,7 @@ from jaxscale.config import CONFIG_ADVICE, Config
 from jaxscale.config.layout import AUTO, Layout
 from jaxscale.config.optimizer import ParamGroup
 from jaxscale.models.protocol import Model
-from jaxscale.sharding.layout_checks import (
-    check_divides,
-    check_matmuls,
-    check_overlap,
-    check_pipeline_gather,
-    check_ring,
-    check_sequence,
-    check_tensor_rows,
-    check_ulysses,
-)
+from jaxscale.sharding import layout_checks
 from jaxscale.training.kernels import check_matmul_device
 from jaxscale.training.remat import check_host_memory
 
@@ -90,15 +81,15 @@ def check_engine_settings(config: Config, mesh: Mesh) -> None:
             "set a policy, such as 'full'"
         )
     for check in (
-        check_divides,
-        check_matmuls,
-        check_overlap,
-        check_pipeline_gather,
-        check_ring,
-        check_sequence,
-        check_tensor_rows,
+        layout_checks.check_divides,
+        layout_checks.check_matmuls,
+        layout_checks.check_overlap,
+        layout_checks.check_pipeline_gather,
+        layout_checks.check_ring,
+        layout_checks.check_sequence,
+        layout_checks.check_tensor_rows,
         _check_types,
-        check_ulysses,
+        layout_checks.check_ulysses,
     ):
         check(config)
     check_host_memory(config.layout, mesh)

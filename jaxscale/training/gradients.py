@@ -23,6 +23,7 @@ from jaxscale.sharding.specs import (
     PER_MANUAL_RANK,
     REPLICATED,
     TABLE_COLUMNS,
+    manually,
 )
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.accumulation import make_accumulation
@@ -177,14 +178,7 @@ def _manually(
       others: the specs of the arguments after the parameters.
       returned: those of the results.
     """
-    run = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(_param_specs(zero), *others),
-        out_specs=returned,
-        axis_names=set(MANUAL_AXES),
-        check_vma=False,
-    )
+    run = manually(local, MANUAL_AXES, (_param_specs(zero), *others), returned, mesh)
     return lambda params, *arguments: run(zero.split_blocks(params), *arguments)
 
 

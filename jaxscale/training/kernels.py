@@ -18,6 +18,7 @@ from jaxscale.config.layout import TENSOR_ROWS, ULYSSES, Layout
 from jaxscale.hardware import check_matmul_units, find_chip
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.ops.attention.attention import attention, choose, score_settings
+from jaxscale.ops.attention.blocks import AttentionArrays
 from jaxscale.ops.attention.context import context_attention
 from jaxscale.ops.attention.context_chunks import balanced_order
 from jaxscale.ops.attention.platform_kernels import maskless
@@ -32,7 +33,7 @@ from jaxscale.ops.tensor_parallel import Spread, columns, linear, rows, spread_c
 from jaxscale.sharding.layout_checks import check_spread_attention
 from jaxscale.sharding.resolve import automatic_axes, constrain
 from jaxscale.sharding.rules import ACTIVATIONS, WEIGHTS, Rules, spreads_attention
-from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec
+from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec, manually
 
 with epy.lazy_imports():  # half a second, and only a GPU needs it
     from jaxscale.ops.attention import context_flash
@@ -180,17 +181,14 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
     # Where a table recomputes a pipeline's passes, the layer itself is under no policy.
     under_policy = layout.remat_policy.by_names and layout.remat_policy.kept_passes is None
 
-    def attend(
-        q, k, v, segments_BT, segments_BS=None, bias_bN=None, sinks_N=None, **settings
-    ) -> jax.Array:
-        arrays = (q, k, v, segments_BT, segments_BS, bias_bN, sinks_N)
-        scoring = score_settings(q, k, segments_BS, bias_bN, **settings)
+    def attend(*arrays: Any, **settings: Any) -> jax.Array:
+        given = AttentionArrays(*arrays)
+        scoring = score_settings(*given[:2], given.segments_BS, given.bias_bN, **settings)
         if spreads_attention(layout):
+            flash = implementation == "flash"
+            kernel = context_flash.context_flash if flash else context_attention
             local = functools.partial(
-                _context_kernel(implementation),
-                axis="context",
-                method=layout.context_method,
-                scoring=scoring,
+                kernel, axis="context", method=layout.context_method, scoring=scoring
             )
         else:
             local = functools.partial(
@@ -203,26 +201,15 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
             local = functools.partial(ulysses_attention, axis="context", attend=local)
         specs = (queries, keys, keys, segments, segments, bias, sinks)
         with jax.named_scope(ATTENTION_SCOPE):
-            return _manual(layout, local, specs, queries)(*arrays)
+            return _manual(layout, local, specs, queries)(*given)
 
     return attend
 
 
-def _context_kernel(implementation: str) -> Callable[..., jax.Array]:
-    if implementation != "flash":
-        return context_attention
-    return context_flash.context_flash
-
-
 def _manual(layout: Layout, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
     """A kernel with every axis manual, which the rows of tensor all repeat."""
-    kernel = jax.shard_map(
-        local,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(automatic_axes(layout.sizes)) - {TENSOR_ROWS},
-        check_vma=False,
-    )
+    axes = {*automatic_axes(layout.sizes)} - {TENSOR_ROWS}
+    kernel = manually(local, axes, in_specs, out_specs)
     if layout.tensor_rows == 1:
         return kernel
     # Without this check the backward pass would sum gradients over the rows, which are equal there,

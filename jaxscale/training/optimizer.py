@@ -227,7 +227,9 @@ def _at_rest(
                 return leaf
             dtype = second if _field(path, owner) in SECOND_MOMENTS else first
             if stochastic and dtype == jnp.bfloat16 != leaf.dtype:
-                return round_stochastically(leaf, _updates_done(state))
+                # Of updates; a state has the rule's and the schedule's, which are equal.
+                count = optax.tree.get_all_with_path(state, "count")[0][1]
+                return round_stochastically(leaf, count)
             return leaf.astype(dtype)
 
         return jax.tree_util.tree_map_with_path(convert, state)
@@ -241,12 +243,6 @@ def _at_rest(
         return updates, moments(state, updates, first, second)
 
     return optax.GradientTransformation(init, update)
-
-
-def _updates_done(state: Any) -> jax.Array:
-    """The number of updates: the first count in a state, which has the rule's and the schedule's
-    count."""
-    return optax.tree.get_all_with_path(state, "count")[0][1]
 
 
 def _muon(

@@ -243,7 +243,7 @@ def test_what_a_family_reads_does_not_depend_on_the_order_of_reading(family):
     the sizes are read from, too."""
     hf = golden_config(family)
     once = HfConfig(types.MappingProxyType({**family.hf_defaults, **hf}))
-    assert family.read_hf(once) == family.read_hf(once)
+    assert family.settings_of(once) == family.settings_of(once)
     assert once.known >= once.keys.keys()
     if "rope_scaling" not in family.settings or family.name == "phi3":  # names where it begins
         return

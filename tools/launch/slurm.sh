@@ -8,9 +8,8 @@
 #
 # The arguments are those of jaxscale.train; the processes find each other by what srun tells them.
 # When one of them dies or hangs, or a node is lost, all end, and a supervisor beside this script
-# starts them again from the last checkpoint, without nodes that were the first to fail in two
-# attempts as long as there are spare ones. When there are none left, the job goes back into the
-# queue, and is to start on other nodes. What happened is in NAME-JOB.incidents.jsonl.
+# starts them again from the last checkpoint, on a spare node in place of a lost one. What happened
+# is in NAME-JOB.incidents.jsonl.
 # Code, Python and --workdir must be on a file system that all nodes share.
 #
 #SBATCH --job-name=jaxscale
@@ -34,18 +33,6 @@ stop() { [ -z "$supervisor" ] || kill -USR1 "$supervisor"; }
 trap 'requeue=yes; stop' USR1
 trap stop TERM
 
-# Back into the queue, without the nodes in $1 and those that were left out before.
-requeue_without() {
-    trap '' TERM # it is sent to this script, too
-    if [ -z "$1" ]; then
-        scontrol requeue "$SLURM_JOB_ID"
-        return
-    fi
-    scontrol requeuehold "$SLURM_JOB_ID" # only what waits can be changed
-    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$1${excluded:+,$excluded}"
-    scontrol release "$SLURM_JOB_ID"
-}
-
 if [ -z "$SLURM_JOB_NUM_NODES" ]; then
     echo "error: this is the script of a job, which sbatch --nodes=N $0 ... starts" >&2
     exit 2
@@ -65,8 +52,7 @@ incidents=${SLURM_JOB_NAME:-jaxscale}-$SLURM_JOB_ID.incidents.jsonl
 # When one process dies the others end by themselves, having said which one it was; srun waits for
 # that, and does not kill them at once.
 "$python" -u -m jaxscale.supervise --log "$incidents" -- \
-    srun --nodes=$nodes --ntasks=$nodes '--exclude={bad_hosts}' --label \
-    --kill-on-bad-exit=0 --wait=120 \
+    srun --nodes=$nodes --ntasks=$nodes --label --kill-on-bad-exit=0 --wait=120 \
     "$python" -u -m jaxscale.train "$@" &
 supervisor=$!
 wait $supervisor
@@ -76,20 +62,13 @@ while kill -0 $supervisor 2>/dev/null; do # a trap ends a wait, too
     status=$?
 done
 
-# Nodes that were passed over: of the last attempt that did not succeed.
-bad=$(sed -n '$s/.*"bad_hosts": \[\([^]]*\)\].*/\1/p' "$incidents" 2>/dev/null | tr -d '" ')
-excluded=$(scontrol show job --oneliner "$SLURM_JOB_ID" |
-    sed -n 's/.* ExcNodeList=\([^ (]*\).*/\1/p') # "(null)" for none
+# Time that is up sends the job back into the queue, unless the run is complete (0), was refused (2)
+# or was ended by hand (130).
 case $status in
-0 | 2 | 130) requeue=no ;; # complete, refused, ended by hand
-143) ;; # stopped and saved: by SIGTERM, unless its time is up
-*) # An attempt failed just when its time was up, or the supervisor gave up: then it goes back if
-    # there are nodes to leave out. Where more than an eighth fail it is rather the program.
-    all=$(scontrol show hostnames "$bad${bad:+${excluded:+,}}$excluded" | wc -l)
-    if [ -n "$bad" ] && [ "$all" -le $(((nodes + 7) / 8)) ]; then
-        requeue=yes
-    fi
-    ;;
+0 | 2 | 130) requeue=no ;;
 esac
-[ $requeue = no ] || requeue_without "$bad"
+if [ $requeue = yes ]; then
+    trap '' TERM # it is sent to this script, too
+    scontrol requeue "$SLURM_JOB_ID"
+fi
 exit $status

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxscale.choices import check_choice
-from jaxscale.model_families.family import HfConfig, Model
+from jaxscale.model_families.family import HfConfig, HfKey, Model
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -83,16 +83,69 @@ def sizes_to_hf(model: Model) -> dict[str, Any]:
     }
 
 
-def activation_from_hf(hf: HfConfig, key: str, default: str) -> str:
-    """Our name of an activation."""
-    name = hf.read(key, None) or default
+def plain_sizes_to_hf(model: Model) -> dict[str, Any]:
+    """The same for formats without heads of keys and values, and without a head's size."""
+    size = model.d_model // model.num_heads
+    refuse_options(model, num_kv_heads=model.num_heads, head_dim=size)
+    sizes = sizes_to_hf(model)
+    del sizes["num_key_value_heads"], sizes["head_dim"]
+    return sizes
+
+
+def llama_from_hf(hf: HfConfig) -> dict[str, Any]:
+    """Sizes and rotary positions, under the names of Llama."""
+    return {**rope_from_hf(hf), **sizes_from_hf(hf)}
+
+
+def llama_to_hf(model: Model) -> dict[str, Any]:
+    """The inverse of `llama_from_hf`."""
+    return {**sizes_to_hf(model), **rope_to_hf(model)}
+
+
+def optional_key(theirs: str, ours: str, default: Any = None, off: float = 0) -> HfKey:
+    """A key with null where our setting is off."""
+    return HfKey(theirs, ours, default, lambda value: value or off, lambda value: value or None)
+
+
+def activation_key(theirs: str, default: str) -> HfKey:
+    """The key of the activation, in which null is the default, too."""
+    return HfKey(
+        theirs,
+        "activation",
+        default,
+        lambda name: our_activation(theirs, name or default),
+        their_activation,
+    )
+
+
+def our_activation(key: str, name: str) -> str:
+    """Our name of an activation.
+
+    Raises:
+      ValueError: it is not known; names the key.
+    """
     check_choice(f"config.json: {key}", name, ACTIVATIONS)
     return ACTIVATIONS[name]
 
 
-def activation_to_hf(model: Model) -> str:
-    """Their name of the activation."""
-    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == model.activation)
+def their_activation(name: str) -> str:
+    """Their name of an activation."""
+    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == name)
+
+
+ATTENTION_BIAS = HfKey(
+    "attention_bias",
+    "attention_bias",
+    False,
+    lambda biased: "all" if biased else "none",
+    lambda where: where == "all",
+)
+
+LLAMA_KEYS = (
+    activation_key("hidden_act", "silu"),
+    HfKey("rms_norm_eps", "norm_eps", 1e-6),
+    HfKey("tie_word_embeddings", "tied_embeddings", False),
+)
 
 
 ROPE_NEEDS = {
@@ -282,15 +335,19 @@ def experts_from_hf(hf: HfConfig, experts: int, per_token: int, layers: int) -> 
     }
 
 
-def balance_to_hf(model: Model) -> dict[str, Any]:
-    """The weight of their auxiliary loss that is as strong as ours, for who turns it on."""
+def experts_to_hf(model: Model, number: str = "num_local_experts") -> dict[str, Any]:
+    """The inverse of `experts_from_hf`. The auxiliary loss is as strong as ours, for who turns it
+    on.
+
+    Args:
+      number: their name of the number of experts.
+    """
     weight = model.balance_weight * model.num_expert_layers / model.experts_per_token
-    return {"router_aux_loss_coef": weight}
-
-
-def bias_from_hf(hf: HfConfig, default: bool = False) -> str:
-    """Our name of where attention has biases."""
-    return "all" if hf.read("attention_bias", default) else "none"
+    return {
+        number: model.num_experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "router_aux_loss_coef": weight,
+    }
 
 
 def windows_from_hf(hf: HfConfig, num_layers: int) -> dict[str, Any]:
@@ -302,6 +359,20 @@ def windows_from_hf(hf: HfConfig, num_layers: int) -> dict[str, Any]:
     types = types or [LOCAL if window and i >= first else GLOBAL for i in range(num_layers)]
     pattern = pattern_of(types)
     return {"sliding_window": window, "layer_pattern": pattern} if window else {}
+
+
+def local_layers_from_hf(
+    hf: HfConfig, num_layers: int, window: int | None, period: int
+) -> dict[str, Any]:
+    """Window and pattern; without "layer_types" the last layer of each period is global."""
+    types = hf.read("layer_types", None)
+    types = types or [LOCAL if (i + 1) % period else GLOBAL for i in range(num_layers)]
+    return {"sliding_window": window or 0, "layer_pattern": pattern_of(types) if window else ""}
+
+
+def local_layers_to_hf(model: Model) -> dict[str, Any]:
+    """The inverse of `local_layers_from_hf`."""
+    return {"sliding_window": model.sliding_window or None, "layer_types": layer_types(model)}
 
 
 def pattern_of(layer_types: list[str]) -> str:
@@ -342,8 +413,3 @@ def refuse_options(model: Model, **usual: Any) -> None:
                 f"model.{name} = {getattr(model, name)!r} cannot be written in Hugging Face's "
                 f"format of {model.family} models, where it is {value!r}"
             )
-
-
-def head_size_of(model: Model) -> int:
-    """The head size of formats that do not store it."""
-    return model.d_model // model.num_heads

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxscale.config.model.settings import SPREAD_ATTENTIONS
 from jaxscale.ops.attention import platform_kernels
-from jaxscale.ops.attention.blocks import Scoring, in_reach
+from jaxscale.ops.attention.blocks import AttentionArrays, Scoring, in_reach
 from jaxscale.ops.attention.blockwise import blockwise_attention
 from jaxscale.ops.attention.relative_bias import relative_buckets
 
@@ -43,17 +43,7 @@ USES = {
 
 
 def attention(
-    q_BTNH: Array,
-    k_BSKH: Array,
-    v_BSKH: Array,
-    segments_BT: Array,
-    segments_BS: Array | None = None,
-    bias_bN: Array | None = None,
-    sinks_N: Array | None = None,
-    *,
-    implementation: str,
-    one_document: bool = False,
-    **settings: Any,
+    *arrays: Any, implementation: str, one_document: bool = False, **settings: Any
 ) -> Array:
     """Attention in which tokens see only their own segment; causal self attention by default.
 
@@ -64,12 +54,11 @@ def attention(
     "attention", except with "cudnn", whose results a remat policy recognises by
     `platform_kernels.is_cudnn_forward`.
 
+    Cross attention, with segments of its keys, is not causal and has neither window nor bias.
+    Attention sinks are those of arXiv 2309.17453, as learned logits in gpt-oss (arXiv 2508.10925).
+
     Args:
-      segments_BS: the keys' segments, in cross attention, which is not causal and has neither
-        window nor bias; None where queries and keys are of the same tokens.
-      bias_bN: the table of T5's relative position bias (`relative_bias.py`), or None.
-      sinks_N: of each head a score in the softmax's sum, without a value: attention sinks (arXiv
-        2309.17453, as learned logits in gpt-oss, arXiv 2508.10925); or None.
+      arrays: the fields of `blocks.AttentionArrays`.
       implementation: "reference", "blockwise", "cudnn", "flash" or "splash"; see `choose` and
         `check`.
       one_document: whether every row is one document, and padding after it: in causal attention
@@ -79,7 +68,8 @@ def attention(
     Raises:
       ValueError: an unknown implementation, or settings that it or cross attention does not have.
     """
-    given = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN)
+    given = AttentionArrays(*arrays)
+    q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N = given
     scoring = score_settings(q_BTNH, k_BSKH, segments_BS, bias_bN, **settings)
     if sinks_N is not None and segments_BS is not None:
         raise ValueError(
@@ -107,8 +97,8 @@ def attention(
         case "splash":
             return platform_kernels.splash(q_BTNH, k_BSKH, v_BSKH, apart_BT, scoring)
         case "blockwise":
-            return blockwise_attention(*given, sinks_N, scoring=scoring)
-    return checkpoint_name(_reference(*given, sinks_N, scoring), "attention")
+            return blockwise_attention(*given, scoring=scoring)
+    return checkpoint_name(_reference(given, scoring), "attention")
 
 
 def score_settings(
@@ -274,9 +264,8 @@ def decode_attention(
     return _masked_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias, sinks_N, scoring)
 
 
-def _reference(
-    q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N, scoring: Scoring
-) -> Array:
+def _reference(given: AttentionArrays, scoring: Scoring) -> Array:
+    q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N = given
     segments_BS = segments_BT if segments_BS is None else segments_BS
     query_time, key_time = jnp.arange(q_BTNH.shape[1]), jnp.arange(k_BSKH.shape[1])
     distance_TS = query_time[:, None] - key_time[None, :]

@@ -40,6 +40,23 @@ class Scoring(NamedTuple):
         return {"causal": self.causal, "max_distance": self.max_distance}
 
 
+class AttentionArrays(NamedTuple):
+    """What attention is of, in the order in which every implementation takes it."""
+
+    q_BTNH: Array
+    k_BSKH: Array
+    v_BSKH: Array
+    segments_BT: Array
+    segments_BS: Array | None = None  # the keys', in cross attention; None: of the same tokens
+    bias_bN: Array | None = None  # the table of T5's relative position bias (`relative_bias.py`)
+    sinks_N: Array | None = None  # of each head a score in the softmax's sum, without a value
+
+    def widened(self) -> "AttentionArrays":
+        """With tables in the type of the scores, in which their gradients are summed."""
+        bias_bN, sinks_N = (None if x is None else x.astype(_wide(self.q_BTNH)) for x in self[5:])
+        return self._replace(bias_bN=bias_bN, sinks_N=sinks_N)
+
+
 class Queries(NamedTuple):
     """Blocks of queries."""
 
@@ -317,11 +334,6 @@ def sink_gradient(sinks_N: Array | None, output: Output) -> Array | None:
     return -jnp.sum(share * output.inner, axis=dims).reshape(sinks_N.shape)
 
 
-def wide(x: Array | None, q_BTNH: Array) -> Array | None:
-    """A table of biases, or sinks, in the type of the scores, in which its gradient is summed."""
-    return None if x is None else x.astype(_wide(q_BTNH))
-
-
 def _wide(x: Array) -> jnp.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
@@ -378,19 +390,9 @@ def visible_ranges(visible: Array) -> tuple[Array, Array]:
     return jnp.argmax(visible, axis=1), jnp.where(jnp.any(visible, axis=1), end, 0)
 
 
-def in_blocks(
-    q_BTNH: Array,
-    k_BSKH: Array,
-    v_BSKH: Array,
-    segments_BT: Array,
-    segments_BS: Array | None,
-    block: int,
-) -> tuple[Queries, Keys]:
-    """Queries and keys; the last blocks are padded, with segment -1.
-
-    Args:
-      segments_BS: of the keys; None if they are of the same tokens.
-    """
+def in_blocks(given: AttentionArrays, block: int) -> tuple[Queries, Keys]:
+    """Queries and keys; the last blocks are padded, with segment -1."""
+    q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, *_ = given
     segments = key_segments = _time_blocks(segments_BT + 1, block) - 1
     if segments_BS is not None:
         key_segments = _time_blocks(segments_BS + 1, block) - 1

@@ -4,97 +4,82 @@ Shapes: as in `blocks.py`.
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.ops.attention import blocks
-from jaxscale.ops.attention.blocks import Scoring
+from jaxscale.ops.attention.blocks import AttentionArrays, Scoring
 
 
-def blockwise_attention(
-    q_BTNH: Array,
-    k_BSKH: Array,
-    v_BSKH: Array,
-    segments_BT: Array,
-    segments_BS: Array | None = None,
-    bias_bN: Array | None = None,
-    sinks_N: Array | None = None,
-    *,
-    scoring: Scoring,
-    block: int | None = None,
-) -> Array:
-    """Attention within segments; the arguments of `attention.attention`.
+def blockwise_attention(*arrays: Any, scoring: Scoring, block: int | None = None) -> Array:
+    """Attention within segments.
 
     Its residuals are its arguments, the output and one number per query and head.
 
     Args:
+      arrays: the fields of `AttentionArrays`.
       block: queries, and keys, of a block; None is by `blocks.block_size`.
     """
-    longest = max(q_BTNH.shape[1], k_BSKH.shape[1])
-    block = min(block or blocks.block_size(q_BTNH), longest)
-    given = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
-    tables = (blocks.wide(x, q_BTNH) for x in (bias_bN, sinks_N))
-    return _attention(block, scoring, *given, *tables)
+    given = AttentionArrays(*arrays).widened()
+    longest = max(given.q_BTNH.shape[1], given.k_BSKH.shape[1])
+    return _attention(min(block or blocks.block_size(given.q_BTNH), longest), scoring, given)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(block: int, scoring: Scoring, *given: Array | None) -> Array:
-    return _forward(block, scoring, *given)[0]
+def _attention(block: int, scoring: Scoring, given: AttentionArrays) -> Array:
+    return _forward(block, scoring, given)[0]
 
 
-def _forward(
-    block: int, scoring: Scoring, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N
-) -> tuple[Array, Array]:
+def _forward(block: int, scoring: Scoring, given: AttentionArrays) -> tuple[Array, Array]:
     """The output, and log(sum(exp(score))) as [I, B, K, G, t]."""
-    tokens = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
-    queries, keys = blocks.in_blocks(*tokens, block=block)
+    queries, keys = blocks.in_blocks(given, block)
     reach = blocks.reaches(queries, keys, offset=0, scoring=scoring)
 
     def query_block(arguments):
         queries, reach = arguments
-        softmax = blocks.start(queries.q, sinks_N)
-        softmax = blocks.attend_block(softmax, queries, reach, keys, bias_bN, scoring=scoring)
-        blind = segments_BS is not None
-        return blocks.finish_softmax(softmax, q_BTNH.dtype, blind=blind)
+        softmax = blocks.start(queries.q, given.sinks_N)
+        softmax = blocks.attend_block(softmax, queries, reach, keys, given.bias_bN, scoring=scoring)
+        blind = given.segments_BS is not None
+        return blocks.finish_softmax(softmax, given.q_BTNH.dtype, blind=blind)
 
     out_IBKGtH, log_z_IBKGt = jax.lax.map(query_block, (queries, reach))
-    return blocks.from_query_blocks(out_IBKGtH, q_BTNH.shape[1]), log_z_IBKGt
+    return blocks.from_query_blocks(out_IBKGtH, given.q_BTNH.shape[1]), log_z_IBKGt
 
 
-def _forward_rule(block: int, scoring: Scoring, *given: Array | None):
-    results = _forward(block, scoring, *given)
+def _forward_rule(block: int, scoring: Scoring, given: AttentionArrays):
+    results = _forward(block, scoring, given)
     # Named in here, so that the output itself is saved for the backward pass, not a copy.
     out_BTNH, log_z_IBKGt = checkpoint_name(results, "attention")
-    return out_BTNH, (*given, out_BTNH, log_z_IBKGt)
+    return out_BTNH, (given, out_BTNH, log_z_IBKGt)
 
 
 def _backward_rule(block: int, scoring: Scoring, residuals, grad_BTNH: Array):
-    *tokens, bias_bN, sinks_N, out_BTNH, log_z_IBKGt = residuals
-    q_BTNH, k_BSKH, *_ = tokens
-    num_kv_heads = k_BSKH.shape[2]
-    queries, keys = blocks.in_blocks(*tokens, block=block)
-    output = blocks.output(out_BTNH, grad_BTNH, log_z_IBKGt, num_kv_heads, block)
+    given, out_BTNH, log_z_IBKGt = residuals
+    q_BTNH, k_BSKH = given[:2]
+    queries, keys = blocks.in_blocks(given, block)
+    output = blocks.output(out_BTNH, grad_BTNH, log_z_IBKGt, k_BSKH.shape[2], block)
     sums, grad_k_JBKsH, grad_v_JBKsH = blocks.gradients(
-        blocks.no_sums(queries, bias_bN, log_z_IBKGt.dtype),
+        blocks.no_sums(queries, given.bias_bN, log_z_IBKGt.dtype),
         queries,
         output,
         keys,
-        bias_bN,
+        given.bias_bN,
         offset=0,
         scoring=scoring,
         dtype=k_BSKH.dtype,
     )
-    return (
+    grads = AttentionArrays(
         blocks.from_query_blocks(sums.q.astype(q_BTNH.dtype), q_BTNH.shape[1]),
         blocks.from_key_blocks(grad_k_JBKsH, k_BSKH.shape[1]),
         blocks.from_key_blocks(grad_v_JBKsH, k_BSKH.shape[1]),
-        None,
-        None,
-        sums.bias,
-        blocks.sink_gradient(sinks_N, output),
+        None,  # pyright: ignore[reportArgumentType] - whole numbers have no gradient
+        bias_bN=sums.bias,
+        sinks_N=blocks.sink_gradient(given.sinks_N, output),
     )
+    return (grads,)
 
 
 _attention.defvjp(_forward_rule, _backward_rule)

@@ -7,7 +7,7 @@ Shapes: as in `blocks.py`, T here a rank's share of the sequence; h its two chun
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.ops.array_stack import add, at, put
 from jaxscale.ops.attention import blocks
-from jaxscale.ops.attention.blocks import Keys, Queries, Scoring, Sums
+from jaxscale.ops.attention.blocks import AttentionArrays, Keys, Queries, Scoring, Sums
 from jaxscale.ops.attention.context_chunks import Chunks, halves, walk
 
 
 def context_attention(
-    q_BTNH: Array,
-    k_BSKH: Array,
-    v_BSKH: Array,
-    segments_BT: Array,
-    segments_BS: Array | None = None,
-    bias_bN: Array | None = None,
-    sinks_N: Array | None = None,
-    *,
-    axis: str,
-    method: str,
-    scoring: Scoring,
-    block: int | None = None,
+    *arrays: Any, axis: str, method: str, scoring: Scoring, block: int | None = None
 ) -> Array:
     """`attention.attention` where each rank of `axis` passes its share, in `balanced_order`.
 
@@ -41,16 +30,16 @@ def context_attention(
     number per query and head; the last two carry the checkpoint name "attention".
 
     Args:
+      arrays: the fields of `AttentionArrays`.
       axis: the mesh axis.
       method: "ring" or "gather".
       block: queries, and keys, of a block; None is by `blocks.block_size`.
     """
-    chunk, key_chunk = q_BTNH.shape[1] // 2, k_BSKH.shape[1] // 2
-    block = min(block or blocks.block_size(q_BTNH), max(chunk, key_chunk))
+    given = AttentionArrays(*arrays).widened()
+    chunk, key_chunk = (x.shape[1] // 2 for x in given[:2])
+    block = min(block or blocks.block_size(given.q_BTNH), max(chunk, key_chunk))
     static = _Static(Chunks(axis, method, scoring.causal, chunk), scoring, key_chunk, block)
-    given = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
-    tables = (blocks.wide(x, q_BTNH) for x in (bias_bN, sinks_N))
-    return _attention(static, *given, *tables)
+    return _attention(static, given)
 
 
 class _Static(NamedTuple):
@@ -61,39 +50,37 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, *given: Array | None) -> Array:
-    return _forward(static, *given)[0]
+def _attention(static: _Static, given: AttentionArrays) -> Array:
+    return _forward(static, given)[0]
 
 
-def _forward(
-    static: _Static, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N
-) -> tuple[Array, Array]:
+def _forward(static: _Static, given: AttentionArrays) -> tuple[Array, Array]:
     """The output, and log(sum(exp(score))) as [h, I, B, K, G, t]."""
-    queries, keys = _in_blocks(static, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS)
+    queries, keys = _in_blocks(static, given)
 
     def visit(softmax, sums, keys, h, c, offset):
-        seen = at(softmax, h), at(queries, h), at(keys, c), bias_bN
+        seen = at(softmax, h), at(queries, h), at(keys, c), given.bias_bN
         more = blocks.attend(*seen, offset=offset, scoring=static.scoring)
         return put(softmax, more, h), sums
 
-    softmax, _ = walk(static.chunks, keys, visit, blocks.start(queries.q, sinks_N), ())
+    softmax, _ = walk(static.chunks, keys, visit, blocks.start(queries.q, given.sinks_N), ())
     out_hIBKGtH, log_z_hIBKGt = blocks.finish_softmax(
-        softmax, q_BTNH.dtype, blind=segments_BS is not None
+        softmax, given.q_BTNH.dtype, blind=given.segments_BS is not None
     )
     out_BTNH = _joined(blocks.from_query_blocks, out_hIBKGtH, static.chunks.chunk)
     return out_BTNH, log_z_hIBKGt
 
 
-def _forward_rule(static: _Static, *given: Array | None):
-    results = _forward(static, *given)
+def _forward_rule(static: _Static, given: AttentionArrays):
+    results = _forward(static, given)
     out_BTNH, log_z_hIBKGt = checkpoint_name(results, "attention")
-    return out_BTNH, (*given, out_BTNH, log_z_hIBKGt)
+    return out_BTNH, (given, out_BTNH, log_z_hIBKGt)
 
 
 def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
-    *tokens, bias_bN, sinks_N, out_BTNH, log_z_hIBKGt = residuals
-    q_BTNH, k_BSKH, v_BSKH, *_ = tokens
-    queries, keys = _in_blocks(static, *tokens)
+    given, out_BTNH, log_z_hIBKGt = residuals
+    q_BTNH, k_BSKH, v_BSKH, *_ = given
+    queries, keys = _in_blocks(static, given)
     output = jax.vmap(
         lambda *each: blocks.output(*each, num_kv_heads=k_BSKH.shape[2], block=static.block)
     )(halves(out_BTNH), halves(grad_BTNH), log_z_hIBKGt)
@@ -104,7 +91,7 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
             at(queries, h),
             at(output, h),
             at(keys, c),
-            bias_bN,
+            given.bias_bN,
             offset=offset,
             scoring=static.scoring,
             dtype=wide,
@@ -113,31 +100,32 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
         return sums, put(key_sums, add(at(key_sums, c), tuple(key_more)), c)
 
     wide = log_z_hIBKGt.dtype
-    sums = blocks.no_sums(queries, bias_bN, wide)
+    sums = blocks.no_sums(queries, given.bias_bN, wide)
     zeros = tuple(jnp.zeros(x.shape, wide) for x in (keys.k, keys.v))
     sums, grads = walk(static.chunks, keys, visit, sums, zeros)
     grad_k_BSKH, grad_v_BSKH = (
         _joined(blocks.from_key_blocks, grad, static.key_chunk) for grad in grads
     )
     grad_q_BTNH = _joined(blocks.from_query_blocks, sums.q, static.chunks.chunk)
-    return (
+    grads = AttentionArrays(
         grad_q_BTNH.astype(q_BTNH.dtype),
         grad_k_BSKH.astype(k_BSKH.dtype),
         grad_v_BSKH.astype(v_BSKH.dtype),
-        None,
-        None,
-        sums.bias,
-        blocks.sink_gradient(sinks_N, output),
+        None,  # pyright: ignore[reportArgumentType] - whole numbers have no gradient
+        bias_bN=sums.bias,
+        sinks_N=blocks.sink_gradient(given.sinks_N, output),
     )
+    return (grads,)
 
 
 _attention.defvjp(_forward_rule, _backward_rule)
 
 
-def _in_blocks(static: _Static, *tokens: Array | None) -> tuple[Queries, Keys]:
+def _in_blocks(static: _Static, given: AttentionArrays) -> tuple[Queries, Keys]:
     """`blocks.in_blocks` of each of a rank's two chunks, with a leading [h]."""
-    return jax.vmap(lambda *each: blocks.in_blocks(*each, block=static.block))(
-        *(None if x is None else halves(x) for x in tokens)
+    tokens = given._replace(bias_bN=None, sinks_N=None)
+    return jax.vmap(lambda chunk: blocks.in_blocks(chunk, static.block))(
+        jax.tree.map(halves, tokens)
     )
 
 

@@ -7,7 +7,7 @@ Shapes: as in `flash.py`, T here a rank's share of the sequence; h its two chunk
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,35 +16,23 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.ops.array_stack import add, at, put
 from jaxscale.ops.attention import flash
-from jaxscale.ops.attention.blocks import Scoring
+from jaxscale.ops.attention.blocks import AttentionArrays, Scoring
 from jaxscale.ops.attention.context_chunks import Chunks, halves, walk
 from jaxscale.ops.attention.flash_kernels import HIDDEN, Settings
 from jaxscale.ops.attention.platform_kernels import flash_block
 
 
 def context_flash(
-    q_BTNH: Array,
-    k_BSKH: Array,
-    v_BSKH: Array,
-    segments_BT: Array,
-    segments_BS: None = None,
-    bias_bN: None = None,
-    sinks_N: Array | None = None,
-    *,
-    axis: str,
-    method: str,
-    scoring: Scoring,
-    interpret: bool = False,
+    *arrays: Any, axis: str, method: str, scoring: Scoring, interpret: bool = False
 ) -> Array:
     """`context.context_attention`, without cross attention and bias."""
-    assert segments_BS is bias_bN is None, "refused by `attention.check`"
-    chunk = q_BTNH.shape[1] // 2
-    block = flash_block(chunk, q_BTNH.shape[3])
+    given = AttentionArrays(*arrays).widened()
+    assert given.segments_BS is given.bias_bN is None, "refused by `attention.check`"
+    chunk = given.q_BTNH.shape[1] // 2
+    block = flash_block(chunk, given.q_BTNH.shape[3])
     settings = Settings(scoring, block, interpret, of_pair=True)
     static = _Static(Chunks(axis, method, scoring.causal, chunk), settings)
-    return _attention(
-        static, q_BTNH, k_BSKH, v_BSKH, segments_BT, flash.wide_sinks(sinks_N, q_BTNH)
-    )
+    return _attention(static, *given[:4], given.sinks_N)
 
 
 class _Static(NamedTuple):

@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 from jaxscale.ops.attention import flash_kernels
-from jaxscale.ops.attention.blocks import Scoring, visible, visible_ranges
+from jaxscale.ops.attention.blocks import AttentionArrays, Scoring, visible, visible_ranges
 from jaxscale.ops.attention.flash_kernels import Settings
 from jaxscale.ops.attention.platform_kernels import flash_block
 
@@ -44,18 +44,13 @@ def flash_attention(
     mesh axes.
     """
     settings = Settings(scoring, flash_block(q_BTNH.shape[1], q_BTNH.shape[3]), interpret)
-    sinks_N = wide_sinks(sinks_N, q_BTNH)
-    return _attention(settings, q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N)
+    given = AttentionArrays(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N=sinks_N).widened()
+    return _attention(settings, *given[:4], given.sinks_N)
 
 
 def wide_type(q_BTNH: Array) -> jnp.dtype:
     """The type of scores and sums: float32 or wider."""
     return jnp.promote_types(q_BTNH.dtype, jnp.float32)
-
-
-def wide_sinks(sinks_N: Array | None, q_BTNH: Array) -> Array | None:
-    """The sinks in the type of the scores, in which their gradient is summed."""
-    return None if sinks_N is None else sinks_N.astype(wide_type(q_BTNH))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -33,11 +33,9 @@ class Settings(NamedTuple):
         return self.of_pair or not self.scoring.causal
 
 
-def flash_forward(
-    settings: Settings, range_ref, offset_ref, q_ref, k_ref, v_ref, t_ref, s_ref, *refs
-) -> None:
+def flash_forward(settings: Settings, *refs) -> None:
     """A block of queries of one head."""
-    *sinks_ref, out_ref, log_z_ref = refs
+    range_ref, offset_ref, q_ref, k_ref, v_ref, t_ref, s_ref, *sinks_ref, out_ref, log_z_ref = refs
     q_tH, segments_t, wide = q_ref[...], t_ref[...], log_z_ref.dtype
     block, scoring = settings.block, settings.scoring
     first = offset_ref[0] + pl.program_id(0) * block
@@ -65,21 +63,10 @@ def flash_forward(
     log_z_ref[...] = jnp.where(seen_t, high_t + jnp.log(total_t), HIDDEN)
 
 
-def flash_query_gradients(
-    settings: Settings,
-    range_ref,
-    offset_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    t_ref,
-    s_ref,
-    grad_ref,
-    log_z_ref,
-    inner_ref,
-    out_ref,
-) -> None:
+def flash_query_gradients(settings: Settings, *refs) -> None:
     """The gradient of a block of queries of one head."""
+    range_ref, offset_ref, q_ref, k_ref, v_ref, t_ref, s_ref, *others = refs
+    grad_ref, log_z_ref, inner_ref, out_ref = others
     q_tH, grad_tH, segments_t = q_ref[...], grad_ref[...], t_ref[...]
     log_z_t, inner_t = log_z_ref[...], inner_ref[...]
     first = offset_ref[0] + pl.program_id(0) * settings.block
@@ -99,22 +86,10 @@ def flash_query_gradients(
     out_ref[...] = sum_tH.astype(out_ref.dtype)
 
 
-def flash_key_gradients(
-    settings: Settings,
-    range_ref,
-    offset_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    t_ref,
-    s_ref,
-    grad_ref,
-    log_z_ref,
-    inner_ref,
-    out_k_ref,
-    out_v_ref,
-) -> None:
+def flash_key_gradients(settings: Settings, *refs) -> None:
     """The gradients of a block of keys of one head, and of their values."""
+    range_ref, offset_ref, q_ref, k_ref, v_ref, t_ref, s_ref, *others = refs
+    grad_ref, log_z_ref, inner_ref, out_k_ref, out_v_ref = others
     k_sH, v_sH, segments_s, wide = k_ref[...], v_ref[...], s_ref[...], log_z_ref.dtype
     first = offset_ref[0] - pl.program_id(0) * settings.block
 

@@ -9,52 +9,45 @@ Shapes: as in `attention.py`, T and S here a rank's share of the sequence; c ran
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxscale.ops.attention.blocks import AttentionArrays
 from jaxscale.sharding.rules import divides_heads
 
 
-def ulysses_attention(
-    q_BTNH: Array,
-    k_BSKH: Array,
-    v_BSKH: Array,
-    segments_BT: Array,
-    segments_BS: Array | None = None,
-    bias_bN: Array | None = None,
-    sinks_N: Array | None = None,
-    *,
-    axis: str,
-    attend: Callable[..., Array],
-) -> Array:
+def ulysses_attention(*arrays: Any, axis: str, attend: Callable[..., Array]) -> Array:
     """`attention.attention` where each rank of `axis` passes its share, in `balanced_order`.
 
     For use where `axis` is manual. Where there are fewer key heads than ranks each is sent to all
     ranks whose query heads read it.
 
     Args:
+      arrays: the fields of `AttentionArrays`.
       axis: the mesh axis; the number of its ranks divides N, and K or is a multiple of it.
       attend: attention within a rank; its arguments are those of `attention.attention`.
 
     Raises:
       ValueError: heads that do not divide.
     """
-    ranks, heads, key_heads = jax.lax.axis_size(axis), q_BTNH.shape[2], k_BSKH.shape[2]
+    given = AttentionArrays(*arrays)
+    ranks, (heads, key_heads) = jax.lax.axis_size(axis), (x.shape[2] for x in given[:2])
     if not divides_heads(ranks, heads, key_heads):
         raise ValueError(
             f"{heads} heads and {key_heads} key heads do not divide among {ranks} ranks of "
             f"{axis!r}; set layout.context_method = 'ring' or 'gather'"
         )
     repeats = max(ranks // key_heads, 1)
-    keys = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BSKH, v_BSKH))
-    heads = [_to_heads(x, axis) for x in (q_BTNH, *keys)]
+    keys = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in given[1:3])
+    heads = [_to_heads(x, axis) for x in (given.q_BTNH, *keys)]
     segments = [
         None if x is None else _natural(jax.lax.all_gather(x, axis, axis=1, tiled=True), ranks)
-        for x in (segments_BT, segments_BS)
+        for x in given[3:5]
     ]
-    tables = [None if x is None else _own_heads(x, axis) for x in (bias_bN, sinks_N)]
+    tables = [None if x is None else _own_heads(x, axis) for x in given[5:]]
     return _to_time(attend(*heads, *segments, *tables), axis)
 
 

@@ -16,6 +16,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxscale.ops.attention.context_chunks import balanced_order
+from jaxscale.sharding.specs import manually
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,7 @@ class Dispatch:
         """The function with every mesh axis manual."""
         if not self.automatic:
             return function
-        return jax.shard_map(
-            function,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(self.automatic),
-            check_vma=False,
-        )
+        return manually(function, self.automatic, in_specs, out_specs)
 
 
 ONE_DEVICE = Dispatch()

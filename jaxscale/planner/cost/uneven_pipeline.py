@@ -22,6 +22,7 @@ from jaxscale.planner.cost.step import (
 )
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.tables import table_makespan
+from jaxscale.planner.tables.pipeline_slots import stages_by_rank
 from jaxscale.planner.tables.state_ticks import TickCollectives, state_ticks
 from jaxscale.planner.tables.table_makespan import TableSpec
 from jaxscale.sharding.model_trace import ModelWork
@@ -192,10 +193,6 @@ def busiest_rank_seconds(spec: TableSpec, costs: table_makespan.OperationSeconds
     Args:
       costs: float [1, stages] each.
     """
-    # The placement of stages does not depend on micro-batches or recompute.
-    order = table_makespan.pipeline_table(
-        TableSpec(spec.schedule, spec.ranks, 2 * spec.ranks, spec.virtual_stages)
-    ).order
     each = np.ravel(sum(np.asarray(one) for one in costs)) / spec.virtual_stages
-    home = [order.rank_of(stage, 0) for stage in range(order.stages)]
-    return float(np.bincount(home, weights=each).max())
+    stages = stages_by_rank(spec.schedule, spec.ranks, spec.virtual_stages)
+    return float(each[stages].sum(axis=1).max())

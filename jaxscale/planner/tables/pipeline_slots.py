@@ -25,6 +25,7 @@ from jaxscale.pipeline.stages import chunk_stages, open_stages
 from jaxscale.planner.tables.table_makespan import (
     OperationSeconds,
     TableSpec,
+    extended,
     makespan,
     pipeline_table,
 )
@@ -102,7 +103,7 @@ def busiest_rank_buffers(
     stack_of_stage = stage_stacks(layers, stacks)
     numbers = range(len(stacks))
     capacity = tuple(int(np.array(layers)[stack_of_stage == n].max()) for n in numbers)
-    chunks = stack_of_stage[_chunk_stages(spec.schedule, spec.ranks, spec.virtual_stages)]
+    chunks = stack_of_stage[stages_by_rank(spec.schedule, spec.ranks, spec.virtual_stages)]
     rows = tuple(int((chunks == n).sum(axis=1).max()) * capacity[n] for n in numbers)
     return RankBuffers(rows, capacity, **most_slots(spec), chunks=chunks.shape[1])
 
@@ -136,7 +137,7 @@ def stage_stacks(layers: tuple[int, ...], stacks: Sequence[StackLayers]) -> np.n
 
 
 @functools.cache
-def _chunk_stages(schedule: str, ranks: int, virtual_stages: int) -> np.ndarray:
+def stages_by_rank(schedule: str, ranks: int, virtual_stages: int) -> np.ndarray:
     """int [ranks, chunks], the virtual stage of each chunk: the same for any number of
     micro-batches and any recompute."""
     return chunk_stages(pipeline_table(TableSpec(schedule, ranks, 2 * ranks, virtual_stages)).order)
@@ -162,16 +163,15 @@ def config_buffers(config: Config) -> RankBuffers:
     return RankBuffers(rows, capacity, **slots, chunks=stages.counts.shape[1])
 
 
-@functools.lru_cache(maxsize=4096)
 def most_slots(spec: TableSpec) -> dict[str, int]:
     """Slots of each buffer on the rank that has most of them."""
-    first = spec.settled()
-    if first is None or spec.microbatches <= first + (step := spec.round):
-        counts = count_slots(pipeline_table(spec))
-        return {name: int(of_ranks.max()) for name, of_ranks in counts.items()}
-    base, after = (most_slots(spec._replace(microbatches=m)) for m in (first, first + step))
-    rounds = (spec.microbatches - first) // step
-    return {name: base[name] + rounds * (after[name] - base[name]) for name in base}
+    return dict(zip(SLOTS, extended(spec, _most_slots).tolist()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _most_slots(spec: TableSpec) -> np.ndarray:
+    counts = count_slots(pipeline_table(spec))
+    return np.array([counts[name].max() for name in SLOTS])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxscale.pipeline.buffer_slots import gathers, reduces
 from jaxscale.pipeline_schedules.operations import B, X
-from jaxscale.planner.tables.table_makespan import TableSpec, pipeline_table
+from jaxscale.planner.tables.table_makespan import TableSpec, extended, pipeline_table
 
 Floats = Any  # a float, or float [N]
 
@@ -41,19 +41,13 @@ class StateTicks(NamedTuple):
         return alone + both + self.ends * outer
 
 
-@functools.lru_cache(maxsize=4096)
 def state_ticks(spec: TableSpec) -> StateTicks:
-    """Of a table with any number of micro-batches: see `table_makespan`."""
-    first = spec.settled()
-    if first is None or spec.microbatches <= first + (step := spec.round):
-        return _counted(spec)
-    base, after = (
-        np.array(state_ticks(spec._replace(microbatches=m))) for m in (first, first + step)
-    )
-    return StateTicks(*(base + (spec.microbatches - first) // step * (after - base)).tolist())
+    """Of a table with any number of micro-batches."""
+    return StateTicks(*extended(spec, _counted).tolist())
 
 
-def _counted(spec: TableSpec) -> StateTicks:
+@functools.lru_cache(maxsize=4096)
+def _counted(spec: TableSpec) -> np.ndarray:
     table = pipeline_table(spec)
     kind, stage = table.ops.kind, table.ops.stage
     gather, reduce = gathers(table) == 1, reduces(table) == 1
@@ -65,4 +59,4 @@ def _counted(spec: TableSpec) -> StateTicks:
     joined = ticks(gather & reduce)
     some, others = ticks(gather) & ~joined, ticks(reduce) & ~joined
     found = some & ~others, others & ~some, some & others, joined, ticks(ends)
-    return StateTicks(*(int(one.sum()) for one in found))
+    return np.array([one.sum() for one in found])

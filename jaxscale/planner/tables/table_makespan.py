@@ -7,6 +7,7 @@ needs to be larger.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,25 +93,29 @@ def makespan(spec: TableSpec, costs: OperationSeconds, *, lockstep: bool = True)
     """
     durations, shape = _durations(costs, spec.stages)
     simulate = _lockstep_seconds if lockstep else _eager_seconds
-    # Without lockstep the critical path becomes periodic later.
-    first = spec.settled(1 if lockstep else 3)
-    if first is None or spec.microbatches <= first + (1 if lockstep else 2) * spec.round:
-        found = simulate(spec, durations)
-    else:
-        found = _extended(simulate, spec, first, durations, check=not lockstep)
+    found = extended(spec, lambda spec: simulate(spec, durations), late=not lockstep)
     return found.reshape(shape) / spec.virtual_stages
 
 
-def _extended(simulate, spec: TableSpec, first: int, durations, check: bool) -> np.ndarray:
-    """Extrapolated from two tables; a third one checks, where asked, that growth is linear."""
+def extended(
+    spec: TableSpec, found_of: Callable[[TableSpec], np.ndarray], *, late: bool = False
+) -> np.ndarray:
+    """What `found_of` finds of a table, extrapolated from two small ones where there are any.
 
-    def simulated(rounds: int) -> np.ndarray:
-        count = first + rounds * spec.round
-        return simulate(spec._replace(microbatches=count), durations)
+    Args:
+      late: whether it becomes periodic later, as a critical path does: then a third table checks
+        that growth is linear.
+    """
+    first = spec.settled(3 if late else 1)
+    if first is None or spec.microbatches <= first + (2 if late else 1) * spec.round:
+        return found_of(spec)
 
-    base, after = simulated(0), simulated(1)
-    if check and not np.allclose(simulated(2) - after, after - base, rtol=1e-9, atol=0):
-        return simulate(spec, durations)
+    def found(rounds: int) -> np.ndarray:
+        return found_of(spec._replace(microbatches=first + rounds * spec.round))
+
+    base, after = found(0), found(1)
+    if late and not np.allclose(found(2) - after, after - base, rtol=1e-9, atol=0):
+        return found_of(spec)
     return base + (spec.microbatches - first) // spec.round * (after - base)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxscale.choices import check_kind
 from jaxscale.config.layout import REMATS, Layout, parse_remat
-from jaxscale.config.model import ModelConfig, ModelSettings, is_own_family
+from jaxscale.config.model import ModelConfig, is_own_family
 from jaxscale.formatting import human_bytes, table
 from jaxscale.model_families.shipped import find_family
 from jaxscale.pipeline import summary
@@ -51,6 +51,7 @@ def describe_layout(engine: Engine) -> str:
 
 def _summary(engine: Engine) -> str:
     layout, config = engine.layout, engine.config.model
+    matmuls = f" with {config.matmul_dtype} matmuls" if config.matmul_dtype else ""
     rows = [
         *_family(engine),
         ("devices", f"{layout.num_devices}: {layout.axes_text or 'every axis 1'}"),
@@ -61,7 +62,7 @@ def _summary(engine: Engine) -> str:
         *_tensor(layout),
         (
             "types",
-            f"parameters {config.param_dtype}, compute {config.compute_dtype}{_rounded(config)}, "
+            f"parameters {config.param_dtype}, compute {config.compute_dtype}{matmuls}, "
             f"gradients {engine.zero.accumulation_dtype}{_reduced_in(engine)}",
         ),
         ("parameters", _parameter_counts(engine)),
@@ -69,11 +70,6 @@ def _summary(engine: Engine) -> str:
         ("memory", _peak(engine)),
     ]
     return "layout\n" + table(rows)
-
-
-def _rounded(model: ModelSettings) -> str:
-    """The type of the operands of layers' matmuls, where that is another than of the rest."""
-    return f" with {model.matmul_dtype} matmuls" if model.matmul_dtype else ""
 
 
 def _family(engine: Engine) -> list[tuple[str, str]]:

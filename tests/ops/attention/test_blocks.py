@@ -55,7 +55,9 @@ def test_keys_may_come_in_parts_and_in_any_order(window):
     def in_parts(q, k, v, segments):
         # Two stretches of 12, in blocks of 5: the last block of each is not full.
         parts = [
-            blocks.in_blocks(*(x[:, s : s + 12] for x in (q, k, v, segments)), None, 5)
+            blocks.in_blocks(
+                blocks.AttentionArrays(*(x[:, s : s + 12] for x in (q, k, v, segments))), 5
+            )
             for s in (0, 12)
         ]
         out = []
@@ -69,7 +71,7 @@ def test_keys_may_come_in_parts_and_in_any_order(window):
         return jnp.concatenate(out, axis=1)
 
     def at_once(q, k, v, segments):
-        queries, keys = blocks.in_blocks(q, k, v, segments, None, 24)
+        queries, keys = blocks.in_blocks(blocks.AttentionArrays(q, k, v, segments), 24)
         softmax = blocks.attend(blocks.start(queries.q), queries, keys, offset=0, scoring=scoring)
         return blocks.from_query_blocks(blocks.finish_softmax(softmax, q.dtype)[0], 24)
 

@@ -40,8 +40,8 @@ from jaxscale.planner.search.space import (
     mesh_shapes,
 )
 from jaxscale.planner.search.trainable_model import TrainableModel
-from jaxscale.planner.tables.pipeline_slots import default_stage_layers, most_slots
-from jaxscale.planner.tables.state_ticks import state_ticks
+from jaxscale.planner.tables.pipeline_slots import _most_slots, default_stage_layers
+from jaxscale.planner.tables.state_ticks import _counted
 from jaxscale.planner.tables.table_makespan import _cells, pipeline_table
 from jaxscale.sharding.layout_checks import check_ulysses
 from jaxscale.training.kernels import attention_name
@@ -521,7 +521,7 @@ def test_rows_of_tensor_are_searched_where_the_engine_has_them():
 @pytest.mark.proof
 def test_tables_of_more_pipelines_than_are_kept_are_built_once(monkeypatch):
     monkeypatch.undo()
-    for cached in (pipeline_table, _cells, most_slots, state_ticks, default_stage_layers):
+    for cached in (pipeline_table, _cells, _most_slots, _counted, default_stage_layers):
         cached.cache_clear()
     built = collections.Counter()
 
