@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes.take_gpu_memory()
         convert = _from_hugging_face if options.from_hf else _from_run
         result = convert(options, overrides)
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
+    command_line.write_json(options.json, result)
     return 0
 
 
@@ -294,10 +293,13 @@ def _check(options: argparse.Namespace) -> None:
     ways = (options.from_hf is not None, options.to_hf, options.to_peft)
     if sum(ways) != 1:
         raise ValueError("give --from_hf DIR, or --to_hf or --to_peft with --workdir RUN")
-    if options.from_hf is None and options.workdir is None:
-        raise ValueError("--to_hf and --to_peft need --workdir RUN, the run to convert")
-    if options.from_hf is None and options.from_peft:
-        raise ValueError("--from_peft goes with --from_hf DIR, the model that the adapters are for")
+    if options.from_hf is None:
+        if options.workdir is None:
+            raise ValueError("--to_hf and --to_peft need --workdir RUN, the run to convert")
+        if options.from_peft:
+            raise ValueError(
+                "--from_peft goes with --from_hf DIR, the model that the adapters are for"
+            )
     if options.to_peft and options.max_file_gb is not None:
         raise ValueError("--max_file_gb belongs to --to_hf; PEFT reads adapters from one file")
     others = options.workdir, options.dtype, options.step, options.max_file_gb

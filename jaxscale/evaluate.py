@@ -5,7 +5,6 @@ Evaluates a run's newest checkpoint on its held-out text and its validation sets
 """
 
 import argparse
-import json
 import logging
 import pathlib
 import sys
@@ -81,10 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             run_folder.note_other_model(config, options.workdir)
             config = run_folder.fit_devices(config, jax.device_count(), overrides)
         result = _answer(options, config, questions) if questions else _evaluate(options, config)
-        if options.json and jax.process_index() == 0:
-            with command_line.refusals():
-                finite = metrics.null_where_not_finite(result)
-                options.json.write_text(json.dumps(finite, indent=2) + "\n")
+        if jax.process_index() == 0:
+            command_line.write_json(options.json, metrics.null_where_not_finite(result))
     return 0
 
 

@@ -176,7 +176,7 @@ def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
             raise ValueError(f"--json {error}") from error
     run_folder.check_files(workdir)
     folder = workdir / CHECKPOINTS
-    if folder.exists() and not folder.is_dir():
+    if folder.is_file():
         raise ValueError(
             f"{folder} is a file, where the run's checkpoints go; move it, or "
             "give another --workdir"
@@ -259,7 +259,7 @@ def _train(
         of_one = ChildProcessError | text.UnusableTokensError | trackers.TrackerError
         left = not_uploaded(in_all=not isinstance(error, of_one))
         status = getattr(error, "exit_status", 1)
-        command_line.refuse(f"{error}; {left}" if left else str(error), status)
+        command_line.refuse("; ".join(filter(None, (str(error), left))), status)
     if left := not_uploaded():
         command_line.refuse(left, status=1)
     _write_json(options.json, summary, workdir)

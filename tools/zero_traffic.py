@@ -9,6 +9,7 @@ not included.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import Layout
@@ -54,7 +55,9 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
     count, zero = layout.num_groups, ("fsdp", "context")
     visits = [(array, 1) for array in layer for _ in range(layers)] + once
     left = visits if count == 1 or zero_stage.reduces_last(layout) else stacks
-    rows = [("whole gradients", "all-reduce", ("data", "fsdp"), left, 1, reduced, 1)]
+    rows: list[tuple[Any, ...]] = [
+        ("whole gradients", "all-reduce", ("data", "fsdp"), left, 1, reduced, 1)
+    ]
     if zero_stage.shards_state(stage):
         # A tied head is the embedding where what is gathered is kept.
         kept = not zero_stage.gathers_each_pass(stage)

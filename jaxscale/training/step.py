@@ -217,13 +217,11 @@ def _others(model: Model, sums: Sums, count: jax.Array) -> tuple[Sums, Sums]:
     """A model's own metrics: sums over tokens as means, and those of each layer: as they are, or as
     the model reports them."""
     own = {name: value for name, value in sums.items() if name not in ("loss", "nll")}
-    layers: Sums = {}
+    report, by_layer = {}, set()
     if model.report:
-        names = {name for stack in model.stacks for name in sum_shapes(stack)}
-        layers = {name: value for name, value in own.items() if name in names}
-        own = {name: value for name, value in own.items() if name not in names}
-    means = {name: value / count if value.ndim == 0 else value for name, value in own.items()}
-    return means, model.report(layers) if model.report else {}
+        by_layer = {name for stack in model.stacks for name in sum_shapes(stack)} & own.keys()
+        report = model.report({name: own.pop(name) for name in by_layer})
+    return {name: x / count if x.ndim == 0 else x for name, x in own.items()}, report
 
 
 def mean_and_norm(sums: Tree, count: jax.Array, limit: float) -> tuple[Tree, jax.Array]:
