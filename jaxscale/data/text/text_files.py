@@ -299,14 +299,10 @@ def _walk(
     folder: pathlib.Path, pattern: Sequence[str], skips: Sequence[str] = ()
 ) -> Iterator[pathlib.Path]:
     """Files below `folder` that match, component by component; `**` is any number of folders."""
-    entries = _entries(folder)
     head, *rest = pattern
-    if entries and head == "**":
+    if head == "**":
         yield from _walk(folder, rest or ["*"], skips)
-    for path in entries:
-        hidden = path.name.startswith(".") and not head.startswith(".")
-        if hidden or path.name in ("__pycache__", *skips):
-            continue
+    for path in _entries(folder, ("__pycache__", *skips), hidden=head.startswith(".")):
         if head == "**":
             if os.path.isdir(path) and not _loops(path):
                 yield from _walk(path, pattern, skips)
@@ -318,13 +314,15 @@ def _walk(
             yield path
 
 
-def _entries(folder: pathlib.Path) -> list[pathlib.Path]:
+def _entries(folder: pathlib.Path, skips: Sequence[str], *, hidden: bool) -> list[pathlib.Path]:
+    """What a folder holds, sorted, with names that begin with a dot where these are asked for."""
     try:
-        return sorted(folder.iterdir())
+        entries = sorted(path for path in folder.iterdir() if path.name not in skips)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise cannot_be_read(str(folder), error) from error
+    return [path for path in entries if hidden or not path.name.startswith(".")]
 
 
 def _loops(path: pathlib.Path) -> bool:

@@ -6,6 +6,7 @@ that a shard with a record is complete.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -219,7 +220,7 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
         )
     offsets, hashes, num_tokens = _join_arrays(works, folder)
     files = [piece.file for work in works for piece in work.pieces]
-    kept = {folder / file for shard in shards for file in shard.files}
+    kept = set(map(folder.joinpath, itertools.chain(*(shard.files for shard in shards))))
     for path in {*folder.glob("tokens-*.npy"), *folder.glob("loss-*.npy")} - kept:
         path.unlink()  # left by another way to cut
     sync(folder)
