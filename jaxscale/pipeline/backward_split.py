@@ -34,7 +34,7 @@ Shapes = list[jax.ShapeDtypeStruct]
 CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
 """Equations that only group others."""
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "scatter-add")
+PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add")
 """Equations that W is for and that are not recomputed; also those with others inside, as loops."""
 
 
@@ -48,7 +48,8 @@ class Split:
       -> (dx, dshared, saved)`: B
     - `weight_gradient(shared, context, residuals_w, saved) -> dweights`: W
 
-    `residuals_b`, `residuals_w` and `saved` are lists of arrays, of the shapes given here.
+    `residuals_b`, `residuals_w` and `saved` are lists of arrays, of the shapes given here;
+    `names_b` and `names_w` are the names that `checkpoint_name` gave those of F, "" without one.
     """
 
     forward: Callable[..., tuple[Tree, Tree, list, list]]
@@ -57,11 +58,13 @@ class Split:
     residuals_b: Shapes
     residuals_w: Shapes
     saved: Shapes
+    names_b: tuple[str, ...] = ()
+    names_w: tuple[str, ...] = ()
 
 
 def split(function: Callable, weights: Tree, x: Tree, shared: Tree, context: Tree) -> Split:
     """Traces a layer for arguments of these shapes and types."""
-    forward, kept, backward = _passes(function, weights, x, shared, context)
+    forward, kept, names, backward = _passes(function, weights, x, shared, context)
     program = TracedFunction.of(backward, weights, shared, context, kept, x)
     weights_in, shared_in, context_in, kept_in, dy = program.inputs
     dweights = program.outputs[: len(weights_in)]
@@ -98,9 +101,11 @@ def split(function: Callable, weights: Tree, x: Tree, shared: Tree, context: Tre
         split_forward,
         input_gradient,
         weight_gradient,
-        _shapes(kept_in[i] for i in to_b),
-        _shapes(kept_in[i] for i in to_w),
-        _shapes(saved),
+        shapes_of(kept_in[i] for i in to_b),
+        shapes_of(kept_in[i] for i in to_w),
+        shapes_of(saved),
+        tuple(names[i] for i in to_b),
+        tuple(names[i] for i in to_w),
     )
 
 
@@ -117,9 +122,10 @@ def forward_only(function: Callable) -> Split:
 
 
 def _passes(function: Callable, weights: Tree, x: Tree, shared: Tree, context: Tree):
-    """`forward(weights, x, shared, context) -> ((y, loss), sums, kept)`, the shapes of the
-    residuals `kept`, and `backward(weights, shared, context, kept, dy) -> (dweights, dx, dshared)`.
-    Residuals that do not depend on x or what is shared are recomputed."""
+    """`forward(weights, x, shared, context) -> ((y, loss), sums, kept)`, the shapes and the names
+    of the residuals `kept`, and `backward(weights, shared, context, kept, dy)
+    -> (dweights, dx, dshared)`. Residuals that do not depend on x or what is shared are
+    recomputed."""
     vjp_forward, vjp_backward = split_vjp(function)
     program = TracedFunction.of(vjp_forward, weights, x, shared, context)
     weights_in, x_in, shared_in, context_in = program.inputs
@@ -152,7 +158,8 @@ def _passes(function: Callable, weights: Tree, x: Tree, shared: Tree, context: T
         seed = None if loss is None else jnp.ones((), loss.dtype)
         return vjp_backward(weights, shared, context, residuals, (dy, seed))
 
-    return forward, _shapes(kept), backward
+    names = [program.names.get(v, "") for v in kept]
+    return forward, shapes_of(kept), names, backward
 
 
 def _divide(
@@ -190,6 +197,7 @@ class TracedFunction:
     inputs: list[list]  # of each argument, the variables of its leaves
     outputs: list
     constants: dict
+    names: dict  # of variables that `checkpoint_name` was given
 
     @classmethod
     def of(cls, function: Callable, *args: Tree) -> "TracedFunction":
@@ -199,7 +207,8 @@ class TracedFunction:
         variables = iter(flat.jaxpr.invars)
         inputs = [[next(variables) for _ in jax.tree.leaves(arg)] for arg in args]
         constants = dict(zip(flat.jaxpr.constvars, flat.consts))
-        return cls(list(flat.jaxpr.eqns), inputs, list(flat.jaxpr.outvars), constants)
+        eqns, outputs, names = _without_names(flat.jaxpr)
+        return cls(eqns, inputs, outputs, constants, names)
 
     def needed(self, wanted: Iterable, at_hand: Iterable = ()) -> list[JaxprEqn]:
         """The equations that some variables need; of those with others inside, the needed parts."""
@@ -232,6 +241,23 @@ class TracedFunction:
         for variables, value in zip(given, values, strict=True):
             known |= dict(zip(variables, jax.tree.leaves(value), strict=True))
         return _evaluate(eqns, known, wanted)
+
+
+def _without_names(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list, dict]:
+    """The equations and outputs, each variable that a name was given in place of the named copy,
+    so that none is saved twice; and the names."""
+    named, names, eqns = {}, {}, []
+
+    def first(atoms: Iterable) -> list:
+        return [a if isinstance(a, Literal) else named.get(a, a) for a in atoms]
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "name":
+            (named[eqn.outvars[0]],) = first(eqn.invars)
+            names[named[eqn.outvars[0]]] = eqn.params["name"]
+        else:
+            eqns.append(eqn.replace(invars=first(eqn.invars)))
+    return eqns, first(jaxpr.outvars), names
 
 
 def _inline(traced: Any, args: Sequence) -> list:
@@ -286,5 +312,6 @@ def _given(eqns: Iterable[JaxprEqn], wanted: Iterable) -> list:
     return [v for v in dict.fromkeys(_variables(read)) if v not in made]
 
 
-def _shapes(variables: Iterable) -> Shapes:
+def shapes_of(variables: Iterable) -> Shapes:
+    """The shapes and types of variables."""
     return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]

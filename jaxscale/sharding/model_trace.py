@@ -347,3 +347,45 @@ class ModelWork:
     def source_len(self) -> int:
         """Tokens of the sequences that other stacks read; 0 where there are none."""
         return max((one.seq_len for one in self.stacks if one.seq_len != self.seq_len), default=0)
+
+
+@dataclass(frozen=True)
+class SavedValue:
+    """Arrays of a layer that one pass saves for another: of one device, which a layout divides."""
+
+    held: str  # in the layers' loop "", of a pipeline "residual_b", "residual_w" or "cotangent"
+    per: str  # "sequence", or "row" of experts
+    spread: str
+    """What ranks of tensor have of it: "stream" each a part, "gathered" the same, and whole for a
+    matmul, "features" each some of the features, "whole" each all."""
+    heads: int
+    features: int  # of a head, or of a token
+    entries: float  # for each sequence or row
+    element_bytes: int
+    count: float = 1.0  # of a mean layer
+
+    @property
+    def num_bytes(self) -> float:
+        """Of a sequence or a row, of all ranks of tensor together, where none repeats any."""
+        return self.count * self.entries * self.heads * self.features * self.element_bytes
+
+
+@dataclass(frozen=True)
+class StackSaved:
+    """What a mean layer of a stack saves."""
+
+    name: str
+    length: int  # tokens of a sequence
+    rows: float  # of its experts, for a token, with all experts on a rank
+    values: tuple[SavedValue, ...]
+
+
+@dataclass(frozen=True)
+class SavedValues:
+    """What the layers of a model save, under one remat policy."""
+
+    stacks: tuple[StackSaved, ...]
+
+    def of(self, stack: str) -> StackSaved:
+        """Those of a stack."""
+        return next(one for one in self.stacks if one.name == stack)

@@ -52,7 +52,7 @@ def trace_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelW
     params, stream, stacks, width = gathered_params(model), {}, [], 0
     for stack, stream, arguments in layer_arguments(model, params, batch):
         trace = functools.partial(_trace_layer, stack, arguments, recorded)
-        length, width = _carried(stack, stream)
+        length, width = carried_tokens(stack, stream)
         experts = sum(held.experts_of(stack.name))
         stacks.append(_stack_work(stack, length, experts, trace))
     recorded.clear()
@@ -87,7 +87,7 @@ def _held(trace: ModelTrace, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def _carried(stack: Stack, stream: Any) -> tuple[int, int]:
+def carried_tokens(stack: Stack, stream: Any) -> tuple[int, int]:
     """Tokens of a sequence of a stack, and features of each that layers hand on.
 
     Raises:
@@ -245,7 +245,7 @@ def _others(jaxpr: Any, length: int, expert_layers: int = 0) -> Iterator[Any]:
     """
     plain: list[tuple[int, int, int]] = []
     grouped: list[tuple[int, int, int, int]] = []
-    _walk(jaxpr, plain, grouped)
+    walk_matmuls(jaxpr, plain, grouped)
     for _ in range(expert_layers):  # which are alike
         rows, width, count, hidden = grouped[0]
         gated = len(grouped) == 3 * expert_layers
@@ -257,11 +257,15 @@ def _others(jaxpr: Any, length: int, expert_layers: int = 0) -> Iterator[Any]:
         yield Matmul(inputs, ((outputs, 1),), "tokens", tokens=tokens / length)
 
 
-def _walk(
+def walk_matmuls(
     jaxpr: Any, plain: list[tuple[int, int, int]], grouped: list[tuple[int, int, int, int]]
 ) -> None:
     """Adds (rows, inputs, outputs) of each matmul; and (rows, inputs, groups, outputs) of each in
-    which groups of rows have a matrix of their own."""
+    which groups of rows have a matrix of their own.
+
+    Args:
+      jaxpr: or anything that has equations.
+    """
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
             left, right, made = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
@@ -273,7 +277,7 @@ def _walk(
                 rows = math.prod(left) // inputs
                 plain.append((rows, inputs, math.prod(made) // rows))
         for inside in jaxprs_in_params(eqn.params):
-            _walk(getattr(inside, "jaxpr", inside), plain, grouped)
+            walk_matmuls(getattr(inside, "jaxpr", inside), plain, grouped)
 
 
 def _is_batched(eqn: Any, right: tuple[int, ...]) -> bool:

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.config import Config
-from jaxscale.config.layout import RematPolicy
 from jaxscale.config.model import ModelConfig
 from jaxscale.planner.model.traces import model_trace
-from jaxscale.sharding.model_trace import Ints, itemsize, maximum, select
+from jaxscale.sharding.model_trace import Ints, maximum, select
 
 PREDICTION = "prediction"
 """The stack of the modules that predict further tokens (`models.prediction`)."""
@@ -44,33 +43,6 @@ def expert_capacity(model: ModelConfig, length: int) -> int:
 def hidden_features(model: ModelConfig) -> int:
     """Of an expert."""
     return model.expert_d_ff or model.d_ff
-
-
-def saved_row_bytes(model: ModelConfig, remat: RematPolicy) -> tuple[int, int]:
-    """Bytes that a policy saves of each row: what every rank of tensor has whole, and what they
-    share. Without a capacity a row's index is one for each choice of a token on an accelerator,
-    which `saved_activations` counts, and three of each row on a CPU."""
-    width = itemsize(model.compute_dtype)
-    matmuls = ("mlp_up", "mlp_gate")[: 1 + model.gated]
-    shared = sum(width * hidden_features(model) for name in matmuls if name in remat.names)
-    # The rows that arrived, the gate of each, and whose it is.
-    whole = 0 if remat.by_names else width * model.d_model + max(width, 4) + 4
-    return whole, shared
-
-
-def stash_row_bytes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Bytes that a pipeline keeps of each row by the table's buffers, as `stash_bytes`: what every
-    rank of tensor has whole, and what they share. W reads the rows that arrived, those of the
-    gradients that did, and hidden features and their gradients; with biases B adds them up, and W
-    reads the product of activation and gate in place of the features."""
-    width, wide = itemsize(model.compute_dtype), max(itemsize(model.compute_dtype), 4)
-    rows, features = width * model.d_model, hidden_features(model)
-    hidden, biased = width * (1 + model.gated) * features, model.mlp_bias
-    return {
-        "residual_b": (4 * bool(model.capacity_factor), hidden * biased),  # whose it is
-        "residual_w": (rows + wide, hidden * (not biased)),
-        "cotangent": (rows, hidden + wide * features * biased),
-    }
 
 
 class RowArrays(NamedTuple):

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import Config, zero_stage
-from jaxscale.config.layout import RematPolicy, parse_remat
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.at_rest import trained_parameters
-from jaxscale.planner.memory.experts import hidden_features, rows_of_token, saved_row_bytes
-from jaxscale.planner.memory.saved_activations import saved_bytes, saved_source_bytes
+from jaxscale.planner.memory.experts import hidden_features, rows_of_token
+from jaxscale.planner.memory.saved_values import layer_bytes, values_of
 from jaxscale.planner.model.traces import model_trace
 from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, StackTrace, itemsize, select
 
@@ -64,7 +63,7 @@ class LayerLoop:
         scatters = several & zero_stage.leaves_shards(stage, single)
         shards = layout.batch_shards * layout.microbatches * layout.context
         data = config.data
-        length = data.seq_len if stack.name == "encoder" else data.output_len
+        length = values_of(config, "full").of(stack.name).length
         source = data.seq_len if stack.name == "decoder" else 0
         tokens = data.global_batch_size * length // shards
         rows_here, turn = 0, model_trace(config.model).experts_of(stack.name)
@@ -203,30 +202,12 @@ def hidden_values(config: Config, loop: LayerLoop) -> Ints:
 
 
 def layer_saved_bytes(config: Config, loop: LayerLoop) -> Ints:
-    """Saved activations of a layer and a micro-batch. Of a turn of several a policy by names saves
-    what enters the first."""
-    remat = config.layout.remat_policy
-    each = [_saved_bytes(config, one, remat) for one in loop.layers_of_turn]
-    within = (len(each) - 1) * stream_bytes(config, loop) if remat.by_names else 0
-    return sum(each) - within
+    """Saved activations of a layer and a micro-batch."""
+    return layer_bytes(config, loop, config.layout.remat)
 
 
 def recomputed_bytes(config: Config, loop: LayerLoop) -> Ints:
-    """Of one layer of a turn, what a backward pass of the next one finds recomputed."""
-    every, remat = parse_remat("none"), config.layout.remat_policy
-    if not remat.by_names:
+    """Of a layer, what its backward pass recomputes."""
+    if not config.layout.remat_policy.by_names:
         return 0
-    return _saved_bytes(config, loop, every) - _saved_bytes(config, loop, remat)
-
-
-def _saved_bytes(config: Config, loop: LayerLoop, remat: RematPolicy) -> Ints:
-    model = config.model
-    if loop.has_experts:
-        tokens = loop.tokens * saved_bytes(model, remat, experts=True) // config.layout.tensor
-        whole, shared = saved_row_bytes(model, remat)
-        return tokens + loop.rows * (whole + shared // config.layout.tensor)
-    each = saved_bytes(model, remat, config.layout, cross=loop.part == "decoder")
-    if loop.part != "decoder":
-        return loop.tokens * each // config.layout.tensor
-    more = loop.source * saved_source_bytes(model, remat)
-    return (loop.tokens * each + more) // config.layout.tensor
+    return layer_bytes(config, loop, "none") - layer_saved_bytes(config, loop)

@@ -9,10 +9,10 @@ an accumulation group.
 """
 
 import functools
-from collections.abc import Mapping
+
+import numpy as np
 
 from jaxscale.config import Config
-from jaxscale.config.layout import parse_remat
 from jaxscale.planner.memory.at_rest import (
     batch_bytes,
     count_bytes,
@@ -20,7 +20,7 @@ from jaxscale.planner.memory.at_rest import (
     parameter_bytes,
 )
 from jaxscale.planner.memory.end_of_step import reduction_bytes, update_bytes
-from jaxscale.planner.memory.experts import restacked_bytes, stash_row_bytes
+from jaxscale.planner.memory.experts import restacked_bytes
 from jaxscale.planner.memory.head import head_bytes
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
@@ -35,12 +35,7 @@ from jaxscale.planner.memory.layer_loop import (
     mlp_weights,
     stream_bytes,
 )
-from jaxscale.planner.memory.saved_activations import (
-    saved_bytes,
-    source_stash_bytes,
-    stash_bytes,
-    stash_refusal,
-)
+from jaxscale.planner.memory.saved_values import buffer_bytes, layer_bytes
 from jaxscale.planner.memory.stacks import (
     held_between_bytes,
     larger,
@@ -61,13 +56,14 @@ from jaxscale.planner.model.traces import model_trace
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, config_buffers
 from jaxscale.sharding.model_trace import Ints, Rows, maximum, select
 
+HELD = ("residual_b", "residual_w", "cotangent")
+"""A pipeline's buffers of saved activations."""
+
 
 def is_predicted(config: Config) -> bool:
-    """Whether there are formulas for the memory of a config's step: there are none for models of
-    one's own, nor for pipelines of experts or of latent attention."""
-    return config.model.has_formulas and (
-        config.layout.pipeline == 1 or not stash_refusal(config.model, config.layout)
-    )
+    """Whether there are formulas for the memory of a config's step: there are none for custom
+    models."""
+    return config.model.has_formulas
 
 
 def step_memory(
@@ -237,28 +233,13 @@ def _slots(
 ) -> Ints:
     """Saved activations of a rank's chunks between operations: each slot has room for a chunk of
     every stack."""
-    if stash_refusal(config.model, config.layout):
-        return 0  # there is no pipeline: `is_predicted`
-
-    def kept(each: Mapping[str, Ints]) -> Ints:
-        return sum(getattr(buffers, name) * size for name, size in each.items())
-
-    model, layout, total = config.model, config.layout, 0
-    remat, tiled = layout.remat_policy, transients.tile > 1
+    total, tiled = 0, transients.tile > 1
+    if not np.any(config.layout.pipeline > 1):
+        return 0
     for loop in loops:
-        cross, experts = loop.part == "decoder", loop.has_experts
-        kinds = {"cross": cross, "experts": experts, "tiled": tiled}
-        each = loop.tokens * kept(stash_bytes(model, remat, layout, **kinds))
-        if cross:
-            source = source_stash_bytes(model, remat, layout, tiled=tiled)
-            each = each + loop.source * kept(source)
-        if experts:
-            rows = stash_row_bytes(model)
-            whole = kept({name: layout.tensor * size for name, (size, _) in rows.items()})
-            each = each + loop.rows * (
-                whole + kept({name: size for name, (_, size) in rows.items()})
-            )
-        total = total + loop.capacity * each // layout.tensor
+        for held in HELD:
+            slots = getattr(buffers, held)
+            total = total + slots * loop.capacity * buffer_bytes(config, loop, held, tiled=tiled)
     return total
 
 
@@ -297,7 +278,7 @@ def _stash(config: Config, loop: LayerLoop) -> tuple[Ints, Ints]:
         return stash, stash
     if not layout.remat_policy.offloads:
         return stash, 0
-    stays = loop.tokens * saved_bytes(config.model, parse_remat("full")) // layout.tensor
+    stays = layer_bytes(config, loop, "full")
     return stash, stash - layers * loop.group * stays
 
 

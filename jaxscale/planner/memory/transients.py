@@ -107,9 +107,10 @@ def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -
     """Activations of a micro-batch and their gradients. In a turn of several layers, of the layer
     where they are most, with what was recomputed of those before it."""
     found, before = [], 0
+    recomputed = recomputed_bytes(config, loop) // len(loop.turn)
     for one in loop.layers_of_turn:
         found.append(_layer_working_set(config, one, transients) + before)
-        before = before + recomputed_bytes(config, one)
+        before = before + recomputed
     return maximum(*found)
 
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import pathlib
 import typing
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -15,16 +16,16 @@ from etils import epy
 
 from jaxscale.config.model import ModelSettings, find_make, is_own_family
 from jaxscale.config.read_config import read_settings
-from jaxscale.sharding.model_trace import ModelTrace, ModelWork
+from jaxscale.sharding.model_trace import ModelTrace, ModelWork, SavedValues
 from jaxscale.storage import durable
 from jaxscale.storage.untrusted import load_json
 from jaxscale.storage.user_cache import cache_folder
 
 with epy.lazy_imports():  # it imports JAX: only a model that was not traced before needs it
-    from jaxscale.training import trace_model, trace_work
+    from jaxscale.training import trace_model, trace_saved, trace_work
 
 PACKAGE = pathlib.Path(__file__).parents[2]
-SOURCES = ("config", "models", "ops", "sharding", "training")
+SOURCES = ("config", "models", "ops", "pipeline", "sharding", "training")
 """Folders of the package on which a trace depends."""
 
 
@@ -46,36 +47,47 @@ def model_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelW
     return _trace(ModelWork, settings, _made_by(settings), seq_len, output_len)
 
 
+def saved_values(
+    settings: ModelSettings, seq_len: int, output_len: int, remat: str, *, piped: bool
+) -> SavedValues:
+    """What a model's layers save: see `training.trace_saved`.
+
+    Raises:
+      ValueError: the family of a custom model cannot be imported.
+    """
+    return _trace(SavedValues, settings, _made_by(settings), seq_len, output_len, remat, piped)
+
+
 def _made_by(settings: ModelSettings) -> Any:
     """What makes a custom model: a notebook's cell may define it anew. Of others None."""
     return find_make(settings.family) if is_own_family(settings.family) else None
 
 
 @functools.lru_cache(maxsize=512)
-def _trace(record: type, settings: ModelSettings, make: Any, *lengths: int) -> Any:
+def _trace(record: type, settings: ModelSettings, make: Any, *more: Any) -> Any:
     """A trace, from disk where there is one. Those of custom models are not kept there: their
     modules may change."""
     folder = None
     with contextlib.suppress(RuntimeError):  # a user without a home
         folder = cache_folder()
     if folder is None or make:
-        return _make(record, settings, lengths)
-    key = f"{_sources()} {record.__name__} {read_settings(settings)} {lengths}"
+        return _make(record)(settings, *more)
+    key = f"{_sources()} {record.__name__} {read_settings(settings)} {more}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
     path = folder / "traces" / f"{digest}.json"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # none, or damaged
         return _from_json(record, load_json(path))
-    trace = _make(record, settings, lengths)
+    trace = _make(record)(settings, *more)
     with contextlib.suppress(OSError):  # a folder that cannot be written to: traced again then
         path.parent.mkdir(parents=True, exist_ok=True)
         durable.replace_file(path, json.dumps(dataclasses.asdict(trace)).encode())
     return trace
 
 
-def _make(record: type, settings: ModelSettings, lengths: tuple[int, ...]) -> Any:
+def _make(record: type) -> Callable[..., Any]:
     if record is ModelTrace:
-        return trace_model.trace_model(settings)
-    return trace_work.trace_work(settings, *lengths)
+        return trace_model.trace_model
+    return trace_work.trace_work if record is ModelWork else trace_saved.trace_saved
 
 
 @functools.cache

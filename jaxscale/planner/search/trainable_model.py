@@ -12,7 +12,6 @@ from typing import Any
 from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import OFFLOADS, Layout
 from jaxscale.pipeline.partition import StackLayers
-from jaxscale.planner.memory.saved_activations import stash_refusal
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
@@ -246,8 +245,7 @@ class TrainableModel:
                 size = getattr(layout, axis)
                 return f"layout.{axis} = {size}: {reason}; set layout.{axis} = 1"
         if not self._has_encoder:
-            piped = layout.pipeline > 1
-            return stash_refusal(self.config.model, layout) if piped else ""
+            return ""
         for name, known in (("remat", self.remats), ("offload", self.offloads)):
             if name == "remat" and layout.remat_policy.kept_passes:
                 continue  # "full" for some passes

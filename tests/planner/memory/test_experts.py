@@ -10,9 +10,9 @@ from typing import NamedTuple
 import pytest
 
 from jaxscale import config as configs
-from jaxscale.config.layout import parse_remat
-from jaxscale.planner.memory.saved_activations import saved_bytes
+from jaxscale.planner.memory.layer_loop import LayerLoop, recomputed_bytes
 from jaxscale.planner.memory.step import step_memory
+from jaxscale.planner.model.traces import model_trace
 
 GIB = 2**30
 MIXTRAL, QWEN, DEEPSEEK = "mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3"
@@ -205,9 +205,7 @@ def test_a_turn_holds_what_it_recomputed_of_its_first_layer(remat):
     every, half = (
         configs.load(QWEN, [f"model.expert_pattern={pattern}", *layout]) for pattern in ("", "DE")
     )
-    tokens = 1024 // 8 // 64 * 4096
-    each = saved_bytes(half.model, parse_remat("none")) - saved_bytes(
-        half.model, parse_remat(remat)
-    )
+    trace = model_trace(half.model)
+    loop = LayerLoop.of(half, trace.stack_layers, trace.stacks[-1])
     more = step_memory(half, "gpu").working_set - step_memory(every, "gpu").working_set
-    assert more == tokens * each
+    assert more == recomputed_bytes(half, loop) // 2

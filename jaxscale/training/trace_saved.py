@@ -1,0 +1,171 @@
+"""What the layers of a model save for their backward pass, read off their abstract trace.
+
+The layers are traced on one device, whose arrays a layout divides; the arrays of a micro-batch are
+told by its size, a number that no other dimension has.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Literal
+
+from jaxscale.config.layout import RematPolicy, parse_remat
+from jaxscale.config.model import ModelSettings
+from jaxscale.models.decoder import plain_kernels
+from jaxscale.models.kernels import Kernels
+from jaxscale.models.protocol import LayerFunction, Stack, layer_function
+from jaxscale.ops import tensor_parallel
+from jaxscale.ops.attention.attention import attention
+from jaxscale.ops.experts.dispatch import Dispatch
+from jaxscale.ops.split_vjp import split_vjp
+from jaxscale.pipeline.backward_split import TracedFunction, shapes_of, split
+from jaxscale.sharding.model_trace import SavedValue, SavedValues, StackSaved
+from jaxscale.training.engine import find_model
+from jaxscale.training.flops import example_of, gathered_params, layer_arguments
+from jaxscale.training.remat import rematerialised, rematerialised_attention
+from jaxscale.training.trace_model import trace_model
+from jaxscale.training.trace_work import carried_tokens, walk_matmuls
+
+GATHERED = "operand of columns"
+"""The name of what ranks of tensor gather before a matmul."""
+
+
+def trace_saved(
+    settings: ModelSettings, seq_len: int, output_len: int, remat: str, piped: bool
+) -> SavedValues:
+    """What the layers of each stack save.
+
+    Args:
+      seq_len, output_len: of `trace_work`.
+      remat: a policy of `Layout.remat`.
+      piped: for the operations of a pipeline, not for a loop over layers.
+    """
+    policy, given = parse_remat(remat), []
+    model = find_model(settings)(settings, _saving_kernels(policy, given))
+    params, held = gathered_params(model), trace_model(settings)
+    one = example_of(model, seq_len, output_len)
+    sequences = _unused_size((params, one))
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((sequences, *x.shape[1:]), x.dtype), one)
+    found = []
+    for stack, stream, arguments in layer_arguments(model, params, batch):
+        length, _ = carried_tokens(stack, stream)
+        widths = {(*x.shape,) for x in stream.values()}
+        experts = any(held.experts_of(stack.name))
+        kinds = [0] if piped else range(stack.period)
+        counts: dict[SavedValue, float] = collections.defaultdict(float)
+        rows = 0
+        for kind in kinds:
+            layer = _layer(stack, kind, policy, given)
+            rows = _expert_rows(layer, arguments) if experts else 0
+            share = len(range(kind, stack.num_layers, stack.period)) / stack.num_layers
+            shape = _Shape(sequences, length, rows, widths)
+            for value in _saved(layer, arguments, shape, piped):
+                counts[value] += 1.0 if piped else share
+        values = tuple(dataclasses.replace(one, count=count) for one, count in counts.items())
+        found.append(StackSaved(stack.name, length, rows / sequences / length, values))
+    return SavedValues(tuple(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """The sizes by which arrays of a micro-batch are told."""
+
+    sequences: int
+    length: int  # tokens of a sequence
+    rows: int  # of experts
+    stream: set[tuple[int, ...]]  # shapes of what layers hand on
+
+
+def _unused_size(tree: Any) -> int:
+    """A number of sequences that no dimension of these arrays has."""
+    used = {size for leaf in jax.tree.leaves(tree) for size in leaf.shape}
+    return next(n for n in (3, 5, 7, 11, 13, 17, 19, 23) if n not in used)
+
+
+def _saving_kernels(policy: RematPolicy, given: list[Any]) -> Kernels:
+    """Plain kernels, with attention that does not save its scores, as every kernel's.
+
+    Args:
+      given: arrays that a layer shares with others, which are not named.
+    """
+
+    def columns(x: jax.Array, weights: Any) -> tuple[jax.Array, ...]:
+        # A policy by names saves what enters the layer, which is not gathered yet.
+        if not policy.by_names and not any(x is one for one in given):
+            x = checkpoint_name(x, GATHERED)
+        return tensor_parallel.columns(x, weights)
+
+    attend = functools.partial(attention, implementation="blockwise")
+    kernels = dataclasses.replace(
+        plain_kernels(), attend=attend, columns=columns, dispatch=Dispatch(matmul="ragged_dot")
+    )
+    return rematerialised_attention(kernels, policy)
+
+
+def _layer(stack: Stack, kind: int, policy: RematPolicy, given: list[Any]) -> LayerFunction:
+    """One layer under a policy."""
+    function = layer_function(stack, kind)
+
+    def layer(weights: Any, carried: Any, shared: Any, context: Any) -> tuple:
+        given[:] = jax.tree.leaves(shared)
+        return function(weights, carried, shared, context)
+
+    return rematerialised(layer, policy)
+
+
+def _expert_rows(layer: LayerFunction, arguments: tuple) -> int:
+    """Rows in which the tokens of a micro-batch go through the experts of a layer."""
+    grouped: list[tuple[int, int, int, int]] = []
+    walk_matmuls(TracedFunction.of(layer, *arguments), [], grouped)
+    return grouped[0][0] if grouped else 0
+
+
+def _saved(
+    layer: LayerFunction, arguments: tuple, shape: _Shape, piped: bool
+) -> Iterator[SavedValue]:
+    if piped:
+        parts = split(layer, *arguments)
+        yield from _values("residual_b", parts.residuals_b, parts.names_b, shape)
+        yield from _values("residual_w", parts.residuals_w, parts.names_w, shape)
+        yield from _values("cotangent", parts.saved, (), shape)
+        return
+    forward, _ = split_vjp(layer)
+    program = TracedFunction.of(lambda *given: forward(*given)[2], *arguments)
+    kept = list(dict.fromkeys(v for v in program.outputs if not isinstance(v, Literal)))
+    yield from _values("", shapes_of(kept), [program.names.get(v, "") for v in kept], shape)
+
+
+def _values(
+    held: str, leaves: Iterable[Any], names: Iterable[str], shape: _Shape
+) -> Iterator[SavedValue]:
+    for leaf, name in itertools.zip_longest(leaves, names, fillvalue=""):
+        if value := _value(held, leaf, name, shape):
+            yield value
+
+
+def _value(held: str, leaf: Any, name: str, shape: _Shape) -> SavedValue | None:
+    """A saved array, or None: a constant of a layer, whatever its micro-batch."""
+    size = 4 if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf.dtype.itemsize
+    dims, rows = leaf.shape, shape.rows
+    if rows and dims[:1] == (1,) and rows in dims:
+        features = math.prod(dims) // rows
+        wide = {dim[-1] for dim in shape.stream}
+        spread = "whole" if features == 1 or features in wide else "features"
+        return SavedValue(held, "row", spread, 1, features, 1.0, size)
+    tokens = shape.sequences * shape.length
+    if not (shape.sequences in dims or any(dim % tokens == 0 for dim in dims)):
+        return None
+    if dims in shape.stream:
+        spread = "gathered" if name == GATHERED else "stream"
+        return SavedValue(held, "sequence", spread, 1, dims[-1], math.prod(dims[1:-1]), size)
+    heads, features = dims[-2:] if len(dims) == 4 and dims[0] == shape.sequences else (1, dims[-1])
+    entries = math.prod(dims) / shape.sequences / heads / features
+    return SavedValue(held, "sequence", "features", heads, features, entries, size)
