@@ -165,10 +165,12 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
         _refuse_own_code(workdir, overrides, error)
         raise
     base = _base_of_adapters(config.model, workdir) if options.to_peft else None
-    run_folder.note_other_model(config, workdir)
+    run_folder.note_other_model(config.model, workdir)
     config = run_folder.fit_devices(config, num_devices(), overrides)
     _, engine = layout.open_engine(layout.for_sampling(config))
-    tokenizer = text.open_tokenizer(config, workdir) if _has_tokenizer(config, workdir) else None
+    tokenizer = None
+    if _has_tokenizer(config.data.tokenizer, workdir):
+        tokenizer = text.open_tokenizer(config, workdir)
     step, params, metadata = restore.restore_params(engine, workdir, tokenizer, options.step)
     if tokenizer:
         tokenizer = stop_ids.with_stop_ids(tokenizer, metadata["data"].get("stop_ids", ()))
@@ -199,9 +201,9 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     return {"step": step, "tensors": tensors}
 
 
-def _has_tokenizer(config: configs.Config, workdir: pathlib.Path) -> bool:
+def _has_tokenizer(name: str, workdir: pathlib.Path) -> bool:
     """Whether a run has a tokenizer; one that was converted, and not trained, may have none."""
-    given = pathlib.Path(config.data.tokenizer)
+    given = pathlib.Path(name)
     files = given, *(workdir / name for name in run_folder.TOKENIZERS)
     trained = local_steps(workdir / CHECKPOINTS) != [0]
     return trained or not given.suffix or any(file.is_file() for file in files)

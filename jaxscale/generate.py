@@ -68,7 +68,7 @@ def _generate(
                 f"--messages: model.family = {config.model.family!r} has an encoder, which reads "
                 "texts, not conversations; use --prompt"
             )
-        run_folder.note_other_model(config, options.workdir)
+        run_folder.note_other_model(config.model, options.workdir)
         config = run_folder.fit_devices(config, jax.device_count(), overrides)
         tokenizer = text.open_tokenizer(config, options.workdir)
         _, engine = layout.open_engine(layout.for_sampling(config))

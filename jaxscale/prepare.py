@@ -124,7 +124,7 @@ def _inspect(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str,
     result: dict[str, Any] = {}
     if options.config:
         config = configs.load(options.config, overrides)
-        surveys, examples = inspect.survey_config(config)
+        surveys, examples = inspect.survey_config(config.data, config.model.vocab_size)
     else:
         source = _source(options, options.inspect)
         surveys = [inspect.survey(source, options.tokenizer, options.text_begin)]

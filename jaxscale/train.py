@@ -22,6 +22,7 @@ from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.choices import check_choice
 from jaxscale.config.model.settings import is_own_family
+from jaxscale.config.optimizer import OptimizerConfig
 from jaxscale.distributed import launcher, phases, processes
 from jaxscale.formatting import printable
 from jaxscale.run import notices, signals
@@ -383,23 +384,22 @@ def _next_steps(
     layout = " ".join(f"--config.layout.{name}={size}" for name, size in changes.items())
     return f"""
 Next steps:{evaluate if texts else ""}{generate if draws else ""}
-{_how_to_train_longer(config)}
+{_how_to_train_longer(config.run.steps, config.optimizer)}
   another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train {same} \\
                        --workdir {other} {layout}{policy}
   your own text:     --config.data.source='my_texts/**/*.txt' and another --workdir
   what was written:  {workdir}/loss.png, metrics.jsonl, summary.json,{events} checkpoints/"""
 
 
-def _how_to_train_longer(config: configs.Config) -> str:
+def _how_to_train_longer(steps: int, optimizer: OptimizerConfig) -> str:
     """And what the learning rate then does: it should decay at the end of training."""
 
-    steps = config.run.steps
     longer = f"  train longer:      the same command with --config.run.steps={2 * steps}"
-    if config.optimizer.schedule == "constant":
+    if optimizer.schedule == "constant":
         return f"""{longer}
   ... and decay:     with --config.optimizer.schedule=wsd \\
                        --config.optimizer.schedule_steps={2 * steps} too: over the last fifth"""
-    rate = learning_rate.schedule_of(config.optimizer, config.schedule_steps)(steps)
+    rate = learning_rate.schedule_of(optimizer, optimizer.schedule_steps or steps)(steps)
     return f"""{longer}; the learning rate continues from {rate:.3g}
   end not known yet: start with --config.optimizer.schedule=constant, and decay once it is"""
 

@@ -176,7 +176,7 @@ def _unfit(
     """
     there = {name: (found[name], shape) for name, shape in required.items() if name in found}
     return [
-        *(f"{name} {required[name]}: missing" for name in sorted(required.keys() - there.keys())),
+        *(f"{name} {required[name]}: missing" for name in required if name not in there),
         *(
             f"{name} {found[name].shape}: unknown"
             for name in found

@@ -160,7 +160,8 @@ def _as_it_began(config: Config, found: Found, workdir: pathlib.Path) -> Config:
     if config.run.epochs:
         config = _with_steps(config, workdir)
     saved = found.metadata.get("config", {})
-    config = with_stored_type(with_schedule(config, saved), saved if found.step else {})
+    model = with_stored_type(config.model, saved if found.step else {})
+    config = dataclasses.replace(with_schedule(config, saved), model=model)
     if configs.is_before_text_begin(saved):
         data = dataclasses.replace(config.data, text_begin="boundary")
         config = dataclasses.replace(config, data=data)
@@ -170,7 +171,10 @@ def _as_it_began(config: Config, found: Found, workdir: pathlib.Path) -> Config:
 def _warn_of_rate(engine: Engine) -> None:
     """A warning where updates of a new run would be lost, or its rate ends early."""
     trained = engine.zero.trained(engine.abstract_state.params, engine.zero.frozen)
-    lines = lost_updates(trained), "" if engine.own_optimizer else early_end(engine.config)
+    lines = (
+        lost_updates(trained),
+        "" if engine.own_optimizer else early_end(engine.config.optimizer, engine.config.run.steps),
+    )
     for line in filter(None, lines):
         log.warning(f"warning: {line}")
 

@@ -171,7 +171,8 @@ def _write_settings(trainer: Trainer, *, new: bool) -> None:
     resolved = json.dumps(configs.to_dict(trainer.config), indent=2)
     durable.replace_file(trainer.workdir / "config.json", f"{resolved}\n".encode())
     if new:
-        keep_tokenizer(trainer.config, trainer.text.tokenizer, trainer.workdir)
+        origin = trainer.config.model.init_from
+        keep_tokenizer(origin, trainer.text.tokenizer, trainer.workdir)
 
 
 def _check_writable(folder: pathlib.Path) -> None:

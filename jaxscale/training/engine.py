@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.choices import check_count, check_kind
-from jaxscale.config import Config
+from jaxscale.config import Config, DataConfig
 from jaxscale.config.layout import Layout, RematPolicy
 from jaxscale.config.model import ModelConfig, find_make, is_own_family
 from jaxscale.models.decoder import Decoder, plain_kernels
@@ -36,7 +36,13 @@ from jaxscale.training.engine_checks import (
     check_expert_ranks,
     check_own_optimizer,
 )
-from jaxscale.training.flops import StepFlops, counted_kernels, example, forward_cost, step_flops
+from jaxscale.training.flops import (
+    StepFlops,
+    counted_kernels,
+    example_of,
+    forward_cost,
+    step_flops,
+)
 from jaxscale.training.gradients import make_gradients, make_loss, pipeline_buffers
 from jaxscale.training.kernels import (
     attention_name,
@@ -123,7 +129,7 @@ class Engine:
           ValueError: the batch does not divide over the layout.
         """
         check_count("global_batch_size", global_batch_size, 1)
-        check_rows(self.config, global_batch_size)
+        check_rows(self.layout, self.config.data, global_batch_size)
         return local_rows(self.batch_sharding, global_batch_size)
 
     def pipeline_buffers(self) -> dict[str, Tree]:
@@ -167,11 +173,11 @@ def make_engine(
     check_engine_arguments(config, mesh, model, optimizer, rules)
     check_engine_settings(config, mesh)
     layout, platform = config.layout, mesh.devices.flat[0].platform
-    attention = attention_name(config, platform)
+    attention = attention_name(layout, config.model, config.data, platform)
     models = _make_models(config, model, attention, platform, rules, unroll_loops)
     built = models.built
     check_expert_ranks(layout, built)
-    stages = _open_stages(config, models.counted) if layout.pipeline > 1 else None
+    stages = _open_stages(layout, models.counted, config.data) if layout.pipeline > 1 else None
     rows = {stack.name: np.arange(stack.num_layers) for stack in built.stacks}
     rows = stages.layer_of_row if stages else rows
     draw = _make_draw(built, stages)
@@ -180,10 +186,16 @@ def make_engine(
     zero = make_zero(config, mesh, built.axes, shapes, models.rules, frozen)
     rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
     if optimizer:
-        check_own_optimizer(config, optimizer, shapes)
-    optimizer = optimizer or _make_optimizer(config, mesh, zero, built.axes, frozen)
-    begin = _make_begin(config, optimizer)
-    axes, state = place_state(config, mesh, zero, built.axes, optimizer, begin, shapes)
+        check_own_optimizer(config.optimizer.groups, optimizer, shapes)
+    optimizer = optimizer or optimizers.make(
+        config.optimizer,
+        steps=config.schedule_steps,
+        axes=built.axes,
+        frozen=frozen,
+        by_layer=functools.partial(apply_by_layer, mesh, zero),
+    )
+    begin = functools.partial(_begin, optimizer, config.run.skip_bad_steps > 0)
+    axes, state = place_state(layout, mesh, zero, built.axes, optimizer, begin, shapes)
     gradients = make_gradients(
         models.trained, layout, zero, mesh, stages, unroll_loops=unroll_loops
     )
@@ -211,7 +223,7 @@ def make_engine(
         step=_jit_step(step, state, mesh, options),
         evaluate=_jit_evaluate(evaluate, state, mesh, options),
         abstract_state=state,
-        abstract_batch=_abstract_batch(config, built, batch_sharding(mesh)),
+        abstract_batch=_abstract_batch(built, config.data, batch_sharding(mesh)),
         placement=LayerPlacement(rows, axes, state),
         state_axes=axes,
         zero=zero,
@@ -228,7 +240,6 @@ def make_engine(
 class _Models(NamedTuple):
     """The model of a run, with the kernels of each of its uses."""
 
-    plain: Model  # plain kernels
     built: Model  # those of the layout
     trained: Model  # the same, and attention under the remat policy
     counted: Model  # `counted_kernels`, and attention likewise
@@ -261,7 +272,6 @@ def _make_models(
     )
     recomputing = functools.partial(rematerialised_attention, remat=config.layout.remat_policy)
     return _Models(
-        plain,
         make(config.model, kernels),
         make(config.model, recomputing(kernels)),
         make(config.model, recomputing(counted_kernels())),
@@ -286,18 +296,6 @@ def find_model(settings: Any) -> MakeModel:
         return find_make(settings.family)
     kind: Any = EncoderDecoder if settings.num_encoder_layers else Decoder
     return kind
-
-
-def _make_optimizer(
-    config: Config, mesh: Mesh, zero: Zero, axes: Tree, frozen: Tree
-) -> optax.GradientTransformation:
-    return optimizers.make(
-        config.optimizer,
-        steps=config.schedule_steps,
-        axes=axes,
-        frozen=frozen,
-        by_layer=functools.partial(apply_by_layer, mesh, zero),
-    )
 
 
 def check_params(engine: Any, params: Any) -> None:
@@ -326,27 +324,17 @@ def _make_draw(model: Model, stages: PipelineStages | None) -> Callable[[jax.Arr
     return lambda key: model.init(key, stages.layer_of_row if stages else None)
 
 
-def _make_begin(
-    config: Config, optimizer: optax.GradientTransformation
-) -> Callable[[Tree], TrainState]:
+def _begin(optimizer: optax.GradientTransformation, guarded: bool, params: Tree) -> TrainState:
     """From parameters to the state before the first step."""
-
-    def begin(params: Tree) -> TrainState:
-        guard = init_guard() if config.run.skip_bad_steps else None
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), guard)
-
-    return begin
+    guard = init_guard() if guarded else None
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), guard)
 
 
 def _jit_init(draw: Callable, begin: Callable, state: TrainState, platform: str) -> Callable:
     def init(key: jax.Array) -> TrainState:
         return begin(draw(key))
 
-    return jax.jit(
-        init,
-        out_shardings=_shardings(state),
-        compiler_options=init_options(platform),
-    )
+    return jax.jit(init, out_shardings=_shardings(state), compiler_options=init_options(platform))
 
 
 def _jit_step(step: Callable, state: TrainState, mesh: Mesh, options: dict) -> Callable:
@@ -379,24 +367,25 @@ def _jit_evaluate(evaluate: Callable, state: TrainState, mesh: Mesh, options: di
     )
 
 
-def _abstract_batch(config: Config, model: Model, sharding: NamedSharding) -> ShardedBatch:
-    rows = config.data.global_batch_size
+def _abstract_batch(model: Model, data: DataConfig, sharding: NamedSharding) -> ShardedBatch:
+    rows = data.global_batch_size
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype, sharding=sharding),
-        ShardedBatch(*example(config, model)),
+        ShardedBatch(*example_of(model, data.seq_len, data.output_len)),
     )
 
 
-def _open_stages(config: Config, model: Model) -> PipelineStages:
+def _open_stages(layout: Layout, model: Model, data: DataConfig) -> PipelineStages:
     stacks = [StackLayers(one.name, one.num_layers, one.period, one.turn) for one in model.stacks]
-    return open_stages(config.layout, stacks, _head_cost(config, model))
+    return open_stages(layout, stacks, _head_cost(model, data))
 
 
-def _head_cost(config: Config, model: Model) -> float:
+def _head_cost(model: Model, data: DataConfig) -> float:
     """FLOPs of the head over those of a mean layer: counted in the program where the model is
     one's own, by its family or passed to `make_engine` with settings that have no formula."""
-    settings = config.model
+    settings = model.settings
     if isinstance(settings, ModelConfig) and not is_own_family(settings.family):
-        return settings.head_cost(config.data.seq_len, config.data.output_len)
-    counted = forward_cost(model, example(config, model), RematPolicy("none", ()))
+        return settings.head_cost(data.seq_len, data.output_len)
+    batch = example_of(model, data.seq_len, data.output_len)
+    counted = forward_cost(model, batch, RematPolicy("none", ()))
     return counted.head * sum(stack.num_layers for stack in model.stacks) / counted.layers

@@ -1,5 +1,6 @@
 """What `make_engine` refuses."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ def check_engine_arguments(config: Any, mesh: Any, model: Any, optimizer: Any, r
 
 
 def check_own_optimizer(
-    config: Config, optimizer: optax.GradientTransformation, params: Any
+    groups: Sequence[ParamGroup], optimizer: optax.GradientTransformation, params: Any
 ) -> None:
     """Refuses an update rule of one's own that a step cannot call, and settings that it would leave
     out.
@@ -62,7 +63,7 @@ def check_own_optimizer(
     Raises:
       ValueError: says what to change.
     """
-    for i, group in enumerate(config.optimizer.groups):
+    for i, group in enumerate(groups):
         if not group.frozen and group != ParamGroup(group.params):
             raise ValueError(
                 f"optimizer.groups[{i}] = {group.params!r} sets a rate or a decay, which optimizer="
@@ -89,20 +90,18 @@ def check_engine_settings(config: Config, mesh: Mesh) -> None:
             "layout.remat = 'auto' is chosen when a run begins, and by jaxscale.open_engine; here "
             "set a policy, such as 'full'"
         )
-    for check in (
-        check_divides,
-        check_matmuls,
-        check_overlap,
-        check_pipeline_gather,
-        check_ring,
-        check_sequence,
-        check_tensor_rows,
-        _check_types,
-        check_ulysses,
-    ):
-        check(config)
-    check_host_memory(config.layout, mesh)
-    check_matmul_device(config.model.matmul_dtype, mesh.devices.flat[0])
+    layout, model, data = config.layout, config.model, config.data
+    check_divides(layout, data.global_batch_size)
+    check_matmuls(layout, model.matmul_dtype)
+    check_overlap(layout, data.global_batch_size)
+    check_pipeline_gather(layout)
+    check_ring(layout)
+    check_sequence(layout, data)
+    check_tensor_rows(layout, model)
+    check_ulysses(layout, model)
+    _check_types({"model": model, "optimizer": config.optimizer})
+    check_host_memory(layout, mesh)
+    check_matmul_device(model.matmul_dtype, mesh.devices.flat[0])
 
 
 def check_expert_ranks(layout: Layout, model: Model) -> None:
@@ -119,7 +118,7 @@ def check_expert_ranks(layout: Layout, model: Model) -> None:
         )
 
 
-def _check_types(config: Config) -> None:
+def _check_types(sections: Mapping[str, Any]) -> None:
     """Refuses float64 where JAX would silently compute in float32.
 
     Raises:
@@ -127,8 +126,8 @@ def _check_types(config: Config) -> None:
     """
     wide = {
         f"{section}.{name}"
-        for section in ("model", "optimizer")
-        for name, value in vars(getattr(config, section)).items()
+        for section, settings in sections.items()
+        for name, value in vars(settings).items()
         if value == "float64"
     }
     if wide and not jax.config.jax_enable_x64:

@@ -80,7 +80,9 @@ def make_step(
         loss_tokens = jnp.sum(batch.weights)
         count = jnp.where(loss_tokens == 0, 1, loss_tokens)
         if model.draws_noise:
-            batch = batch._replace(noise=step_noise(config, state.step))
+            batch = batch._replace(
+                noise=step_noise(run.seed, config.data.global_batch_size, state.step)
+            )
         sums, grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             grads = jax.tree.map(lambda x, still: jnp.zeros_like(x) if still else x, grads, frozen)
@@ -182,11 +184,11 @@ def _if_good(good: jax.Array, update: Callable, params: Tree, opt_state: Tree) -
     return params, jax.tree.map(count, opt_state, is_leaf=is_schedule)
 
 
-def step_noise(config: Config, step: jax.Array) -> jax.Array:
+def step_noise(seed: int, rows: int, step: jax.Array) -> jax.Array:
     """uint32 for each row of a step's batch: of the run's seed, the step and the row, whatever the
     layout. What a model drops depends on it."""
-    key = jax.random.fold_in(jax.random.key(config.run.seed), step)
-    return jax.random.bits(key, (config.data.global_batch_size,), jnp.uint32)
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.random.bits(key, (rows,), jnp.uint32)
 
 
 def count_tokens(batch: Batch) -> jax.Array:

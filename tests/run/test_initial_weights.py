@@ -177,8 +177,9 @@ def test_how_frozen_weights_are_stored_is_said(source, stored, said, caplog):
 
 
 def test_a_run_that_has_begun_keeps_the_type_of_its_frozen_weights():
-    new = from_dict({"model": {"lora_rank": 4}})
+    config = from_dict({"model": {"lora_rank": 4}})
+    new = config.model
     begun = {"model": {"lora_rank": 4, "param_dtype": "float32"}}
-    assert with_stored_type(new, begun).model.param_dtype == "float32"
+    assert with_stored_type(new, begun).param_dtype == "float32"
     assert with_stored_type(new, {}) is new
-    assert with_stored_type(new, to_dict(new)) is new
+    assert with_stored_type(new, to_dict(config)) is new

@@ -14,10 +14,9 @@ from jaxscale.checkpoints.differences import describe_difference
 from jaxscale.checkpoints.errors import DamagedError
 from jaxscale.checkpoints.restore import check_fits, restore
 from jaxscale.checkpoints.tiers import Checkpoints, Found
-from jaxscale.config import Config, DataConfig
-from jaxscale.config.model import ModelConfig
+from jaxscale.config import DataConfig
+from jaxscale.config.model import ModelConfig, ModelSettings
 from jaxscale.config.optimizer import OptimizerConfig
-from jaxscale.config.read_config import read_settings
 from jaxscale.data.dataset import Examples
 from jaxscale.data.skipped_ranges import with_ranges
 from jaxscale.data.tokens.stop_ids import with_stop_ids
@@ -55,7 +54,9 @@ def resume(
     log.info(f"resuming at step {step} of {config.run.steps}")
     for line in describe_difference(metadata["config"], resolved):
         log.info(f"  changed since: {line}")
-    if not engine.own_optimizer and (change := rate_change(metadata["config"], config, step)):
+    if not engine.own_optimizer and (
+        change := rate_change(metadata["config"], config.optimizer, config.run.steps, step)
+    ):
         log.info(f"  {change}")
     tokenizer = with_stop_ids(text.tokenizer, metadata["data"].get("stop_ids", ()))
     return step, state, dataclasses.replace(text, train=train, tokenizer=tokenizer)
@@ -80,18 +81,18 @@ def check_same_examples(found: Found, data: DataConfig) -> None:
             )
 
 
-def with_stored_type(config: Config, saved: Mapping[str, Any]) -> Config:
-    """The config with the type in which a run that has begun stores the weights that adapters
+def with_stored_type(model: ModelSettings, saved: Mapping[str, Any]) -> ModelSettings:
+    """The model with the type in which a run that has begun stores the weights that adapters
     freeze; `ModelConfig` chooses that of a new one.
 
     Args:
       saved: the config of a checkpoint, {} of a new run.
     """
     stored = saved.get("model", {}).get("param_dtype")
-    if not (stored and config.model.lora_rank) or stored == config.model.param_dtype:
-        return config
+    if not (stored and model.lora_rank) or stored == model.param_dtype:
+        return model
     log.info(f"model.param_dtype = {stored!r}, as when the run started")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, param_dtype=stored))
+    return dataclasses.replace(model, param_dtype=stored)
 
 
 def check_same_model(found: Found, model: ModelConfig) -> None:
@@ -102,7 +103,7 @@ def check_same_model(found: Found, model: ModelConfig) -> None:
       ValueError: with a line for each setting that differs.
     """
     before = found.metadata["config"].get("model", {})
-    now = json.loads(json.dumps(read_settings(model)))  # with lists, as the other
+    now = json.loads(json.dumps(configs.read_settings(model)))  # with lists, as the other
     shipped = {field.name for field in dataclasses.fields(ModelConfig)} - may_differ(model)
     lines = [
         f"model.{name} = {now[name]!r} here, {before[name]!r} there"
