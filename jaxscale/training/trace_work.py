@@ -52,7 +52,7 @@ def trace_work(settings: ModelSettings, seq_len: int, output_len: int) -> ModelW
     params, stream, stacks, width = gathered_params(model), {}, [], 0
     for stack, stream, arguments in layer_arguments(model, params, batch):
         trace = functools.partial(_trace_layer, stack, arguments, recorded)
-        length, width = carried_tokens(stack, stream)
+        length, width = carried_tokens(stack, stream, output_len)
         experts = sum(held.experts_of(stack.name))
         stacks.append(_stack_work(stack, length, experts, trace))
     recorded.clear()
@@ -87,20 +87,18 @@ def _held(trace: ModelTrace, vocab_size: int) -> dict[str, Any]:
     }
 
 
-def carried_tokens(stack: Stack, stream: Any) -> tuple[int, int]:
+def carried_tokens(stack: Stack, stream: Any, output_len: int) -> tuple[int, int]:
     """Tokens of a sequence of a stack, and features of each that layers hand on.
 
-    Raises:
-      ValueError: none of its arrays has an axis of tokens.
+    Args:
+      output_len: the tokens of a stack none of whose arrays has an axis of them.
     """
     for name, axes in stack.carried.items():
         if found := {"seq", "residual_seq"} & {*axes}:
             length = stream[name].shape[axes.index(found.pop())]
             return length, stream[name].size // (stream[name].shape[0] * length)
-    raise ValueError(
-        f"stack {stack.name!r} carries {dict(stack.carried)}; one of the arrays has an axis "
-        "'residual_seq'"
-    )
+    features = sum(x.size // x.shape[0] for x in stream.values())
+    return output_len, max(1, features // output_len)
 
 
 def _recording(recorded: list[Any]) -> Kernels:

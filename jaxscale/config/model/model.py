@@ -250,11 +250,6 @@ class ModelConfig(
         return "max_seq_len" if self.positions == "learned" else ""
 
     @property
-    def has_formulas(self) -> bool:
-        """Whether the planner has formulas for the model's memory and time."""
-        return not is_own_family(self.family)
-
-    @property
     def has_flops_formula(self) -> bool:
         """Whether `flops_per_token` counts the model's operations: those of a decoder alone."""
         return not is_own_family(self.family) and not self.num_encoder_layers

@@ -1,50 +1,14 @@
 """Bytes of a layout on a device, as its arrays and the traced step tell; without the planner."""
 
-import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from jaxscale.config.layout import RematPolicy
-from jaxscale.models.decoder import plain_kernels
-from jaxscale.ops.attention.attention import attention
 from jaxscale.sharding.resolve import resolve
 from jaxscale.sharding.rules import Axes, Rules
-from jaxscale.training.engine import Engine, find_model
-from jaxscale.training.flops import example, forward_cost
-from jaxscale.training.remat import rematerialised_attention
-from jaxscale.training.state_placement import state_bytes
-
-
-def traced_memory(engine: Engine) -> tuple[int, int]:
-    """Bytes on a device: of the state, and of what a step adds to it, roughly.
-
-    Those are gradients, and what a pass saves for its backward pass: the buffers of a pipeline's
-    executor, else the residuals of the layers, all of which tensor is taken to divide.
-    """
-    zero, layout, config = engine.zero, engine.layout, engine.config
-    between = state_bytes(engine.abstract_state)
-    rules = zero.accumulator_rules(single_visit=layout.single_visit)
-    grads = gradient_bytes(engine, rules)
-    if engine.stages:
-        return between, grads + sum(buffer_bytes(engine).values())
-    # Of one device, with attention that does not save its scores, as every kernel's.
-    attend = functools.partial(attention, implementation="blockwise")
-    kernels = dataclasses.replace(plain_kernels(), attend=attend)
-    kernels = rematerialised_attention(kernels, layout.remat_policy)
-    model = find_model(config.model)(config.model, kernels)
-    one, policy = example(config, model), layout.remat_policy
-    saved = forward_cost(model, one, policy).saved_bytes
-    if policy.kind != "none":  # a layer at work has what it recomputes, too
-        everything = forward_cost(model, one, RematPolicy("none", ())).saved_bytes
-        saved += (everything - saved) / sum(stack.num_layers for stack in model.stacks)
-    passes = 1 if layout.accumulation == "layered" else layout.microbatches
-    ranks = layout.batch_shards * layout.context * layout.tensor
-    examples = config.data.global_batch_size / (ranks * passes)
-    return between, grads + round(saved * examples)
+from jaxscale.training.engine import Engine
 
 
 def gradient_bytes(engine: Engine, rules: Rules) -> int:
