@@ -187,13 +187,9 @@ def make_engine(
     rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
     if optimizer:
         check_own_optimizer(config.optimizer.groups, optimizer, shapes)
-    optimizer = optimizer or optimizers.make(
-        config.optimizer,
-        steps=config.schedule_steps,
-        axes=built.axes,
-        frozen=frozen,
-        by_layer=functools.partial(apply_by_layer, mesh, zero),
-    )
+    rule = functools.partial(optimizers.make, config.optimizer, steps=config.schedule_steps)
+    by_layer = functools.partial(apply_by_layer, mesh, zero)
+    optimizer = optimizer or rule(axes=built.axes, frozen=frozen, by_layer=by_layer)
     begin = functools.partial(_begin, optimizer, config.run.skip_bad_steps > 0)
     axes, state = place_state(layout, mesh, zero, built.axes, optimizer, begin, shapes)
     gradients = make_gradients(
