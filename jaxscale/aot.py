@@ -5,7 +5,6 @@ Compiles the train step for a machine that is not attached, and prints what it n
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -91,8 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.hlo.write_text(report.program)
     elif options.hlo:
         print(f"\n{options.hlo} is not written: of a step that it refuses, the compiler gives none")
-    if options.json:
-        options.json.write_text(json.dumps(numbers(report), indent=2) + "\n")
+    command_line.write_json(options.json, numbers(report))
     return 0
 
 

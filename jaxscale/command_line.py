@@ -6,6 +6,7 @@ Nothing here imports JAX: a mistyped flag must be refused in a fraction of a sec
 import argparse
 import contextlib
 import io
+import json
 import logging
 import math
 import os
@@ -326,6 +327,13 @@ def output_file(text: str) -> pathlib.Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written")
     return path
+
+
+def write_json(file: pathlib.Path | None, result: Any) -> None:
+    """Writes the result of a command to its --json, where that is given."""
+    if file:
+        with refusals():
+            file.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def parse(

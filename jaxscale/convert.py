@@ -56,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes.take_gpu_memory()
         convert = _from_hugging_face if options.from_hf else _from_run
         result = convert(options, overrides)
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
+    command_line.write_json(options.json, result)
     return 0
 
 
@@ -166,10 +165,12 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
         _refuse_own_code(workdir, overrides, error)
         raise
     base = _base_of_adapters(config.model, workdir) if options.to_peft else None
-    run_folder.note_other_model(config, workdir)
+    run_folder.note_other_model(config.model, workdir)
     config = run_folder.fit_devices(config, num_devices(), overrides)
     _, engine = layout.open_engine(layout.for_sampling(config))
-    tokenizer = text.open_tokenizer(config, workdir) if _has_tokenizer(config, workdir) else None
+    tokenizer = None
+    if _has_tokenizer(config.data.tokenizer, workdir):
+        tokenizer = text.open_tokenizer(config, workdir)
     step, params, metadata = restore.restore_params(engine, workdir, tokenizer, options.step)
     if tokenizer:
         tokenizer = stop_ids.with_stop_ids(tokenizer, metadata["data"].get("stop_ids", ()))
@@ -200,9 +201,9 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     return {"step": step, "tensors": tensors}
 
 
-def _has_tokenizer(config: configs.Config, workdir: pathlib.Path) -> bool:
+def _has_tokenizer(name: str, workdir: pathlib.Path) -> bool:
     """Whether a run has a tokenizer; one that was converted, and not trained, may have none."""
-    given = pathlib.Path(config.data.tokenizer)
+    given = pathlib.Path(name)
     files = given, *(workdir / name for name in run_folder.TOKENIZERS)
     trained = local_steps(workdir / CHECKPOINTS) != [0]
     return trained or not given.suffix or any(file.is_file() for file in files)
@@ -294,10 +295,13 @@ def _check(options: argparse.Namespace) -> None:
     ways = (options.from_hf is not None, options.to_hf, options.to_peft)
     if sum(ways) != 1:
         raise ValueError("give --from_hf DIR, or --to_hf or --to_peft with --workdir RUN")
-    if options.from_hf is None and options.workdir is None:
-        raise ValueError("--to_hf and --to_peft need --workdir RUN, the run to convert")
-    if options.from_hf is None and options.from_peft:
-        raise ValueError("--from_peft goes with --from_hf DIR, the model that the adapters are for")
+    if options.from_hf is None:
+        if options.workdir is None:
+            raise ValueError("--to_hf and --to_peft need --workdir RUN, the run to convert")
+        if options.from_peft:
+            raise ValueError(
+                "--from_peft goes with --from_hf DIR, the model that the adapters are for"
+            )
     if options.to_peft and options.max_file_gb is not None:
         raise ValueError("--max_file_gb belongs to --to_hf; PEFT reads adapters from one file")
     others = options.workdir, options.dtype, options.step, options.max_file_gb

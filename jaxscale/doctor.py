@@ -7,7 +7,6 @@ is reported, not a crash.
 import argparse
 import importlib
 import importlib.metadata
-import json
 import logging
 import os
 import pathlib
@@ -247,52 +246,56 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def show(report: dict[str, Any]) -> str:
     """The report as text."""
-    lines = ["versions"]
-    lines += [f"  {name:18} {got or 'missing'}" for name, got in report["versions"].items()]
+    lines = _section(
+        "versions", [f"{name:18} {got or 'missing'}" for name, got in report["versions"].items()]
+    )
     for number, one in enumerate(report["processes"]):
-        title = "machine"
-        if len(report["processes"]) > 1:
-            title = f"process {number} on {one['host']['name']}"
-        lines += [title, *_machine(one["host"], one["devices"])]
-    lines.append("extras that are not installed")
-    width = max(map(len, report["missing_extras"]), default=0)
-    lines += [f"  {extra:{width}} {command}" for extra, command in report["missing_extras"].items()]
-    if not report["missing_extras"]:
-        lines.append("  none")
-    lines.append(f"XLA flags for this platform (table of {report['xla_flags_version']})")
-    for flag in report["xla_flags"]:
-        refused = f"; left out: {flag['refusal']}" if flag["refusal"] else ""
-        lines.append(f"  {flag['name']}={str(flag['value']).lower()}: {flag['reason']}{refused}")
-    if not report["xla_flags"]:
-        lines.append("  none: the defaults are good")
+        several = len(report["processes"]) > 1
+        title = f"process {number} on {one['host']['name']}" if several else "machine"
+        lines += _section(title, _machine(one["host"], one["devices"]))
+    extras = report["missing_extras"]
+    width = max(map(len, extras), default=0)
+    lines += _section(
+        "extras that are not installed",
+        [f"{extra:{width}} {command}" for extra, command in extras.items()] or ["none"],
+    )
+    lines += _section(
+        f"XLA flags for this platform (table of {report['xla_flags_version']})",
+        list(map(_flag, report["xla_flags"])) or ["none: the defaults are good"],
+    )
     test = report["self_test"]
     outcome = "agrees with NumPy" if test["passed"] else "FAILED"
-    lines += ["self-test", f"  a small fully sharded step {outcome}, {test['seconds']:.1f} s"]
-    lines.append("verdict")
+    step = f"a small fully sharded step {outcome}, {test['seconds']:.1f} s"
     # A problem of several processes is printed once.
     found = dict.fromkeys(text for one in report["processes"] for text in one["problems"])
-    lines += [f"  problem: {text}" for text in found]
-    lines += [f"  hint: {text}" for text in report["hints"]]
-    if not found:
-        lines.append("  ready to train")
-    return "\n".join(lines)
+    verdict = [*map("problem: {}".format, found), *map("hint: {}".format, report["hints"])]
+    verdict += ["ready to train"] * (not found)
+    return "\n".join([*lines, *_section("self-test", [step]), *_section("verdict", verdict)])
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return [title, *(f"  {line}" for line in lines)]
+
+
+def _flag(flag: dict[str, Any]) -> str:
+    refused = f"; left out: {flag['refusal']}" if flag["refusal"] else ""
+    return f"{flag['name']}={str(flag['value']).lower()}: {flag['reason']}{refused}"
 
 
 def _machine(host: dict[str, Any], devices: list[dict[str, Any]]) -> list[str]:
-    lines = [f"  {host['cores']} cores, {host['memory_bytes'] / 1e9:.1f} GB of memory"]
+    lines = [f"{host['cores']} cores, {host['memory_bytes'] / 1e9:.1f} GB of memory"]
     for row in devices:
         memory = row["memory_bytes"]
         peak = row["bf16_peak_flops_per_second"]
         lines.append(
-            f"  {row['count']} x {row['kind']} ({row['platform']}), "
+            f"{row['count']} x {row['kind']} ({row['platform']}), "
             f"{f'{memory / 1e9:.1f} GB' if memory else 'memory of the machine'}, bfloat16 peak "
             f"{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'n/a'}"
         )
     return lines
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command; 1 when something must be fixed before training."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.doctor",
         description="Versions, devices, missing extras, compiler flags, and a self-test.",
@@ -317,32 +320,41 @@ def main(argv: Sequence[str]) -> int:
         help="its folder or address; by default that of jaxscale.train",
     )
     launcher.add_process_flags(parser)
-    arguments, overrides = command_line.parse(parser, argv)
+    return parser
+
+
+def _load_config(arguments: argparse.Namespace, overrides: list[str]) -> configs.Config | None:
+    """The run of --preflight."""
+    if (arguments.config or arguments.workdir or overrides) and not arguments.preflight:
+        raise ValueError(
+            "--config and --workdir name the run that --preflight examines; add --preflight"
+        )
+    if arguments.preflight and not arguments.config:
+        raise ValueError("--preflight examines a run; add its --config FILE")
+    return configs.load(arguments.config, overrides) if arguments.preflight else None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; 1 when something must be fixed before training."""
+    arguments, overrides = command_line.parse(_parser(), argv)
     with command_line.refusals():
         place = launcher.find_processes(arguments)
-        if (arguments.config or arguments.workdir or overrides) and not arguments.preflight:
-            raise ValueError(
-                "--config and --workdir name the run that --preflight examines; add --preflight"
-            )
-        if arguments.preflight and not arguments.config:
-            raise ValueError("--preflight examines a run; add its --config FILE")
-        config = configs.load(arguments.config, overrides) if arguments.preflight else None
+        config = _load_config(arguments, overrides)
     command_line.log_to_stdout()
     with processes.together(place, launcher.common_flags(arguments)):
         report = examine()
         log.info(show(report))
-        found = []
+        bad = any(one["problems"] for one in report["processes"])
         if config is not None:
             with command_line.refusals():
                 workdir = arguments.workdir or run_folder.default_folder(arguments.config)
                 found = preflight.examine_run(config, workdir)
-            log.info("preflight\n" + "\n".join(f"  {finding}" for finding in found))
+            log.info("\n".join(_section("preflight", list(map(str, found)))))
             report["preflight"] = [vars(finding) for finding in found]
-        if arguments.json and not (place and place.process_id):
-            with command_line.refusals():
-                pathlib.Path(arguments.json).write_text(json.dumps(report, indent=2) + "\n")
-        bad = [finding.advice for finding in found if finding.advice]
-        return int(any(one["problems"] for one in report["processes"]) or bool(bad))
+            bad |= any(finding.advice for finding in found)
+        if not (place and place.process_id):
+            command_line.write_json(arguments.json, report)
+        return int(bad)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Evaluates a run's newest checkpoint on its held-out text and its validation sets
 """
 
 import argparse
-import json
 import logging
 import pathlib
 import sys
@@ -78,13 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     with processes.together(place, settings | {"questions": str(questions)}):
         with command_line.refusals():
             compilation_cache.keep_compiled_programs()
-            run_folder.note_other_model(config, options.workdir)
+            run_folder.note_other_model(config.model, options.workdir)
             config = run_folder.fit_devices(config, jax.device_count(), overrides)
         result = _answer(options, config, questions) if questions else _evaluate(options, config)
-        if options.json and jax.process_index() == 0:
-            with command_line.refusals():
-                finite = metrics.null_where_not_finite(result)
-                options.json.write_text(json.dumps(finite, indent=2) + "\n")
+        if jax.process_index() == 0:
+            command_line.write_json(options.json, metrics.null_where_not_finite(result))
     return 0
 
 
@@ -115,7 +112,7 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
             engine, options.workdir, tokenizer, options.step
         )
         if config.data.heldout:
-            _check_text_is_chosen(config, metadata, options.workdir)
+            _check_text_is_chosen(config.data, metadata, options.workdir)
             opened = processes.first("text", lambda: text.open_text(config, options.workdir))
             evaluations = opened.evaluations
             if metadata["data"]["fingerprint"] != opened.train.fingerprint:
@@ -125,9 +122,8 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
                     "the text"
                 )
         else:  # the text of training may be gone
-            evaluations = processes.first(
-                "text", lambda: text.open_validation_sets(config, options.workdir, tokenizer)
-            )
+            of_run = config.data, config.model.vocab_size, options.workdir, tokenizer
+            evaluations = processes.first("text", lambda: text.open_validation_sets(*of_run))
     result: dict[str, Any] = {"step": step}
     part = "" if options.max_batches is None else "part of "
     for name, examples in evaluations.items():
@@ -141,7 +137,7 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
 
 
 def _check_text_is_chosen(
-    config: configs.Config, metadata: Mapping[str, Any], workdir: pathlib.Path
+    data: configs.DataConfig, metadata: Mapping[str, Any], workdir: pathlib.Path
 ) -> None:
     """Refuses to score a converted model, which was trained on no text here, on the default one.
 
@@ -149,7 +145,7 @@ def _check_text_is_chosen(
       ValueError: names the settings.
     """
     converted = not metadata["data"]["fingerprint"]
-    if converted and config.data.source == configs.DataConfig().source:
+    if converted and data.source == configs.DataConfig().source:
         raise ValueError(
             f"{workdir} was converted, not trained, and data.source is the default, Python's "
             "standard library; set --config.data.source=TEXT_FILES, or, for the sets of "

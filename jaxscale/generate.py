@@ -4,7 +4,6 @@ Continues prompts with a run's newest checkpoint; one with an encoder reads a pr
 """
 
 import argparse
-import json
 import logging
 import pathlib
 import sys
@@ -69,7 +68,7 @@ def _generate(
                 f"--messages: model.family = {config.model.family!r} has an encoder, which reads "
                 "texts, not conversations; use --prompt"
             )
-        run_folder.note_other_model(config, options.workdir)
+        run_folder.note_other_model(config.model, options.workdir)
         config = run_folder.fit_devices(config, jax.device_count(), overrides)
         tokenizer = text.open_tokenizer(config, options.workdir)
         _, engine = layout.open_engine(layout.for_sampling(config))
@@ -88,11 +87,9 @@ def _generate(
         shown = prompt if isinstance(prompt, str) else _shown(prompt)
         shown += "\n-> " if encoder else ""
         log.info(f"\n--- {number} of {len(given)}\n{printable(shown + continuation)}")
-    if options.json and jax.process_index() == 0:
+    if jax.process_index() == 0:
         samples = [_record(one) | {"continuation": end} for one, end in zip(given, texts)]
-        with command_line.refusals():
-            result = {"step": step, **settings, "samples": samples}
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
+        command_line.write_json(options.json, {"step": step, **settings, "samples": samples})
     return 0
 
 

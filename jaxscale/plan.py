@@ -8,7 +8,6 @@ is `jaxscale.plan_layouts`.
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import re
 import shlex
@@ -54,9 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(options)
         if options.measure:
             return _measure(options, overrides)
-        for name in ("hardware", "devices"):
-            if getattr(options, name) is None:
-                raise ValueError(f"--{name} is missing; see --help for an example")
         model, pins = _model(options, overrides), parse_pins(options.pin)
         topology = _topology(options) if options.prove else ""
         answer = plan_layouts(
@@ -70,21 +66,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             top=options.top,
         )
         _print_answer(answer, options)
-        if options.write:
-            write_plan(options.write, answer.plans[0], options.config)
-            written = shlex.quote(str(options.write))
-            print(f"\nwrote {options.write}: python -m jaxscale.train --config {written}")
-        if options.report:
-            options.report.write_text(html_report.plan_page(answer))
-            print(f"\nwrote {options.report}")
+        _write_answer(answer, options)
     numbers = json_report.ranking_json(answer)
     if options.prove:
         numbers["proved"] = prove_plans.prove_plans(answer.plans[: options.prove], topology)
-    if options.json:
-        options.json.write_text(json.dumps(numbers, indent=2) + "\n")
+    command_line.write_json(options.json, numbers)
     if options.prove and not any(one["compiled_bytes"] for one in numbers["proved"]):
         return 1
     return 0
+
+
+def _write_answer(answer: RankedPlans, options: argparse.Namespace) -> None:
+    if options.write:
+        write_plan(options.write, answer.plans[0], options.config)
+        written = shlex.quote(str(options.write))
+        print(f"\nwrote {options.write}: python -m jaxscale.train --config {written}")
+    if options.report:
+        options.report.write_text(html_report.plan_page(answer))
+        print(f"\nwrote {options.report}")
 
 
 def _print_answer(answer: RankedPlans, options: argparse.Namespace) -> None:
@@ -144,11 +143,14 @@ def _check_read(given: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuses what would only be read after the search, which may take minutes.
+    """Refuses what the search would miss, and what is only read after it, which may take minutes.
 
     Raises:
       ValueError: a plan that will not be in the table, or settings that no layout can have.
     """
+    for name in ("hardware", "devices"):
+        if getattr(options, name) is None and not options.measure:
+            raise ValueError(f"--{name} is missing; see --help for an example")
     for name in options.compare:
         if not _is_rank(name):
             check_fields(parse_pins(split_pins(name)), "--compare")

@@ -4,7 +4,6 @@ Tokenises text into shards for training, or with --inspect prints what is in the
 """
 
 import argparse
-import json
 import os
 import pathlib
 import shlex
@@ -65,8 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             except KeyboardInterrupt:
                 print("interrupted; run the same command again to resume")
                 return 130
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
+    command_line.write_json(options.json, result)
     return 0
 
 
@@ -126,7 +124,7 @@ def _inspect(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str,
     result: dict[str, Any] = {}
     if options.config:
         config = configs.load(options.config, overrides)
-        surveys, examples = inspect.survey_config(config)
+        surveys, examples = inspect.survey_config(config.data, config.model.vocab_size)
     else:
         source = _source(options, options.inspect)
         surveys = [inspect.survey(source, options.tokenizer, options.text_begin)]

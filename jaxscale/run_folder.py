@@ -16,6 +16,7 @@ from jaxscale import command_line
 from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.config.layout import MESH_AXES, OVERLAPS, READ_WITH
+from jaxscale.config.model import ModelSettings
 from jaxscale.storage import durable
 from jaxscale.storage.local_tier import fetch_files, fetching, local_tier
 from jaxscale.storage.object_store import is_remote
@@ -233,11 +234,11 @@ def fit_devices(config: Config, num_devices: int, overrides: Sequence[str] = ())
     return dataclasses.replace(config, layout=dataclasses.replace(layout, **alone))
 
 
-def note_other_model(config: Config, workdir: pathlib.Path) -> None:
+def note_other_model(model: ModelSettings, workdir: pathlib.Path) -> None:
     """Logs a line for each setting of the model that is not the run's own: its weights were trained
     with another one."""
     trained = configs.read_sections(workdir / "config.json").get("model", {})
-    for name, value in configs.to_dict(config)["model"].items():
+    for name, value in configs.read_settings(model).items():
         if name in trained and trained[name] != value:
             log.info(f"note: model.{name} = {value!r}; the run was trained with {trained[name]!r}")
 

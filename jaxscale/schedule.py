@@ -4,7 +4,6 @@ python -m jaxscale.schedule 1f1b --stages 8 --microbatches 32
 """
 
 import argparse
-import json
 import math
 import pathlib
 import shutil
@@ -60,9 +59,7 @@ def main(argv: Sequence[str]) -> None:
         )
         table = compile_order(order)
         run = simulate(table, costs)
-        if args.json:
-            numbers = {key: getattr(run, key) for key in KEYS}
-            pathlib.Path(args.json).write_text(json.dumps(numbers, indent=2) + "\n")
+        command_line.write_json(args.json, {key: getattr(run, key) for key in KEYS})
         if args.csv:
             pathlib.Path(args.csv).write_text(write_csv(order))
         if args.png:

@@ -22,6 +22,7 @@ from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.choices import check_choice
 from jaxscale.config.model.settings import is_own_family
+from jaxscale.config.optimizer import OptimizerConfig
 from jaxscale.distributed import launcher, phases, processes
 from jaxscale.formatting import printable
 from jaxscale.run import notices, signals
@@ -176,7 +177,7 @@ def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
             raise ValueError(f"--json {error}") from error
     run_folder.check_files(workdir)
     folder = workdir / CHECKPOINTS
-    if folder.exists() and not folder.is_dir():
+    if folder.is_file():
         raise ValueError(
             f"{folder} is a file, where the run's checkpoints go; move it, or "
             "give another --workdir"
@@ -259,7 +260,7 @@ def _train(
         of_one = ChildProcessError | text.UnusableTokensError | trackers.TrackerError
         left = not_uploaded(in_all=not isinstance(error, of_one))
         status = getattr(error, "exit_status", 1)
-        command_line.refuse(f"{error}; {left}" if left else str(error), status)
+        command_line.refuse("; ".join(filter(None, (str(error), left))), status)
     if left := not_uploaded():
         command_line.refuse(left, status=1)
     _write_json(options.json, summary, workdir)
@@ -383,23 +384,22 @@ def _next_steps(
     layout = " ".join(f"--config.layout.{name}={size}" for name, size in changes.items())
     return f"""
 Next steps:{evaluate if texts else ""}{generate if draws else ""}
-{_how_to_train_longer(config)}
+{_how_to_train_longer(config.run.steps, config.optimizer)}
   another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train {same} \\
                        --workdir {other} {layout}{policy}
   your own text:     --config.data.source='my_texts/**/*.txt' and another --workdir
   what was written:  {workdir}/loss.png, metrics.jsonl, summary.json,{events} checkpoints/"""
 
 
-def _how_to_train_longer(config: configs.Config) -> str:
+def _how_to_train_longer(steps: int, optimizer: OptimizerConfig) -> str:
     """And what the learning rate then does: it should decay at the end of training."""
 
-    steps = config.run.steps
     longer = f"  train longer:      the same command with --config.run.steps={2 * steps}"
-    if config.optimizer.schedule == "constant":
+    if optimizer.schedule == "constant":
         return f"""{longer}
   ... and decay:     with --config.optimizer.schedule=wsd \\
                        --config.optimizer.schedule_steps={2 * steps} too: over the last fifth"""
-    rate = learning_rate.schedule_of(config.optimizer, config.schedule_steps)(steps)
+    rate = learning_rate.schedule_of(optimizer, optimizer.schedule_steps or steps)(steps)
     return f"""{longer}; the learning rate continues from {rate:.3g}
   end not known yet: start with --config.optimizer.schedule=constant, and decay once it is"""
 

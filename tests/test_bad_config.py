@@ -227,7 +227,7 @@ OVERRIDES = [
     ("layout.tensor=-2", "layout.tensor = -2; an axis has a size of at least 1"),
     ("layout.fsdp=-1", "layout.data and layout.fsdp are both -1"),
     ("layout.zero_stage=4", "layout.zero_stage = 4; it can be 0, 1, 2 or 3"),
-    ("layout.microbatches=0", "layout.microbatches = 0; at least 1"),
+    ("layout.microbatches=0", "layout.microbatches = 0 is too small; at least 1"),
     ("layout.accumulation=sequental", "did you mean 'sequential'?"),
     ("layout.schedule=1f2b", "layout.schedule = '1f2b' is not known"),
     ("layout.schedule=1f1b:fuse", "'fuse' is not a choice; after the name there can be :fused"),

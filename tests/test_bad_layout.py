@@ -56,7 +56,7 @@ REFUSED = [
         "layout.tensor_rows = 2 or 4",
     ),
     ("layout.tensor_rows=2", "does not divide layout.tensor = 1; the nearest that does is layout."),
-    ("layout.tensor_rows=0", "layout.tensor_rows = 0; at least 1"),
+    ("layout.tensor_rows=0", "layout.tensor_rows = 0 is too small; at least 1"),
     (
         "layout.tensor=2 layout.tensor_rows=2 layout.context=2",
         "layout.tensor_rows = 2 with layout.context = 2 is not available in this version",

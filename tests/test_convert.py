@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import types
 from typing import cast
 
 import jax
@@ -153,7 +154,7 @@ def test_a_run_starts_from_another_runs_weights(converted):
     run, hf = converted / "run", converted / "hf"
     config = load_config(run, ["model.param_dtype=bfloat16", "layout.fsdp=4", "layout.tensor=2"])
     config, engine = open_engine(config)
-    weights = open_initial(config, engine, run)
+    weights = open_initial(engine, run)
     assert weights is not None
     params = weights.read(engine.model.axes, engine.placement.canonical.params)
     for leaf, wanted in zip(
@@ -171,8 +172,8 @@ def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp
     run, hf = converted / "run", converted / "hf"
     changes = ["model.lora_rank=3", f"model.init_from={hf}", "layout.pipeline=2", "layout.fsdp=4"]
     changes += ["model.param_dtype=float32"]
-    config, engine = open_engine(load_config(run, changes))
-    weights = open_initial(config, engine, tmp_path / "new")
+    _, engine = open_engine(load_config(run, changes))
+    weights = open_initial(engine, tmp_path / "new")
     assert weights is not None
     state = initial_state(engine, weights, KEY)
     place = engine.placement.part("params").to_canonical
@@ -209,8 +210,8 @@ def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp
     pretrained = jaxscale.from_pretrained(again)
     jax.tree.map(np.testing.assert_array_equal, pretrained.params, trained)
     np.testing.assert_array_equal(pretrained(TOKENS), adapted)
-    config, engine = open_engine(load_config(again, [f"model.init_from={again}"]))
-    weights = open_initial(config, engine, tmp_path / "new")
+    _, engine = open_engine(load_config(again, [f"model.init_from={again}"]))
+    weights = open_initial(engine, tmp_path / "new")
     assert weights is not None
     state = initial_state(engine, weights, KEY)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), trained)
@@ -238,7 +239,7 @@ def test_weights_that_do_not_fit_are_refused(name, converted, tmp_path):
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
     config, engine = open_engine(config)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        open_initial(config, engine, converted / "run" if name == "twice" else tmp_path)
+        open_initial(engine, converted / "run" if name == "twice" else tmp_path)
 
 
 def test_a_larger_vocabulary_starts_from_the_mean_of_the_rows_of_the_smaller(converted, tmp_path):
@@ -247,8 +248,8 @@ def test_a_larger_vocabulary_starts_from_the_mean_of_the_rows_of_the_smaller(con
     layout = ["layout.fsdp=4", "layout.tensor=2"]
     for origin, size in (("hf", 200), ("run", 300)):
         grown = [f"model.init_from={converted / origin}", f"model.vocab_size={size}"]
-        config, engine = open_engine(load_config(converted / "run", [*grown, *layout]))
-        weights = open_initial(config, engine, tmp_path)
+        _, engine = open_engine(load_config(converted / "run", [*grown, *layout]))
+        weights = open_initial(engine, tmp_path)
         assert weights is not None
         params = initial_state(engine, weights, jax.random.key(0)).params
         for before, new in (
@@ -267,14 +268,14 @@ def test_no_optimizers_state_to_keep_is_refused_before_a_step_is_compiled(conver
     run = converted / "run"
     for origin in (run, converted / "hf"):
         keep = [f"model.init_from={origin}", "optimizer.keep_state=True"]
-        config, engine = open_engine(load_config(run, keep))
+        _, engine = open_engine(load_config(run, keep))
         with pytest.raises(ValueError, match=r"keep_state = True, and model.init_from = .* comes"):
-            open_initial(config, engine, tmp_path)
+            open_initial(engine, tmp_path)
 
 
 def test_a_model_of_ones_own_without_such_a_setting_starts_anew(tmp_path):
     config = from_dict({"model": {"family": "tests.models.two_stacks:make"}})
-    assert open_initial(config, cast(Engine, None), tmp_path) is None
+    assert open_initial(cast(Engine, types.SimpleNamespace(config=config)), tmp_path) is None
 
 
 @pytest.mark.proof

@@ -125,7 +125,7 @@ def test_a_model_that_was_not_trained_so_is_said(tmp_path, caplog):
     saved = save(tmp_path)
     with caplog.at_level("INFO", "jaxscale"):
         for overrides in ([], ["data.seq_len=64"], ["model.rope_theta=3"]):
-            run_folder.note_other_model(run_folder.load_config(saved, overrides), saved)
+            run_folder.note_other_model(run_folder.load_config(saved, overrides).model, saved)
     assert [r.message for r in caplog.records] == [
         "note: model.rope_theta = 3.0; the run was trained with 10000.0"
     ]

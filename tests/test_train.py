@@ -1,6 +1,5 @@
 """The train command as people use it: typed wrong, stopped, continued, with nothing left to do."""
 
-import dataclasses
 import json
 import pathlib
 import shlex
@@ -263,7 +262,7 @@ def test_the_last_lines_name_what_was_written_in_commands_that_can_be_pasted():
     text = _next_steps("", "r", load("configs/tiny.py", before), (), draws=True)
     there = text.split("--workdir r_8 ")[1].splitlines()[0].replace("--config.", "").split()
     after = load("configs/tiny.py", [*before, *there])
-    check_divides(dataclasses.replace(after, layout=resolve_sizes(after.layout, 8)))
+    check_divides(resolve_sizes(after.layout, 8), after.data.global_batch_size)
     assert lines[-1].endswith(
         "my run/loss.png, metrics.jsonl, summary.json, tensorboard/, checkpoints/"
     )

@@ -60,8 +60,8 @@ def stage_rows(path: str, overrides: Sequence[str]) -> tuple[list[tuple], bool]:
     from jaxscale import config as configs  # noqa: PLC0415
     from jaxscale.compiled import collectives, hlo  # noqa: PLC0415
     from jaxscale.formatting import human_bytes  # noqa: PLC0415
-    from jaxscale.planner.memory.zero_traffic import step_traffic  # noqa: PLC0415
     from jaxscale.run.setup.layout import open_engine  # noqa: PLC0415
+    from tools.zero_traffic import step_traffic  # noqa: PLC0415
 
     with command_line.refusals():
         config, engine = open_engine(configs.load(path, overrides))

@@ -101,13 +101,13 @@ def _block_sum(
     block: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...], ask_finite: bool
 ) -> ArraySum:
     """The share of one block of an array, which is at `index` of `shape`."""
-    words, limit = _words(np.ascontiguousarray(block).reshape(block.shape or (1,)))
+    block = np.ascontiguousarray(block).reshape(block.shape or (1,))
+    words, limit = _words(block)
     limit = limit if ask_finite else None
     if not words.size:
         return ArraySum(0, True)
     shape, index = (shape, index) if shape else ((1,), (slice(None),))
-    width = words.shape[-1] // block.shape[-1] if block.ndim else words.shape[-1]
-    starts = _row_starts(index, shape, block.shape[:-1], width)
+    starts = _row_starts(index, shape, block.shape[:-1], words.shape[-1] // block.shape[-1])
     rows = words.reshape(-1, words.shape[-1])
     if block.shape[1:] == shape[1:]:  # consecutive words
         flat, begin = rows.reshape(-1), starts[:1]

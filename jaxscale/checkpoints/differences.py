@@ -26,12 +26,12 @@ def describe_difference(saved: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 def _written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """A saved config as it is written now: an older version wrote settings that nothing reads."""
-    if is_own_family(saved.get("model", {}).get("family", "")):
-        return saved  # whose module is not to be imported for this
     try:
+        if is_own_family(saved.get("model", {}).get("family", "")):
+            return saved  # whose module is not to be imported for this
         written = configs.to_dict(configs.from_dict(dict(saved)))
     except (ValueError, TypeError, AttributeError):
-        return saved  # of another version
+        return saved  # of another version, or damaged
     return written if written.keys() == saved.keys() else saved
 
 

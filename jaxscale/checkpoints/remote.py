@@ -42,7 +42,7 @@ def send_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> int:
                 f"{store.address}/{name}: {there.get(name, 0)} bytes arrived of {sizes[name]}"
             )
     store.upload(marker)
-    return sum(size for name, size in sizes.items() if name not in copies)
+    return sum(sizes.values()) - sum(sizes[name] for name in copies)
 
 
 def _stored_twins(store: ObjectStore, folder: pathlib.Path, step: int) -> dict[str, str]:

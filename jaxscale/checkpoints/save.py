@@ -58,6 +58,31 @@ class NotFiniteError(FloatingPointError):
         self.step = step
 
 
+def _describe(
+    step: int,
+    arrays: Mapping[str, jax.Array],
+    metadata: Mapping[str, Any],
+    finite: tuple[str, ...],
+    frozen: Collection[str],
+) -> dict[str, Any]:
+    """The description of a checkpoint, as JSON has it; the others are as of `save`."""
+    sums = array_sums(arrays)
+    asked = (name for name in arrays if name.partition("/")[0] in finite and arrays[name].ndim)
+    if names := [name for name in asked if not sums[name].finite]:
+        raise NotFiniteError(step, names)
+    described = {
+        name: array_signature(array)
+        | {"checksum": sums[name].checksum}
+        | ({"frozen": True} if name in frozen else {})
+        for name, array in arrays.items()
+    }
+    try:
+        text = json.dumps({"arrays": described, "metadata": dict(metadata)}, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metadata of checkpoint {step} is not JSON: {error}") from error
+    return json.loads(text)
+
+
 class CheckpointWriter(Checkpoints):
     """The checkpoints of a run that saves, and the thread that writes them. Only one run may save
     to a folder at a time. A line is logged after each commit, and after a failure.
@@ -123,27 +148,7 @@ class CheckpointWriter(Checkpoints):
             self._fail(step, OSError(away))
             return
         arrays = named_arrays(state)
-        sums = array_sums(arrays)
-        names = [
-            name
-            for name, array in arrays.items()
-            if name.partition("/")[0] in finite and array.ndim and not sums[name].finite
-        ]
-        if names:
-            raise NotFiniteError(step, names)
-        description = {
-            "arrays": {
-                name: array_signature(array)
-                | {"checksum": sums[name].checksum}
-                | ({"frozen": True} if name in frozen else {})
-                for name, array in arrays.items()
-            },
-            "metadata": dict(metadata),
-        }
-        try:
-            description = json.loads(json.dumps(description, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"metadata of checkpoint {step} is not JSON: {error}") from error
+        description = _describe(step, arrays, metadata, finite, frozen)
         # What ends the thread in a way that nobody foresaw is no success.
         self._failure = f"saving checkpoint {step} in {self.directory} did not end"
         begin = time.monotonic()

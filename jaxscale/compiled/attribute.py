@@ -103,21 +103,19 @@ def _what(buffer: Buffer, engine: Engine, is_weight: bool, in_pipeline: str) -> 
     if buffer.argument:
         kinds = {"state.params": "parameters", "state.opt_state": "optimizer state"}
         return next((kinds[k] for k in kinds if buffer.op_name.startswith(k)), "batch")
-    if "all_gather" in buffer.op_name:
-        return "weights in use"
-    if find_module(buffer.op_name) == "optimizer":
-        return "optimizer state"
-    if in_pipeline:
-        return in_pipeline
     (dtype, dims), *_ = hlo.arrays(buffer.shape)
-    if dtype == "f32" and is_weight:
-        return "gradients"
-    if (engine.zero.keeps or engine.layout.casts_once) and is_weight:
-        return "weights in use"
-    depths = {n for s in engine.model.stacks for n in (s.num_layers, s.num_layers - 1)}
-    if len(dims) > 2 and dims[0] in depths and not engine.stages:
-        return SAVED
-    return "temporaries"
+    kept = engine.zero.keeps or engine.layout.casts_once
+    depths = {stack.num_layers for stack in engine.model.stacks}
+    stacked = len(dims) > 2 and not depths.isdisjoint((dims[0], dims[0] + 1))
+    found = (
+        ("weights in use", "all_gather" in buffer.op_name),
+        ("optimizer state", find_module(buffer.op_name) == "optimizer"),
+        (in_pipeline, in_pipeline),
+        ("gradients", is_weight and dtype == "f32"),
+        ("weights in use", is_weight and kept),
+        (SAVED, stacked and not engine.stages),
+    )
+    return next((what for what, holds in found if holds), "temporaries")
 
 
 def _weights(engine: Engine) -> Iterator[tuple[int, str]]:

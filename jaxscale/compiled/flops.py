@@ -180,25 +180,20 @@ def _kernel_flops(instruction: Instruction, named: Mapping[str, Instruction]) ->
     target = instruction.attribute(r'custom_call_target="([^"]*)"')
     if target.startswith("__cublas"):
         return _cublas_flops(instruction, named)
-    if target.startswith("__cudnn$fmha"):
-        # [batch, heads, time, head_dim] or [batch, time, heads, head_dim]; there are more keys than
-        # heads.
-        query, key = (hlo.arrays(named[name].shape)[0][1] for name in instruction.operands[:2])
-        matmuls = 5 if "Backward" in target else 2
-        half = 0.5 if "CAUSAL" in instruction.rest else 1
-        return half * matmuls * 2.0 * math.prod(query) * max(key[1:3])
-    if found := re.search(r"/(flash_\w+?)(_whole)?/", instruction.op_name):
-        # [batch, time, heads, head_dim].
+    found = re.search(r"/(flash_\w+?)(_whole)?/", instruction.op_name)
+    splash = next(filter(instruction.name.startswith, ATTENTION_MATMULS), "")
+    if target.startswith("__cudnn$fmha") or found or splash:
+        # Tables of the mask come before, and are of integers; some kernels have vectors, too.
         arrays = [hlo.arrays(named[name].shape)[0] for name in instruction.operands]
-        query, key = [dims for _, dims in arrays if len(dims) == 4][:2]
-        matmuls = FLASH_MATMULS[found[1]] * (1.0 if found[2] else 0.5)
-        return matmuls * 2.0 * math.prod(query) * key[1]
-    for kernel, matmuls in ATTENTION_MATMULS.items():
-        if instruction.name.startswith(kernel):
-            # [..., heads, time, head_dim], after the tables of the mask; causal.
-            arrays = [hlo.arrays(named[name].shape)[0] for name in instruction.operands]
-            query, key = [dims for dtype, dims in arrays if "f" in dtype][:2]
-            return 0.5 * matmuls * 2.0 * math.prod(query) * key[-2]
+        query, key = [dims for dtype, dims in arrays if "f" in dtype and len(dims) > 2][:2]
+        if found:  # [batch, time, heads, head_dim]
+            matmuls, keys = FLASH_MATMULS[found[1]] * (0.5 + 0.5 * bool(found[2])), key[1]
+        elif splash:  # [..., heads, time, head_dim]; causal
+            matmuls, keys = ATTENTION_MATMULS[splash] * 0.5, key[-2]
+        else:  # [batch, heads, time, head_dim] or [batch, time, heads, head_dim]
+            matmuls = (2 + 3 * ("Backward" in target)) / (1 + ("CAUSAL" in instruction.rest))
+            keys = max(key[1:3])  # there are more keys than heads
+        return matmuls * 2.0 * math.prod(query) * keys
     declared = instruction.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
     return float(declared) if declared else None
 

@@ -184,7 +184,7 @@ def instruction_cause(instruction: Instruction, program: Program) -> str | None:
     if not multiplies and any(one.opcode.startswith(KINDS) for one in whole):
         return "collectives"
     # A fusion's own name is that of its root.
-    scope = next((one.op_name for one in whole if one.op_name), "")
+    scope = next(filter(None, (one.op_name for one in whole)), "")
     if ATTENTION_SCOPE in scope or any(map(KERNELS["attention"].search, kernels)):
         return "attention"
     return "matmul" if multiplies else "other"

@@ -8,6 +8,7 @@ from jaxscale.config.read_config import (
     is_before_text_begin,
     load,
     read_sections,
+    read_settings,
     shipped_configs,
     to_dict,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "leaves",
     "load",
     "read_sections",
+    "read_settings",
     "shipped_configs",
     "to_dict",
 ]

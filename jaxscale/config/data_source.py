@@ -58,13 +58,8 @@ class Source:
             raise ValueError(
                 f"path = {self.path} has an empty path or none; give files, folders or globs"
             )
-        if self.format is not None:
-            check_choice("format", self.format, FORMATS)
-        if self.boundary is not None:
-            check_choice("boundary", self.boundary, BOUNDARIES)
+        self._check_boundary()
         check_choice("long_documents", self.long_documents, LONG_DOCUMENTS)
-        if not self.field or "" in self.field.split("."):
-            raise ValueError(f"field = {self.field!r} must be a name, or names with .")
         if self.max_document_bytes < 0 or 0 < self.max_document_bytes < 4:
             raise ValueError(
                 f"max_document_bytes = {self.max_document_bytes} cannot hold every "
@@ -72,6 +67,21 @@ class Source:
             )
         if not 0 <= self.skip_share < 1:
             raise ValueError(f"skip_share = {self.skip_share} must be at least 0 and below 1")
+        if self.apart and not self.response:
+            raise ValueError("apart = True needs the fields of prompt and response")
+        if self.marks_loss:
+            self._check_dialogue()
+        for field in self.fields:
+            if "" in field.split("."):
+                raise ValueError(f"field {field!r} must be a name, or names with .")
+        if self.weight is not None:
+            _check_weight(self.weight)
+
+    def _check_boundary(self) -> None:
+        if self.format is not None:
+            check_choice("format", self.format, FORMATS)
+        if self.boundary is not None:
+            check_choice("boundary", self.boundary, BOUNDARIES)
         if self.format in RECORD_FORMATS and self.boundary not in (None, "record"):
             raise ValueError(
                 f"boundary = {self.boundary!r} cuts text; a document of format = "
@@ -81,12 +91,6 @@ class Source:
             raise ValueError(
                 "boundary = 'record' needs records; text has 'file', 'line' or 'paragraph'"
             )
-        if self.apart and not self.response:
-            raise ValueError("apart = True needs the fields of prompt and response")
-        if self.marks_loss:
-            self._check_dialogue()
-        if self.weight is not None:
-            _check_weight(self.weight)
 
     @property
     def listed_in(self) -> str:
@@ -125,9 +129,6 @@ class Source:
                 f"field = {self.field!r} is for plain text; leave it out of an entry "
                 "with prompt and response, or messages"
             )
-        for field in self.fields:
-            if "" in field.split("."):
-                raise ValueError(f"{field!r} must be a name, or names with .")
         if self.format in ("text", "fasta", "shards"):
             raise ValueError(
                 f"format = {self.format!r} has no fields for prompt and response, or "

@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxscale.choices import check_choice, check_kind, check_whole, nearest_divisors
+from jaxscale.choices import (
+    check_at_least,
+    check_choice,
+    check_kind,
+    check_whole,
+    nearest_divisors,
+)
 from jaxscale.config import zero_stage
 from jaxscale.formatting import changed_fields
 from jaxscale.pipeline_schedules.shipped import check_known, is_foreign
@@ -118,29 +124,16 @@ class Layout:
 
     def __post_init__(self) -> None:
         self._check_types()
-        for axis in MESH_AXES:
-            size = getattr(self, axis)
-            if size < 1 and size != -1:
-                raise ValueError(
-                    f"layout.{axis} = {size}; an axis has a size of at least 1, or -1 for the "
-                    "devices that are left"
-                )
-        free = [axis for axis in MESH_AXES if getattr(self, axis) == -1]
-        if len(free) > 1:
-            raise ValueError(
-                f"layout.{free[0]} and layout.{free[1]} are both -1; only one axis can take the "
-                "devices that are left"
-            )
+        self._check_axes()
         self._check_tensor_rows()
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"layout.zero_stage = {self.zero_stage}; it can be 0, 1, 2 or 3")
-        if self.microbatches < 1:
-            raise ValueError(f"layout.microbatches = {self.microbatches}; at least 1")
+        check_at_least("layout", self, microbatches=1)
         check_choice("layout.accumulation", self.accumulation, ACCUMULATIONS)
-        parse_schedule(self.schedule)  # refuses what it cannot read, as parse_remat does
         check_choice("layout.pipeline_gather", self.pipeline_gather, PIPELINE_GATHERS)
         check_choice("layout.context_method", self.context_method, CONTEXT_METHODS)
         check_choice("layout.offload", self.offload, OFFLOADS)
+        parse_schedule(self.schedule)  # refuses what it cannot read, as parse_remat does
         parse_remat(self.remat)
         if self.virtual_stages < 0:
             raise ValueError(
@@ -167,6 +160,21 @@ class Layout:
                 "version; set layout.sequence_chunks = 1"
             )
 
+    def _check_axes(self) -> None:
+        for axis in MESH_AXES:
+            size = getattr(self, axis)
+            if size < 1 and size != -1:
+                raise ValueError(
+                    f"layout.{axis} = {size}; an axis has a size of at least 1, or -1 for the "
+                    "devices that are left"
+                )
+        free = [axis for axis in MESH_AXES if getattr(self, axis) == -1]
+        if len(free) > 1:
+            raise ValueError(
+                f"layout.{free[0]} and layout.{free[1]} are both -1; only one axis can take the "
+                "devices that are left"
+            )
+
     def _check_types(self) -> None:
         """Refuses what a config cannot hold, as 8 / 2 for a size."""
         for field in dataclasses.fields(self):
@@ -181,8 +189,7 @@ class Layout:
     def _check_tensor_rows(self) -> None:
         """Refuses rows that do not divide tensor, and what they are not combined with."""
         rows = self.tensor_rows
-        if rows < 1:
-            raise ValueError(f"layout.tensor_rows = {rows}; at least 1")
+        check_at_least("layout", self, tensor_rows=1)
         if self.tensor > 0 and self.tensor % rows:
             raise ValueError(
                 f"layout.tensor_rows = {rows} does not divide layout.tensor = {self.tensor}; the "

@@ -241,13 +241,14 @@ def check_groups(
     Raises:
       ValueError: says what to change.
     """
+    earlier: set[str] = set()
     for i, group in enumerate(groups):
         title = f"optimizer.groups[{i}] = {group.params!r}"
         matching = fnmatch.filter(known, group.params)
         if not matching:
             raise ValueError(f"{title} matches no parameter; they are {', '.join(known)}")
-        earlier = {name for one in groups[:i] for name in fnmatch.filter(known, one.params)}
         left = [name for name in matching if name not in earlier]
+        earlier.update(matching)
         if not left:
             raise ValueError(
                 f"{title} changes nothing: entries before it match {', '.join(matching)}, and the "

@@ -15,7 +15,7 @@ import ml_collections
 from jaxscale.choices import check_choice, check_kind, did_you_mean, nearest, nearest_settings
 from jaxscale.config.data_source import to_plain
 from jaxscale.config.layout import AUTO
-from jaxscale.config.model import ModelConfig, ModelSettings, is_own_family, settings_record
+from jaxscale.config.model import ModelSettings, is_own_family, settings_record
 from jaxscale.config.records import SECTIONS, WITHOUT_FILE, Config
 from jaxscale.config.values import (
     convert_value,
@@ -76,45 +76,31 @@ def from_dict(
       trust_foreign: whether to import the code from outside the package that `model.family` or
         `layout.schedule` names: somebody else may have written a run's config.json.
     """
-    if isinstance(overrides, str):
-        raise ValueError(f"overrides are a list, such as [{overrides!r}], and not one text")
-    if isinstance(overrides, dict) or not all(isinstance(one, str) for one in overrides):
-        raise ValueError(
-            f"overrides = {overrides!r} are not a list of texts, such as ['layout.fsdp=2']"
-        )
-    changed = [_split_override(override) for override in overrides]
+    changed = _split_overrides(overrides)
     texts = {f"{name}.{key}": text for name, key, text in changed}
-    given = sections.get("model", {})
-    family = texts.get("model.family") or str(
-        (isinstance(given, dict) and given.get("family")) or ""
-    )
-    _check_trust("model.family", family, trust_foreign)
-    model = settings_record(family) if is_own_family(family) else ModelConfig
-    values = {name: dict(given) for name, given in sections.items() if isinstance(given, dict)}
+    records, values = {name: section_record(name) for name in (*SECTIONS, *sections)}, {}
     for name, given in sections.items():
-        section_record(name)
         if not isinstance(given, dict):
             raise ValueError(f"config.{name} = {given!r} is not a section of keys and values")
-    if "model" in values:
-        values["model"] = _upgrade(values["model"])
+        values[name] = dict(_upgrade(given) if name == "model" else given)
+    family = texts.get("model.family") or str(values.get("model", {}).get("family") or "")
+    _check_trust("model.family", family, trust_foreign)
+    if is_own_family(family):
+        records["model"] = settings_record(family)
     for name, key, text in changed:
-        record = model if name == "model" else section_record(name)
-        annotation = setting_type(record, name, key, "--config.")
+        annotation = setting_type(records[name], name, key, "--config.")
         values.setdefault(name, {})[key] = parse_value(text, annotation)
-    _choose_length(values.get("run", {}), texts.keys() & {f"run.{name}" for name in LENGTHS})
-    built = {}
-    for name, given in values.items():
-        record: Any = model if name == "model" else section_record(name)
-        built[name] = record(
-            **{
-                key: convert_value(f"{name}.{key}", value, setting_type(record, name, key))
-                for key, value in given.items()
-            }
-        )
-    config = Config(**built)
-    _check_trust("layout.schedule", config.layout.schedule_spec.name, trust_foreign)
-    _import_schedule(config)
-    return config
+    _choose_length(values.get("run", {}), texts.keys())
+    made = {name: _make_section(name, records[name], given) for name, given in values.items()}
+    schedule = made["layout"].schedule_spec.name if "layout" in made else ""
+    _check_trust("layout.schedule", schedule, trust_foreign)
+    _import_schedule(schedule)
+    return Config(**made)
+
+
+def _make_section(name: str, record: type, given: Mapping[str, Any]) -> Any:
+    types = {key: setting_type(record, name, key) for key in given}
+    return record(**{key: convert_value(f"{name}.{key}", given[key], types[key]) for key in given})
 
 
 def _choose_length(run: dict[str, Any], overrides: Collection[str]) -> None:
@@ -123,19 +109,27 @@ def _choose_length(run: dict[str, Any], overrides: Collection[str]) -> None:
     Raises:
       ValueError: both are given in one place.
     """
-    given = [name for name in LENGTHS if run.get(name)]
-    if len(given) < len(LENGTHS):
+    if not all(run.get(name) for name in LENGTHS):
         return
-    if len(overrides) != 1:
+    left_out = [name for name in LENGTHS if f"run.{name}" not in overrides]
+    if len(left_out) != 1:
         both = " and ".join(f"run.{name} = {run[name]}" for name in LENGTHS)
         raise ValueError(f"{both} exclude each other; leave one of them out")
-    for name in LENGTHS:
-        if f"run.{name}" not in overrides:
-            del run[name]
+    del run[left_out[0]]
+
+
+def _split_overrides(overrides: Sequence[str]) -> list[tuple[str, str, str]]:
+    """The section, the key, and the text of the value of each."""
+    if isinstance(overrides, str):
+        raise ValueError(f"overrides are a list, such as [{overrides!r}], and not one text")
+    if isinstance(overrides, dict) or not all(isinstance(one, str) for one in overrides):
+        raise ValueError(
+            f"overrides = {overrides!r} are not a list of texts, such as ['layout.fsdp=2']"
+        )
+    return [_split_override(override) for override in overrides]
 
 
 def _split_override(override: str) -> tuple[str, str, str]:
-    """The section, the key, and the text of the value."""
     override = f"layout.schedule={AUTO}" if override == "layout=auto" else override
     key, separator, text = override.partition("=")
     if key.startswith("--config."):
@@ -192,10 +186,10 @@ def _upgrade(model: dict) -> dict:
     return model | scaling | ({} if factor == 1 else {"rope_factor": factor})
 
 
-def _import_schedule(config: Config) -> None:
+def _import_schedule(name: str) -> None:
     """Imports a schedule from outside the package, so that one that cannot be found is refused
     here."""
-    if is_foreign(name := config.layout.schedule_spec.name):
+    if is_foreign(name):
         try:
             find_schedule(name)
         except ValueError as error:

@@ -141,6 +141,11 @@ class DataConfig:
         return self.objective == "causal_across_documents"
 
 
+def _is_multiple(steps: int, period: int) -> bool:
+    """Whether a period that is not 0 holds others whole; one of 0 is never."""
+    return steps > 0 < period and steps % period == 0
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """How long a run is, and what it writes when. A period of zero is never, but the last step is
@@ -170,20 +175,9 @@ class RunConfig:
         return changed_fields(self)
 
     def __post_init__(self) -> None:
-        check_at_least(
-            "run",
-            self,
-            steps=1,
-            epochs=0,
-            eval_every=0,
-            eval_batches=1,
-            checkpoint_every=0,
-            keep_last=1,
-            keep_every=0,
-            skip_bad_steps=0,
-            max_hours=0,
-            hang_seconds=0,
-        )
+        zero = ("epochs", "eval_every", "checkpoint_every", "keep_every", "skip_bad_steps")
+        zero += ("max_hours", "hang_seconds")
+        check_at_least("run", self, steps=1, eval_batches=1, keep_last=1, **dict.fromkeys(zero, 0))
         check_seed("run.seed", self.seed)
         if self.steps > MOST_STEPS:
             raise ValueError(f"run.steps = {self.steps} is too large; at most {MOST_STEPS}")
@@ -194,9 +188,7 @@ class RunConfig:
                 f"run.spike_score = {self.spike_score} is for run.skip_bad_steps above 0, which "
                 "is 0; set it, such as 5, or run.spike_score = 0"
             )
-        if self.keep_every and (
-            not self.checkpoint_every or self.keep_every % self.checkpoint_every
-        ):
+        if self.keep_every and not _is_multiple(self.keep_every, self.checkpoint_every):
             period = self.checkpoint_every
             change = (
                 f"run.keep_every = {-(-self.keep_every // period) * period}"
@@ -207,11 +199,7 @@ class RunConfig:
                 f"run.keep_every = {self.keep_every} is not a multiple of run.checkpoint_every = "
                 f"{period}, so no such checkpoint is written; set {change}"
             )
-        if self.keep_best and (
-            not self.checkpoint_every
-            or not self.eval_every
-            or self.checkpoint_every % self.eval_every
-        ):
+        if self.keep_best and not _is_multiple(self.checkpoint_every, self.eval_every):
             raise ValueError(
                 f"run.keep_best compares checkpoints by their evaluations, and run.eval_every = "
                 f"{self.eval_every} does not evaluate each of run.checkpoint_every = "

@@ -108,9 +108,6 @@ def convert_value(name: str, value: object, annotation: typing.Any) -> object:
     elif tuple in (origin, annotation):
         if isinstance(value, list | tuple):
             return _convert_each(name, tuple(value), inner)
-    elif origin is typing.Literal:
-        if value in inner:
-            return value
     elif (converted := _convert_scalar(name, value, annotation)) is not None:
         return converted
     raise ValueError(
@@ -128,6 +125,8 @@ def _records(name: str, annotation: typing.Any) -> Callable[[Sequence], tuple]:
 
 def _convert_scalar(name: str, value: object, kind: type) -> object:
     """The value in a type, or None."""
+    if typing.get_origin(kind) is typing.Literal:
+        return value if value in typing.get_args(kind) else None
     if isinstance(value, bool) and kind is not bool:
         return None
     if kind is float and isinstance(value, int | float):

@@ -55,3 +55,8 @@ def remains(stage: Ints, fsdp: Ints, replicas: Ints) -> Bools:
       replicas: ranks that have the same weights, of data and of expert.
     """
     return (replicas > 1) | ((fsdp > 1) & (stage < 2))
+
+
+def reduces_last(layout: Any) -> Bools:
+    """Whether the last of a step's visits reduces what the others do not."""
+    return remains(layout.zero_stage, layout.fsdp, layout.data * layout.expert)

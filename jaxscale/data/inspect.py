@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.config import Config, DataConfig
+from jaxscale.config import DataConfig
 from jaxscale.config.data_source import Source
 from jaxscale.data.dataset import Examples
 from jaxscale.data.mixture import open_examples
@@ -112,26 +112,19 @@ def survey(
     return Survey(name, "files", len(files), stored, complete, None, corpus, tokenizer)
 
 
-def survey_config(config: Config) -> tuple[list[Survey], Examples | None]:
+def survey_config(data: DataConfig, vocab_size: int) -> tuple[list[Survey], Examples | None]:
     """The entries of a configuration, and its training examples as a run will see them.
 
     The examples are None if an entry is too large to be tokenised for an inspection.
     """
-    tokenizer = load_tokenizer(
-        config.data.tokenizer,
-        config.data.source,
-        heldout=config.data.heldout,
-        seed=config.data.seed,
-    )
-    tokenizer = without_unread(tokenizer, config.model.vocab_size)
-    tokenizer = begin_texts(tokenizer, config.data.text_begin)
-    surveys = [survey(source, tokenizer) for source in config.data.source]
+    tokenizer = load_tokenizer(data.tokenizer, data.source, heldout=data.heldout, seed=data.seed)
+    tokenizer = without_unread(tokenizer, vocab_size)
+    tokenizer = begin_texts(tokenizer, data.text_begin)
+    surveys = [survey(source, tokenizer) for source in data.source]
     if not all(one.complete for one in surveys):
         return surveys, None
-    corpus = open_corpus(config.data.source, tokenizer)
-    return surveys, open_examples(
-        config.data, tokenizer, corpus, split="train", vocab_size=config.model.vocab_size
-    )
+    corpus = open_corpus(data.source, tokenizer)
+    return surveys, open_examples(data, tokenizer, corpus, split="train", vocab_size=vocab_size)
 
 
 def examples_of(one: Survey) -> Examples:

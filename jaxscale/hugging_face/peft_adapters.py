@@ -206,10 +206,8 @@ def open_adapters(
     ours = read_metadata(directory / PEFT_TENSORS).get(TARGETS)
     every = dataclasses.replace(model, lora_rank=rank).adapted_weights
     adapted = {_target(rule) for rule in rules if _has_adapter(tensors, rule)}
-    if ours is not None:
-        adapted &= set(ours.split(","))
-    targets = [name for name in every if name in adapted]
-    if not targets:
+    adapted &= {*every} if ours is None else {*every} & {*ours.split(",")}
+    if not adapted:
         raise ValueError(
             f"{directory / PEFT_TENSORS} has no adapter of a weight of this model, such as "
             f"{next(iter(tensors), 'no tensor at all')}"
@@ -218,16 +216,11 @@ def open_adapters(
         "lora_rank": rank,
         # Rank-stabilised adapters are times alpha over the square root of the rank.
         "lora_alpha": float(alpha * math.sqrt(rank) if peft.get("use_rslora") else alpha),
-        "lora_targets": "" if len(targets) == len(every) else ",".join(targets),
+        "lora_targets": ",".join(sorted(adapted, key=every.index)) * (adapted != {*every}),
     }
     written = _further_ranks(dataclasses.replace(model, **settings), rules)
     _refuse_others(peft, path, {} if ours is None else written)
-    tables = {
-        _module(rule) + ".weight": tensors[name]
-        for rule in rules
-        if rule.param in TABLES
-        and (name := f"{PEFT_PREFIX}{_module(rule)}{WHOLE_TABLE}") in tensors
-    }
+    tables = _whole_tables(tensors, rules)
     stored = min([one.shape[0] for one in tables.values()], default=model.vocab_size)
     settings |= _token_settings(peft, path, model, rules, tensors, stored)
     rest = {name: one for name, one in tensors.items() if not name.endswith(WHOLE_TABLE)}
@@ -269,6 +262,18 @@ def _refuse_layers(peft: Mapping[str, Any], path: pathlib.Path, num_layers: int)
         )
 
 
+def _whole_tables(
+    tensors: Mapping[str, StoredTensor], rules: Sequence[TensorRule]
+) -> dict[str, StoredTensor]:
+    """The tables of the vocabulary that are stored whole, by the names that the model has."""
+    names = {rule: f"{PEFT_PREFIX}{_module(rule)}{WHOLE_TABLE}" for rule in rules}
+    return {
+        _module(rule) + ".weight": tensors[name]
+        for rule, name in names.items()
+        if rule.param in TABLES and name in tensors
+    }
+
+
 def _token_settings(
     peft: Mapping[str, Any],
     path: pathlib.Path,
@@ -287,7 +292,7 @@ def _token_settings(
     """
     given = peft.get("trainable_token_indices") or {}
     by_table = list(given.values()) if isinstance(given, dict) else [given]
-    ids = by_table[0] if by_table else []
+    ids = next(iter(by_table), [])
     if not ids:
         return {"vocab_size": stored}
     tables = {rule.param: rule for rule in reversed(rules) if rule.param in TABLES}

@@ -12,7 +12,7 @@ from jaxscale.models.protocol import (
     Params,
     Stack,
     Stream,
-    layer_function,
+    layer_functions,
     split_stream,
 )
 from jaxscale.ops.array_stack import Index, at
@@ -46,7 +46,7 @@ def apply_stack(
       layers: the shards of the stack's layers.
     """
     x, shared = split_stream(stack, stack.enter(embed, stream, batch))
-    functions = [layer_function(stack, kind) for kind in range(stack.period)]
+    functions = layer_functions(stack)
 
     def one(x: Stream, layer: tuple[Params, Index], kind: int) -> Stream:
         shards, index = layer

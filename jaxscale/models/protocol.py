@@ -270,6 +270,22 @@ def _check_losses(model: Model, sums: Any) -> None:
             )
 
 
+def layer_functions(stack: Stack) -> list[LayerFunction]:
+    """The `layer_function` of each kind of layer in a period."""
+    return [layer_function(stack, kind) for kind in range(stack.period)]
+
+
+def enter_gradients(
+    stack: Stack, embed: Params, before: Stream, batch: Batch, dstream: Stream
+) -> tuple[Params, Stream]:
+    """The gradients of the embedding and of the stream before a stack, from that of what enters.
+
+    The forward pass of the vjp is a lookup whose result is not used: XLA drops it.
+    """
+    entered, pullback = jax.vjp(lambda embed, x: stack.enter(embed, x, batch), embed, before)
+    return pullback(jax.tree.map(lambda d, x: d.astype(x.dtype), dstream, entered))
+
+
 def head_gradients(
     model: Model, head: Params, stream: Stream, batch: Batch
 ) -> tuple[Sums, Params, Stream]:

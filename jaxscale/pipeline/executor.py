@@ -26,6 +26,7 @@ from jaxscale.models.protocol import (
     Model,
     Stream,
     Sums,
+    enter_gradients,
     head_gradients,
     head_params,
     return_borrowed,
@@ -71,7 +72,7 @@ def execute(
       row_major: whether to ask for buffers in the order of their dimensions; a TPU's compiler
         would choose an order for each loop, and copy the buffers from one to the other.
     """
-    rank = Rank.of(model, zero, stages, stages.program, remat, params, batches, chunks, row_major)
+    rank = Rank.of(model, zero, stages, params, batches, chunks, remat=remat, row_major=row_major)
     state = _run(rank, rank.initial_state(rank.accumulators(params)), columns)
     if state.pending is not None and rank.has_one_chunk:
         for part in rank.parts:
@@ -91,8 +92,7 @@ def execute_forward(
 ) -> Sums:
     """The sums of this rank, from forward passes only. The arguments are those of `execute`, with
     `columns` of `stages.forward_program`."""
-    program = stages.forward_program
-    rank = Rank.of(model, zero, stages, program, None, params, batches, chunks, False)
+    rank = Rank.of(model, zero, stages, params, batches, chunks)
     return _run(rank, rank.initial_state({}), columns).sums
 
 
@@ -106,7 +106,7 @@ def buffers(
     chunks: Chunks,
 ) -> dict[str, Tree]:
     """The buffers and sums that a rank carries between ticks, empty: for their sizes."""
-    rank = Rank.of(model, zero, stages, stages.program, remat, params, batches, chunks, False)
+    rank = Rank.of(model, zero, stages, params, batches, chunks, remat=remat)
     state = rank.initial_state(rank.accumulators(params))
     weights = rank.only_chunk or state.weights
     return {**state.buffers, "weights": weights, "gradients": (state.pending, state.grads)}
@@ -360,12 +360,9 @@ def _enter_backward(rank: Rank, state: State, row: Row, dstream: Stream) -> Stat
             if part.number:
                 received = at(state.buffers["received"], row["residual_w"])
                 before = rank.own_stream(rank.parts[part.number - 1], received)
-            _, pullback = jax.vjp(
-                lambda embed, stream, p=part: p.stack.enter(embed, stream, batch),
-                rank.zero.widen(rank.embed),
-                before,
-            )
-            more, dbefore = pullback(rank.own_stream(part, dstream))
+            own = rank.own_stream(part, dstream)
+            widened = rank.zero.widen(rank.embed)
+            more, dbefore = enter_gradients(part.stack, widened, before, batch, own)
             grads = add(grads, rank.zero.reduce(more, rank.zero.axes["embed"]))
             return grads, rank.full_stream(dbefore) if part.number else dstream
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from jaxscale.pipeline.schedule_csv import read_csv
 from jaxscale.pipeline_schedules.operations import B, F, Op, Order, R, Rows, W, X
-from jaxscale.pipeline_schedules.schedule import NUMBERS
+from jaxscale.pipeline_schedules.schedule import NUMBERS, Schedule
 from jaxscale.pipeline_schedules.shipped import find_schedule
 
 
@@ -42,11 +42,10 @@ def make_order(
         that it does.
     """
     numbers = dict(zip(NUMBERS, (stages, microbatches, virtual_stages, sequence_chunks)))
-    for key, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{key} = {number}; at least 1")
-    if keep is not None and keep < 0:
-        raise ValueError(f"keep = {keep}; at least 0, to recompute every pass")
+    for key, number in {**numbers, "keep": keep}.items():
+        least = 0 if key == "keep" else 1
+        if number is not None and number < least:
+            raise ValueError(f"{key} = {number}; at least {least}")
     if pathlib.PurePath(name).suffix == ".csv":
         return _order_from_file(name, numbers, fused, keep)
     schedule = find_schedule(name)
@@ -56,22 +55,24 @@ def make_order(
             f"microbatches = {microbatches}"
         )
     v, k = virtual_stages or schedule.virtual_stages, sequence_chunks or 1
-    schedule.check(name, stages, microbatches, v, k)
+    rows = _make_rows(name, schedule, (stages, microbatches, v, k), fused)
+    if keep is not None:
+        rows = keep_passes(add_recompute(rows), keep)
+    return Order(name, tuple(map(tuple, rows)), microbatches, v, k, schedule.stage_to_rank)
+
+
+def _make_rows(name: str, schedule: Schedule, numbers: tuple[int, ...], fused: bool) -> Rows:
+    """The rows of ranks, with B and W apart unless they are `fused`."""
+    schedule.check(name, *numbers)
     if fused and schedule.splits_backward:
         raise ValueError(
             f"fused = True, but {name} is made of separate input and weight gradients; "
             "leave fused out, or take another schedule such as 1f1b"
         )
-    rows = schedule.make_rows(stages, microbatches, v, k)
-    if len(rows) != stages:
-        raise ValueError(f"{name} makes the rows of {len(rows)} ranks for stages = {stages}")
-    if not fused and not schedule.splits_backward:
-        rows = split_backward(rows)
-    if keep is not None:
-        rows = add_recompute(rows)
-    if keep:
-        rows = keep_passes(rows, keep)
-    return Order(name, tuple(map(tuple, rows)), microbatches, v, k, schedule.stage_to_rank)
+    rows = schedule.make_rows(*numbers)
+    if len(rows) != numbers[0]:
+        raise ValueError(f"{name} makes the rows of {len(rows)} ranks for stages = {numbers[0]}")
+    return rows if fused or schedule.splits_backward else split_backward(rows)
 
 
 def split_backward(rows: Rows) -> Rows:

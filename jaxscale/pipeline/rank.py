@@ -23,7 +23,7 @@ from jaxscale.models.protocol import (
     Sums,
     add_layer_sums,
     head_params,
-    layer_function,
+    layer_functions,
     split_stream,
     sum_shapes,
     zero_sums,
@@ -101,17 +101,17 @@ class Rank:
         model: Model,
         zero: Zero,
         stages: PipelineStages,
-        program: TickProgram,
-        remat: Remat | None,
         params: Tree,
         batches: Batch,
         chunks: Chunks,
-        row_major: bool,
+        *,
+        remat: Remat | None = None,
+        row_major: bool = False,
     ) -> "Rank":
         """Traces a layer of each stack, and gathers the parameters outside the layers.
 
         Args:
-          remat: None for forward passes only.
+          remat: None for forward passes only, of the `forward_program`.
         """
         embed, head = _outer(model, zero, params)
         first, stream, union, parts = at(batches, 0), {}, {}, []
@@ -128,7 +128,7 @@ class Rank:
                 split(remat(one), layer, *split_stream(stack, stream), context)
                 if remat
                 else forward_only(one)
-                for one in (layer_function(stack, kind) for kind in range(stack.period))
+                for one in layer_functions(stack)
             )
             _check_alike(stack, kinds)
             parts.append(StackPart(number, stack, kinds, layers))
@@ -138,18 +138,18 @@ class Rank:
         if zero.gathers and stages.table.order.virtual_stages == 1 and not stages.by_layer:
             only_chunk = {p.name: zero.gather(p.layers, zero.axes[p.name]) for p in parts}
         return cls(
-            model,
-            zero,
-            program,
-            stages,
-            tuple(parts),
-            embed,
-            head,
-            union,
-            batches,
-            held,
-            row_major,
-            only_chunk,
+            model=model,
+            zero=zero,
+            program=stages.program if remat else stages.forward_program,
+            stages=stages,
+            parts=tuple(parts),
+            embed=embed,
+            head=head,
+            stream=union,
+            batches=batches,
+            chunks=held,
+            row_major=row_major,
+            only_chunk=only_chunk,
         )
 
     @property
@@ -176,14 +176,10 @@ class Rank:
 
         def streams(slots: int) -> Stream:
             rules = {**zero.rules, **ACTIVATIONS, "slots": ()}
+            empty = {name: jnp.zeros((slots, *x.shape), x.dtype) for name, x in self.stream.items()}
             return {
-                name: constrain(
-                    jnp.zeros((slots, *x.shape), x.dtype),
-                    ("slots", *self._stream_axes(name)),
-                    zero.sizes,
-                    rules,
-                )
-                for name, x in self.stream.items()
+                name: constrain(x, ("slots", *self._stream_axes(name)), zero.sizes, rules)
+                for name, x in empty.items()
             }
 
         def of_layers(name: str, kept: str) -> Tree:
@@ -195,11 +191,6 @@ class Rank:
 
             return {part.name: of_stack(part) for part in self.parts}
 
-        chunk = {p.name: jax.eval_shape(lambda p=p: self.chunk_weights(p, 0)) for p in self.parts}
-        axes = {part.name: zero.axes[part.name] for part in self.parts}
-        by_layer = self.stages.by_layer
-        gathers = zero.gathers and not (self.only_chunk or by_layer)
-        reduces = zero.reduces and not by_layer
         found = {
             "inbox": streams(slots["inbox"] + 1),  # the last one is never read
             "input": streams(slots["input"]),
@@ -209,13 +200,26 @@ class Rank:
         }
         if self.keeps_received and grads:
             found["received"] = streams(slots["residual_w"])
+        weights, pending = self._chunk_arrays() if not self.stages.by_layer else (None, None)
         return State(
             made={name: jnp.zeros(x.shape, x.dtype) for name, x in self.stream.items()},
             buffers=found,
-            weights=zero.room(chunk, axes) if gathers else None,
-            pending=zero.accumulators(chunk, axes) if reduces and grads else None,
+            weights=weights,
+            pending=pending if grads else None,
             grads=grads,
             sums=zero_sums(self.model, zero.loss_dtype),
+        )
+
+    def _chunk_arrays(self) -> tuple[Tree, Tree]:
+        """Empty arrays for the gathered weights of a chunk, where ticks gather them, and for the
+        sums of their gradients, where those are reduced later."""
+        zero, parts = self.zero, self.parts
+        chunk = {p.name: jax.eval_shape(lambda p=p: self.chunk_weights(p, 0)) for p in parts}
+        axes = {part.name: zero.axes[part.name] for part in parts}
+        gathers = zero.gathers and not self.only_chunk
+        return (
+            zero.room(chunk, axes) if gathers else None,
+            zero.accumulators(chunk, axes) if zero.reduces else None,
         )
 
     def _stream_axes(self, name: str) -> tuple[str, ...]:

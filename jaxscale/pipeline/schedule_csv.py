@@ -32,23 +32,7 @@ def read_csv(path: str) -> Order:
       FileNotFoundError: no such file.
       ValueError: a cell that is not an operation, or stages that do not divide over the rows.
     """
-    try:
-        with pathlib.Path(path).open(encoding="utf-8-sig", newline="") as file:
-            lines = [
-                (number, cells)
-                for number, cells in enumerate(csv.reader(file), 1)
-                if any(cell.strip() for cell in cells)
-            ]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not CSV text: {error}") from None
-    rows = tuple(
-        tuple(
-            op
-            for column, cell in enumerate(cells, 1)
-            for op in _parse_cell(cell, f"{path}, row {number}, cell {column}")
-        )
-        for number, cells in lines
-    )
+    rows = _read_rows(path)
     ops = [op for row in rows for op in row]
     if not ops:
         raise ValueError(
@@ -75,6 +59,23 @@ def read_csv(path: str) -> Order:
         for stage_to_rank in (loop, zigzag)
     ]
     return min(orders, key=_misplaced)
+
+
+def _read_rows(path: str) -> tuple[tuple[Op, ...], ...]:
+    try:
+        with pathlib.Path(path).open(encoding="utf-8-sig", newline="") as file:
+            lines = list(enumerate(csv.reader(file), 1))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not CSV text: {error}") from None
+    return tuple(
+        tuple(
+            op
+            for column, cell in enumerate(cells, 1)
+            for op in _parse_cell(cell, f"{path}, row {number}, cell {column}")
+        )
+        for number, cells in lines
+        if any(cell.strip() for cell in cells)
+    )
 
 
 def _misplaced(order: Order) -> int:

@@ -3,6 +3,7 @@ know of it.
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -110,7 +111,7 @@ def _nearest(schedule: Schedule, numbers: tuple[int, ...]) -> str:
         return {key: c for key, c, n in zip(NUMBERS, choice, numbers) if c != n}
 
     def distance(choice: tuple[int, ...]) -> int:
-        return sum(abs(c - n) for c, n in zip(choice, numbers))
+        return sum(map(abs, map(operator.sub, choice, numbers)))
 
     fewest = min(len(changes(choice)) for choice in working)
     least: dict[tuple[str, ...], int] = {}

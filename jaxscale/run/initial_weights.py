@@ -17,10 +17,10 @@ from jaxscale import config as configs
 from jaxscale.checkpoints.folder import named_arrays
 from jaxscale.checkpoints.restore import restore
 from jaxscale.checkpoints.tiers import Checkpoints
-from jaxscale.config import Config
 from jaxscale.config.model import ModelConfig, is_own_family
 from jaxscale.config.model.lora import LORA, to_ranges
 from jaxscale.config.model.rope_scaling import SCALING, USUAL_TURNS
+from jaxscale.config.optimizer import OptimizerConfig
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face, open_model
 from jaxscale.models.lora import (
@@ -201,14 +201,7 @@ def check_settings(
     Raises:
       ValueError: with a line for each setting that differs.
     """
-    ours, theirs = _as_used(model), _as_used(weights.config)
-    none = "no such setting"
-    free = may_differ(model) | set(LORA if adds_adapters(model, weights) else ())
-    differ = {
-        name: f"model.{name} = {ours.get(name, none)!r} here, {theirs.get(name, none)!r} there"
-        for name in {**ours, **theirs}
-        if name not in free and ours.get(name, none) != theirs.get(name, none)
-    }
+    differ = _differences(model, weights)
     context, new = weights.context, num_new_tokens(model, weights)
     if may_grow and new:
         _check_trained(model, range(model.vocab_size - new, model.vocab_size), weights.directory)
@@ -218,7 +211,7 @@ def check_settings(
     refused = [line for name, line in differ.items() if not (longer and name in ROPE)]
     if not longer and not differ.keys().isdisjoint(ROPE):
         refused.append(f"(rotary positions may differ where data.seq_len is above {context})")
-    if theirs.get("lora_rank") and not ours.get("lora_rank"):
+    if weights.config.lora_rank and not model.lora_rank:
         refused.append(
             "(`python -m jaxscale.convert --to_hf` writes the model with its adapters merged)"
         )
@@ -230,6 +223,18 @@ def check_settings(
             f"note: {'; '.join(differ.values())}: other rotary positions, since data.seq_len = "
             f"{seq_len} is above the {context} tokens that the weights are for"
         )
+
+
+def _differences(model: ModelConfig, weights: Weights) -> dict[str, str]:
+    """A line for each setting that gives the weights another meaning, by its name."""
+    ours, theirs = _as_used(model), _as_used(weights.config)
+    none = "no such setting"
+    free = may_differ(model) | set(LORA if adds_adapters(model, weights) else ())
+    return {
+        name: f"model.{name} = {ours.get(name, none)!r} here, {theirs.get(name, none)!r} there"
+        for name in {**ours, **theirs}
+        if name not in free and ours.get(name, none) != theirs.get(name, none)
+    }
 
 
 def _check_trained(model: ModelConfig, new: range, directory: pathlib.Path) -> None:
@@ -271,14 +276,15 @@ def num_new_tokens(model: ModelConfig, weights: Weights) -> int:
     return max(0, model.vocab_size - weights.config.vocab_size)
 
 
-def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weights | None:
+def open_initial(engine: Engine, workdir: pathlib.Path) -> Weights | None:
     """The weights that a new run starts from: those of `model.init_from`, or of the checkpoint 0
     that `convert` left in its folder; None starts from random ones.
 
     Raises:
       ValueError: they do not fit the run.
     """
-    name = config.model.init_from
+    config, model = engine.config, engine.config.model
+    name = model.init_from
     if (workdir / CHECKPOINTS / "0").is_dir():
         if name:
             raise ValueError(
@@ -289,27 +295,26 @@ def open_initial(config: Config, engine: Engine, workdir: pathlib.Path) -> Weigh
     elif name:
         why, folder = f"model.init_from = {name!r}", folder_of(name)
     else:
-        if rank := config.model.lora_rank:
+        if rank := model.lora_rank:
             log.warning(
                 f"warning: model.lora_rank = {rank} freezes weights that are random: set "
                 "model.init_from to a model's folder, or to a run"
             )
         return None
-    weights = open_weights(folder, config.model.family, config.model.prediction_depth)
-    check_settings(config.model, weights, why, config.data.seq_len, may_grow=True)
+    weights = open_weights(folder, model.family, model.prediction_depth)
+    check_settings(model, weights, why, config.data.seq_len, may_grow=True)
     axes, placement = _placement(engine, weights)
     weights.check(axes, placement.canonical)
     if not engine.own_optimizer:
-        _warn_of_rate(config, why)
-    if adds_adapters(config.model, weights):
-        _say_type(config.model, weights)
+        _warn_of_rate(config.optimizer, model.lora_rank, why)
+    if adds_adapters(model, weights):
+        _say_type(model, weights)
     if config.optimizer.keep_state:
-        _check_state(config, engine, weights, why)
+        _check_state(engine, weights, why)
     return weights
 
 
-def _warn_of_rate(config: Config, why: str) -> None:
-    optimizer, adapted = config.optimizer, config.model.lora_rank
+def _warn_of_rate(optimizer: OptimizerConfig, adapted: int, why: str) -> None:
     frozen = any(group.frozen for group in optimizer.groups)
     if optimizer.learning_rate > TUNING_RATE and not (adapted or frozen):
         log.warning(
@@ -331,33 +336,32 @@ def _say_type(model: ModelConfig, weights: Weights) -> None:
     )
 
 
-def _check_state(config: Config, engine: Engine, weights: Weights, why: str) -> None:
+def _check_state(engine: Engine, weights: Weights, why: str) -> None:
     """Refuses weights without an optimizer's state, or with that of another optimizer or of other
     parameters.
 
     Raises:
       ValueError: names the settings that differ.
     """
-    saved = {}
-    if isinstance(weights, RunWeights):
-        saved = weights.checkpoints.arrays(weights.step, "opt_state")
-    if not isinstance(weights, RunWeights) or not saved:
+    if not isinstance(weights, RunWeights) or not (
+        saved := weights.checkpoints.arrays(weights.step, "opt_state")
+    ):
         raise ValueError(
             f"optimizer.keep_state = True, and {why} is a model without an optimizer's state, as "
             "it comes from Hugging Face; set optimizer.keep_state = False"
         )
-    if num_new_tokens(config.model, weights):
+    model, ours, theirs = engine.config.model, engine.config.optimizer, weights.optimizer
+    if num_new_tokens(model, weights):
         raise ValueError(
-            f"optimizer.keep_state = True, and model.vocab_size = {config.model.vocab_size} is "
+            f"optimizer.keep_state = True, and model.vocab_size = {model.vocab_size} is "
             f"above the {weights.config.vocab_size} of {why}: new tokens have no moments; set "
             "optimizer.keep_state = False"
         )
-    ours, theirs = configs.to_dict(config)["optimizer"], weights.optimizer
     own = engine.own_optimizer
     differ = [
-        f"optimizer.{name} = {ours[name]!r} here, {theirs[name]!r} there"
-        for name in ("name", "moment_dtype", "second_moment_dtype")
-        if name in ours and name in theirs and ours[name] != theirs[name] and not own
+        f"optimizer.{name} = {getattr(ours, name)!r} here, {theirs[name]!r} there"
+        for name in ("name", "moment_dtype", "second_moment_dtype") * (not own)
+        if theirs.get(name, getattr(ours, name)) != getattr(ours, name)
     ]
     if weights.own_optimizer not in (None, own):
         differ = ["one of its own, given in Python, " + ("here" if own else "there") + " only"]

@@ -16,15 +16,13 @@ def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    train = [record for record in records if record.get("loss") is not None]
+    steps, losses = _column(records, "loss")
     evaluations = _evaluations(records)
-    if not train and not evaluations:
+    if not steps and not evaluations:
         return
     figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    steps = [record["step"] for record in train]
-    losses = [record["loss"] for record in train]
     dot = {"marker": "o", "markersize": 4} if len(steps) == 1 else {}  # a line has no length
     top.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="train", **dot)
     top.plot(
@@ -34,14 +32,7 @@ def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
         top.plot(at, found, color=color, marker="o", markersize=4, linewidth=1.2, label=name)
     top.set_ylabel("loss (nats per token)")
     top.legend(frameon=False)
-    rates = [record for record in train if record.get("learning_rate") is not None]
-    bottom.plot(
-        [record["step"] for record in rates],
-        [record["learning_rate"] for record in rates],
-        color="#636363",
-        linewidth=1.2,
-        **dot,
-    )
+    bottom.plot(*_column(records, "learning_rate"), color="#636363", linewidth=1.2, **dot)
     bottom.set_ylim(bottom=0)
     bottom.set_ylabel("learning rate")
     bottom.set_xlabel("step")
@@ -55,6 +46,12 @@ def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
 
 
 _COLORS = ("#d95f0e", "#31a354", "#756bb1", "#e7298a", "#636363", "#a6761d")
+
+
+def _column(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """The steps that have a value, and their values."""
+    found = [record for record in records if record.get(name) is not None]
+    return [record["step"] for record in found], [record[name] for record in found]
 
 
 def _evaluations(records: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:

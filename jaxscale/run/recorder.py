@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxscale import config as configs
 from jaxscale.compiled.trace import DeviceTime, read_trace, time_by_cause, trace_line
-from jaxscale.config import Config
 from jaxscale.data.dataset import Examples, repeats
 from jaxscale.distributed import phases, processes
 from jaxscale.formatting import duration
@@ -76,7 +75,6 @@ class Recorder:
     def __init__(
         self,
         workdir: pathlib.Path,
-        config: Config,
         engine: Engine,
         train: Examples,
         *,
@@ -85,13 +83,12 @@ class Recorder:
         started: float,
         account: Account,
     ) -> None:
-        model, data = config.model, config.data
+        config = engine.config
         self.workdir, self.begin, self.started = workdir, begin, started
         self.steps = config.run.steps
         earlier = read(workdir / METRICS)
-        self.begin_evaluated = any(
-            line["step"] == begin and _is_evaluation(line) for line in earlier
-        )
+        at_begin = [line for line in earlier if line["step"] == begin]
+        self.begin_evaluated = any(map(_is_evaluation, at_begin))
         self.losses = heldout_losses(line for line in earlier if line["step"] <= begin)
         # The waits for input in it were not counted as compute.
         lost = [
@@ -117,17 +114,17 @@ class Recorder:
         devices = engine.mesh.devices
         self._num_devices = devices.size
         self._on_cpu = devices.flat[0].platform == "cpu"
-        self._peak = peak_flops(devices.flat[0].device_kind, model.compute_dtype)
-        self._train, self._batch_size = train, data.global_batch_size
+        self._peak = peak_flops(devices.flat[0].device_kind, config.model.compute_dtype)
+        self._train, self._batch_size = train, config.data.global_batch_size
         self._pending: tuple[int, StepMetrics, float] | None = None
         self._data_seconds = 0.0
         self._shown = -math.inf
         self._recent: list[dict[str, Any]] = []  # the last steps, without the first
         self._begun = self._stepped = 0.0  # when the first step was done; seconds of those after it
         # Of a run that was ended after its last step, and before its summary.
-        done = [line for line in earlier if line["step"] == begin == self.steps]
+        done = at_begin if begin == self.steps else []
         self._last = next((line for line in done if "loss" in line), {})
-        self._evaluation = next((line for line in done if _is_evaluation(line)), {})
+        self._evaluation = next(filter(_is_evaluation, done), {})
         self._profile: dict[str, Any] = {}
         # When the previous step was done. Last of all: trackers may take seconds to begin.
         self._mark = time.monotonic()
@@ -246,8 +243,10 @@ class Recorder:
             "loss_tokens": token_count(loss_tokens),
             "data_seconds": data_seconds,
             **self._rates(tokens, loss_tokens, seconds),
-            **{name: value.tolist() for name, value in others.items() if name != "skipped"},
-            **({"skipped": int(others["skipped"])} if wrong is not None else {}),
+            **{
+                name: int(value) if name == "skipped" else value.tolist()
+                for name, value in others.items()
+            },
             **{name: float(np.mean(value)) for name, value in by_layer.items()},
             **self._layers(by_layer),
             "examples": self._train.example_digest(range(first - self._batch_size, first)),

@@ -8,7 +8,6 @@ import jax
 
 from jaxscale import config as configs
 from jaxscale.checkpoints.save import CheckpointWriter
-from jaxscale.config import Config
 from jaxscale.data.skipped_ranges import ranges_of
 from jaxscale.distributed import phases, processes
 from jaxscale.run.setup.text import Text
@@ -63,13 +62,12 @@ class Saves:
 
     def __init__(
         self,
-        config: Config,
         engine: Engine,
         text: Text,
         checkpoints: CheckpointWriter,
         begin: int,
     ) -> None:
-        self._config, self._engine, self._text = config, engine, text
+        self._engine, self._text = engine, text
         self._checkpoints = checkpoints
         self._unchanged = unchanged_params(engine)
         self._begun = begin  # the step of the last save
@@ -78,8 +76,8 @@ class Saves:
         self._retry_at: int | None = None
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` is to be saved, as `run.checkpoint_every` says or because
-        the last save failed; call it after each step."""
+        """Whether the state after `step` is to be saved, as `run.checkpoint_every` says, because
+        it is the last one, or because the last save failed; call it after each step."""
         if self._writing:
             outcome = processes.from_first("outcome of a save", self._checkpoints.outcome())
             if outcome is not None:
@@ -89,8 +87,9 @@ class Saves:
                     self._retry_in *= 2
                 else:
                     self._retry_at, self._retry_in = None, 1
-        period = self._config.run.checkpoint_every
-        regular = period > 0 and step % period == 0
+        run = self._engine.config.run
+        regular = run.checkpoint_every > 0 and step % run.checkpoint_every == 0
+        regular |= step == run.steps
         return regular or (self._retry_at is not None and step >= self._retry_at)
 
     def save(self, step: int, state: TrainState) -> None:
@@ -128,7 +127,7 @@ class Saves:
             self.save(step, state)
 
     def _metadata(self, step: int) -> dict[str, Any]:
-        next_example = step * self._config.data.global_batch_size
+        next_example = step * self._engine.config.data.global_batch_size
         data = {
             "fingerprint": self._text.train.fingerprint,
             "next_example": next_example,
@@ -138,7 +137,7 @@ class Saves:
         if ends := self._text.tokenizer.ends:
             data["stop_ids"] = list(ends)
         return {
-            "config": configs.to_dict(self._config),
+            "config": configs.to_dict(self._engine.config),
             "data": data,
             "own_optimizer": self._engine.own_optimizer,
         }

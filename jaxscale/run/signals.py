@@ -172,21 +172,21 @@ def _note(number: int, frame: Any) -> None:
 def _read(pipe: int) -> None:
     """The thread: acts on each signal as it arrives, whatever the main thread does."""
     global _first
-    interrupted, said = 0.0, False
+    interrupted, said = math.inf, False
     while numbers := os.read(pipe, 64):
         for number in filter(SIGNALS.__contains__, numbers):
             _first = _first or number
             now = time.monotonic()
             if not _held:
                 _end_at_once(number)
-            elif number == signal.SIGINT and interrupted and now - interrupted > AGAIN_SECONDS:
+            elif number == signal.SIGINT and now - interrupted > AGAIN_SECONDS:
                 processes.leave("SIGINT again: ended without saving", ENDED_UNSAVED)
             elif not said:
                 goes_on = "finishing the step, then saving ..." if _status else COMPLETE
                 log.warning(f"{_name(number)} while {_phase or phases.current()}: {goes_on}")
                 said = True
             if number == signal.SIGINT:
-                interrupted = interrupted or now
+                interrupted = min(interrupted, now)
     os.close(pipe)
 
 

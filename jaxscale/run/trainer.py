@@ -25,7 +25,7 @@ from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.checkpoints.tiers import Found
 from jaxscale.choices import check_kind
 from jaxscale.config import Config, DataConfig, RunConfig
-from jaxscale.config.model import is_own_family
+from jaxscale.config.model import ModelSettings, is_own_family
 from jaxscale.data.tokens.stop_ids import describe_stop_ids, with_stop_ids
 from jaxscale.distributed import phases, processes
 from jaxscale.formatting import duration, human_bytes
@@ -72,7 +72,6 @@ Step = Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]
 class Trainer:
     """Everything that `fit` needs to train from step `begin` on."""
 
-    config: Config  # its layout resolved
     engine: Engine
     workdir: pathlib.Path
     checkpoints: CheckpointWriter = field(repr=False)
@@ -80,6 +79,11 @@ class Trainer:
     text: Text
     state: TrainState = field(repr=False)  # donated by `fit`
     step: Step = field(repr=False)  # compiled
+
+    @property
+    def config(self) -> Config:
+        """Of the run, its layout resolved."""
+        return self.engine.config
 
 
 def open_trainer(
@@ -109,7 +113,7 @@ def open_trainer(
         checkpoint. Layouts and shapes are refused before anything is compiled.
     """
     check_kind("config", config, Config, configs.CONFIG_ADVICE)
-    _check_model_is_named(config, own.get("model"))
+    _check_model_is_named(config.model.family, own.get("model"))
     run, workdir = config.run, pathlib.Path(workdir)
     checkpoints = CheckpointWriter(
         workdir / CHECKPOINTS,
@@ -119,16 +123,8 @@ def open_trainer(
     found = checkpoints.newest_intact(refuse_damaged=refuse_damaged)
     if run.keep_best:  # before uploads begin, which remove at the address what is not kept
         checkpoints.losses = heldout_losses(read(workdir / METRICS, last_step=found.step))
-    if found.step == 0:
-        _check_text_is_chosen(config)
-    if run.epochs:
-        config = _with_steps(config, workdir)
-        run = config.run
-    saved = found.metadata.get("config", {})
-    config = with_stored_type(with_schedule(config, saved), saved if found.step else {})
-    if configs.is_before_text_begin(saved):
-        data = dataclasses.replace(config.data, text_begin="boundary")
-        config = dataclasses.replace(config, data=data)
+    config = _as_it_began(config, found, workdir)
+    run = config.run
     if not skip_memory_check:
         check_host_room(config)
     config = resolve_layout(config, workdir)
@@ -139,11 +135,8 @@ def open_trainer(
     if not skip_memory_check:
         check_memory(engine)
     _check_local_room(run, engine, checkpoints)
-    trained = engine.zero.trained(engine.abstract_state.params, engine.zero.frozen)
-    if found.step == 0 and (line := lost_updates(trained)):
-        log.warning(f"warning: {line}")
-    if found.step == 0 and not engine.own_optimizer and (line := early_end(config)):
-        log.warning(f"warning: {line}")
+    if found.step == 0:
+        _warn_of_rate(engine)
     if _is_complete(run, found.step, workdir):
         checkpoints.close()
         trainer = None
@@ -154,20 +147,46 @@ def open_trainer(
         for line in describe_difference(found.metadata["config"], configs.to_dict(config)):
             log.info(f"  changed since: {line}")
     else:
-        trainer = _prepare(found, config, engine, workdir, checkpoints, refuse_damaged)
+        trainer = _prepare(found, engine, workdir, checkpoints, refuse_damaged)
     if uploads:
         uploads.start(checkpoints)
     return trainer
 
 
-def _check_model_is_named(config: Config, model: Any) -> None:
+def _as_it_began(config: Config, found: Found, workdir: pathlib.Path) -> Config:
+    """The config with what a run keeps from its begin, and with `run.steps`."""
+    if found.step == 0:
+        _check_text_is_chosen(config.data, config.model)
+    if config.run.epochs:
+        config = _with_steps(config, workdir)
+    saved = found.metadata.get("config", {})
+    model = with_stored_type(config.model, saved if found.step else {})
+    config = dataclasses.replace(with_schedule(config, saved), model=model)
+    if configs.is_before_text_begin(saved):
+        data = dataclasses.replace(config.data, text_begin="boundary")
+        config = dataclasses.replace(config, data=data)
+    return config
+
+
+def _warn_of_rate(engine: Engine) -> None:
+    """A warning where updates of a new run would be lost, or its rate ends early."""
+    trained = engine.zero.trained(engine.abstract_state.params, engine.zero.frozen)
+    lines = (
+        lost_updates(trained),
+        "" if engine.own_optimizer else early_end(engine.config.optimizer, engine.config.run.steps),
+    )
+    for line in filter(None, lines):
+        log.warning(f"warning: {line}")
+
+
+def _check_model_is_named(family: str, model: Any) -> None:
     """Refuses a model that the run's config.json would not name: whoever reads the run's weights
     would take them for those of `model.family`, and where the shapes are the same, not notice.
 
     Raises:
       ValueError: names the setting.
     """
-    if model is not None and not is_own_family(family := config.model.family):
+    if model is not None and not is_own_family(family):
         name = getattr(model, "__qualname__", "NAME")
         raise ValueError(
             f"model is {name}, and the run's config.json would say model.family = {family!r}; set "
@@ -175,7 +194,7 @@ def _check_model_is_named(config: Config, model: Any) -> None:
         )
 
 
-def _check_text_is_chosen(config: Config) -> None:
+def _check_text_is_chosen(data: DataConfig, model: ModelSettings) -> None:
     """Refuses to train a model with a large vocabulary on the defaults, the standard library as
     bytes, or weights that came with a tokenizer on that library: nobody means that, and the loss
     would not tell.
@@ -183,8 +202,7 @@ def _check_text_is_chosen(config: Config) -> None:
     Raises:
       ValueError: names the settings.
     """
-    data, default = config.data, DataConfig()
-    size = config.model.vocab_size
+    default, size = DataConfig(), model.vocab_size
     if (data.source, data.tokenizer) == (default.source, default.tokenizer) and size > 4096:
         raise ValueError(
             f"model.vocab_size = {size}, and data.source and data.tokenizer are the defaults: "
@@ -192,9 +210,9 @@ def _check_text_is_chosen(config: Config) -> None:
             "and --config.data.tokenizer=tokenizer.json"
         )
     own = data.tokenizer.endswith((".json", ".model"))
-    if data.source == default.source and own and config.model.init_from:
+    if data.source == default.source and own and model.init_from:
         raise ValueError(
-            f"model.init_from = {config.model.init_from!r} with data.tokenizer = "
+            f"model.init_from = {model.init_from!r} with data.tokenizer = "
             f"{data.tokenizer!r}, and data.source is the default, Python's standard library; set "
             "--config.data.source=TEXT_FILES"
         )
@@ -234,7 +252,6 @@ def _is_complete(run: RunConfig, step: int, workdir: pathlib.Path) -> bool:
 
 def _prepare(
     found: Found,
-    config: Config,
     engine: Engine,
     workdir: pathlib.Path,
     checkpoints: CheckpointWriter,
@@ -242,20 +259,18 @@ def _prepare(
 ) -> Trainer:
     """Reads the text, compiles the step, and makes the state: of the newest checkpoint, of initial
     weights, or random."""
-    begin = found.step
+    begin, config = found.step, engine.config
     if begin:
-        check_same_examples(found, config)
-        check_same_model(found, config)
-        check_same_state(found, config, engine, checkpoints)
-    weights = None if begin else open_initial(config, engine, workdir)
+        check_same_examples(found, config.data)
+        check_same_model(found, config.model)
+        check_same_state(found, engine, checkpoints)
+    weights = None if begin else open_initial(engine, workdir)
     random = begin == 0 and weights is None
-    text, step, state = _read_and_compile(config, engine, workdir, random=random)
-    _log_epochs(config, text)
+    text, step, state = _read_and_compile(engine, workdir, random=random)
+    _log_epochs(text, config.run.steps, config.data)
     if begin:
         phases.enter_phase("reading the checkpoint")
-        begin, state, text = resume(
-            found, config, engine, checkpoints, text, refuse_damaged=refuse_damaged
-        )
+        begin, state, text = resume(found, engine, checkpoints, text, refuse_damaged=refuse_damaged)
     else:
         checkpoints.set_aside(found.damaged, begin)
     if weights:
@@ -266,7 +281,7 @@ def _prepare(
         state = initial_state(engine, weights, jax.random.key(config.run.seed))
     assert state is not None, "a new run has weights or is random"
     _log_stop_ids(text)
-    return Trainer(config, engine, workdir, checkpoints, begin, text, state, step)
+    return Trainer(engine, workdir, checkpoints, begin, text, state, step)
 
 
 def _log_stop_ids(text: Text) -> None:
@@ -309,7 +324,7 @@ def _check_local_room(run: RunConfig, engine: Engine, checkpoints: CheckpointWri
 
 
 def _read_and_compile(
-    config: Config, engine: Engine, workdir: pathlib.Path, *, random: bool
+    engine: Engine, workdir: pathlib.Path, *, random: bool
 ) -> tuple[Text, Step, TrainState | None]:
     """Reads and tokenises the text, and if asked draws random parameters, while the compiler works
     on the step."""
@@ -324,7 +339,7 @@ def _read_and_compile(
                 reading.result()
 
         refuse_early(0.2)
-        key = jax.random.key(config.run.seed)
+        key = jax.random.key(engine.config.run.seed)
         # One program is compiled while another is traced, and not beside another: on GPUs the
         # compiler times kernels.
         compiling = pool.submit(engine.init.lower(key).compile) if random else None
@@ -386,10 +401,9 @@ def compile_step(engine: Engine, lowered: jax.stages.Lowered | None = None) -> S
     return compiled
 
 
-def _log_epochs(config: Config, text: Text) -> None:
-    steps = config.run.steps
-    tokenizer = f"data.tokenizer = {config.data.tokenizer} ({text.tokenizer.vocab_size:,} tokens)"
-    for source in text.train.progress(steps * config.data.global_batch_size):
+def _log_epochs(text: Text, steps: int, data: DataConfig) -> None:
+    tokenizer = f"data.tokenizer = {data.tokenizer} ({text.tokenizer.vocab_size:,} tokens)"
+    for source in text.train.progress(steps * data.global_batch_size):
         log.info(
             f"data: {source.name} has {source.epoch:,} examples by {tokenizer}; run.steps = "
             f"{steps} reads them {source.seen / source.epoch:.2f} times"

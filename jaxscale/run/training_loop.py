@@ -113,7 +113,6 @@ def fit(
             with _writing(trainer.workdir):
                 recorder = Recorder(
                     trainer.workdir,
-                    trainer.config,
                     trainer.engine,
                     trainer.text.train,
                     begin=trainer.begin,
@@ -150,7 +149,7 @@ def _between(profile: range, trainer: Trainer) -> str:
         f"the {what} after step {step}"
         for step in traced[:-1]
         for what, period in periods.items()
-        if _due(step, period)
+        if period and step % period == 0
     ]
     more = [f"{len(found) - 2} more"] if len(found) > 2 else []
     return " and ".join(found[:2] + more)
@@ -172,7 +171,8 @@ def _write_settings(trainer: Trainer, *, new: bool) -> None:
     resolved = json.dumps(configs.to_dict(trainer.config), indent=2)
     durable.replace_file(trainer.workdir / "config.json", f"{resolved}\n".encode())
     if new:
-        keep_tokenizer(trainer.config, trainer.text.tokenizer, trainer.workdir)
+        origin = trainer.config.model.init_from
+        keep_tokenizer(origin, trainer.text.tokenizer, trainer.workdir)
 
 
 def _check_writable(folder: pathlib.Path) -> None:
@@ -237,7 +237,7 @@ def _rewound(trainer: Trainer, bad: FloatingPointError) -> Trainer:
     found = checkpoints.newest_intact()
     if not found.step:
         raise FloatingPointError(f"{bad}, and there is no checkpoint to return to") from bad
-    begin, state, _ = resume(found, config, engine, checkpoints, trainer.text)
+    begin, state, _ = resume(found, engine, checkpoints, trainer.text)
     size = config.data.global_batch_size
     first, last = max(steps.start - 1, begin) * size, (steps.stop - 1) * size
     log.warning(
@@ -257,15 +257,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
         engine, text.train, data.global_batch_size, start_step=trainer.begin, workers=data.workers
     )
     stops = _Stops()
-    saves = Saves(config, engine, text, trainer.checkpoints, trainer.begin)
-
-    def stop(step: int, request: str) -> NoReturn:
-        phases.enter_phase("saving", step)
-        recorder.flush()
-        saves.finish(step, state)
-        done = f"after step {step}, saved" if step else "before the first step"
-        raise Stopped(f"{request}: stopped {done}", recorder.summary())
-
+    saves = Saves(engine, text, trainer.checkpoints, trainer.begin)
     with (
         contextlib.closing(stream),
         tracing(profile, recorder, trainer.step) as trace,
@@ -273,13 +265,13 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
     ):
         request = _evaluate_begun(trainer, recorder, stops)
         if request and trainer.begin == run.steps:
-            stop(trainer.begin, request)
+            _stop(recorder, saves, trainer.begin, state, request)
         for step in range(trainer.begin + 1, run.steps + 1):
             trace(step)
             try:
                 batch = _next_batch(stream, recorder, step)
             except signals.Interrupted:
-                stop(step - 1, signals.requested())
+                _stop(recorder, saves, step - 1, state, signals.requested())
             phases.enter_phase("training", step)
             text.check_tokens()
             state, out = trainer.step(state, batch)
@@ -288,9 +280,9 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
                 trace(step + 1)  # what follows a traced step, such as an evaluation, is not of it
             last = step == run.steps
             request = stops()
-            if text.evaluations and (last or _due(step, run.eval_every)) and not request:
+            if _evaluation_due(trainer, step) and not request:
                 request = _evaluate(trainer, recorder, step, state.params, stops)
-            if saves.due(step) or last:
+            if saves.due(step):
                 phases.enter_phase("saving", step)
                 # Raises where loss or gradient norm is not finite: such a state is not saved.
                 recorder.flush()
@@ -298,19 +290,26 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
                 saves.save(step, state)
                 recorder.restart_clock()
             if request and (text.evaluations or not last):
-                stop(step, request)
+                _stop(recorder, saves, step, state, request)
     saves.finish(run.steps, state)
-    if run.keep_best:
-        _say_best(trainer.checkpoints)
+    _say_best(trainer.checkpoints, keep_best=run.keep_best)
     return state
+
+
+def _stop(recorder: Recorder, saves: Saves, step: int, state: TrainState, request: str) -> NoReturn:
+    """Saves the state after a step, and raises Stopped."""
+    phases.enter_phase("saving", step)
+    recorder.flush()
+    saves.finish(step, state)
+    done = f"after step {step}, saved" if step else "before the first step"
+    raise Stopped(f"{request}: stopped {done}", recorder.summary())
 
 
 def _evaluate_begun(trainer: Trainer, recorder: Recorder, stops: Callable[[], str]) -> str:
     """The evaluation that is due where a run resumes, if it was stopped before or during it;
     returns what asked to stop."""
-    run, begin = trainer.config.run, trainer.begin
-    due = begin == run.steps or _due(begin, run.eval_every)
-    if not (trainer.text.evaluations and begin and due):
+    begin = trainer.begin
+    if not (begin and _evaluation_due(trainer, begin)):
         return ""
     if processes.from_first("evaluated", recorder.begin_evaluated):
         return ""
@@ -325,9 +324,9 @@ def _next_batch(stream: Iterator[ShardedBatch], recorder: Recorder, step: int) -
         return next(stream)
 
 
-def _say_best(checkpoints: CheckpointWriter) -> None:
+def _say_best(checkpoints: CheckpointWriter, *, keep_best: bool) -> None:
     best = best_step(checkpoints.steps(), checkpoints.losses)
-    if best is not None:
+    if keep_best and best is not None:
         log.info(
             f"the lowest held-out loss of a checkpoint is {checkpoints.losses[best]:.4f}, after "
             f"step {best} (--step best)"
@@ -376,5 +375,7 @@ def _evaluate(
     return request
 
 
-def _due(step: int, period: int) -> bool:
-    return period > 0 and step % period == 0
+def _evaluation_due(trainer: Trainer, step: int) -> bool:
+    run = trainer.config.run
+    due = step == run.steps or (run.eval_every > 0 and step % run.eval_every == 0)
+    return bool(trainer.text.evaluations) and due

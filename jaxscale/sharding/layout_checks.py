@@ -6,20 +6,19 @@ Nothing here imports JAX: the planner uses the same checks.
 import math
 
 from jaxscale.choices import nearest_divisors
-from jaxscale.config import Config, zero_stage
+from jaxscale.config import DataConfig, zero_stage
 from jaxscale.config.layout import ULYSSES, Layout
-from jaxscale.config.model import ModelConfig
+from jaxscale.config.model import ModelConfig, ModelSettings
 from jaxscale.config.model.settings import SPREAD_ATTENTIONS
 from jaxscale.sharding.rules import divides_heads, spreads_attention
 
 
-def check_divides(config: Config) -> None:
+def check_divides(layout: Layout, batch: int) -> None:
     """Refuses a batch that does not split evenly over replicas and micro-batches.
 
     Raises:
       ValueError: with the settings to change.
     """
-    layout, batch = config.layout, config.data.global_batch_size
     parts = layout.batch_shards * layout.microbatches
     if batch % parts:
         below, above = batch // parts * parts, -(-batch // parts) * parts
@@ -32,13 +31,12 @@ def check_divides(config: Config) -> None:
         )
 
 
-def check_overlap(config: Config) -> None:
+def check_overlap(layout: Layout, batch: int) -> None:
     """Refuses halves of what does not travel, and of a single sequence.
 
     Raises:
       ValueError: with what to set.
     """
-    layout, batch = config.layout, config.data.global_batch_size
     if not layout.overlap_experts:
         return
     if layout.expert == 1:
@@ -61,26 +59,25 @@ def check_overlap(config: Config) -> None:
     )
 
 
-def check_ring(config: Config) -> None:
+def check_ring(layout: Layout) -> None:
     """Refuses ring steps between ranks that are not there.
 
     Raises:
       ValueError: with what to set.
     """
-    if config.layout.overlap_tensor and config.layout.tensor == 1:
+    if layout.overlap_tensor and layout.tensor == 1:
         raise ValueError(
             "layout.overlap_tensor = True with layout.tensor = 1: every rank has its matmuls to "
             "itself, and nothing travels; set layout.overlap_tensor = False"
         )
 
 
-def check_pipeline_gather(config: Config) -> None:
+def check_pipeline_gather(layout: Layout) -> None:
     """Refuses gathers and reductions by layer where there are none.
 
     Raises:
       ValueError: with what to set.
     """
-    layout = config.layout
     if layout.pipeline == 1 or layout.pipeline_gather == "chunk":
         return
     if layout.zero_ranks == 1 or not zero_stage.scatters(layout.zero_stage):
@@ -91,13 +88,13 @@ def check_pipeline_gather(config: Config) -> None:
         )
 
 
-def check_matmuls(config: Config) -> None:
+def check_matmuls(layout: Layout, matmul_dtype: str) -> None:
     """Refuses matmuls of int8 in ring steps.
 
     Raises:
       ValueError: with what to set.
     """
-    if config.model.matmul_dtype == "int8" and config.layout.overlap_tensor:
+    if matmul_dtype == "int8" and layout.overlap_tensor:
         raise ValueError(
             "model.matmul_dtype = 'int8' with layout.overlap_tensor = True: ranks that multiply "
             "different tokens at a time would need the same scales; set layout.overlap_tensor = "
@@ -105,16 +102,15 @@ def check_matmuls(config: Config) -> None:
         )
 
 
-def check_ulysses(config: Config) -> None:
+def check_ulysses(layout: Layout, model: ModelSettings) -> None:
     """Refuses heads that do not divide among the ranks of context that exchange them.
 
     Raises:
       ValueError: with what to set.
     """
-    model = config.model
     if not isinstance(model, ModelConfig):  # others are refused by the kernel
         return
-    if said := ulysses_refusal(config.layout, model.num_heads, model.num_kv_heads):
+    if said := ulysses_refusal(layout, model.num_heads, model.num_kv_heads):
         raise ValueError(said)
 
 
@@ -136,28 +132,27 @@ def ulysses_refusal(layout: Layout, heads: int, key_heads: int) -> str:
     )
 
 
-def check_spread_attention(config: Config) -> None:
+def check_spread_attention(layout: Layout, kernel: str) -> None:
     """Refuses a kernel that attends within one device where sequences are spread over several.
 
     Raises:
       ValueError: with what to set.
     """
-    kernel, context = config.model.attention, config.layout.context
-    if spreads_attention(config.layout) and kernel not in ("auto", *SPREAD_ATTENTIONS):
+    if spreads_attention(layout) and kernel not in ("auto", *SPREAD_ATTENTIONS):
         raise ValueError(
             f"model.attention = {kernel!r} attends within one device, and layout.context = "
-            f"{context} spreads a sequence over several; set model.attention = 'auto', "
+            f"{layout.context} spreads a sequence over several; set model.attention = 'auto', "
             "layout.context = 1, or layout.context_method = 'ulysses'"
         )
 
 
-def check_tensor_rows(config: Config) -> None:
+def check_tensor_rows(layout: Layout, model: ModelSettings) -> None:
     """Refuses rows of tensor for a model with experts, or with modules that predict further tokens.
 
     Raises:
       ValueError: with what to set.
     """
-    rows, model = config.layout.tensor_rows, config.model
+    rows = layout.tensor_rows
     if rows > 1 and model.num_experts:
         raise ValueError(
             f"layout.tensor_rows = {rows} with model.num_experts = {model.num_experts} is "
@@ -171,18 +166,17 @@ def check_tensor_rows(config: Config) -> None:
         )
 
 
-def check_sequence(config: Config) -> None:
+def check_sequence(layout: Layout, data: DataConfig) -> None:
     """Refuses a sequence that the ranks of context and tensor cannot share equally.
 
     Raises:
       ValueError: with the nearest lengths that they can.
     """
-    layout = config.layout
     chunks = 2 * layout.context if layout.context > 1 else 1
     unit = math.lcm(chunks, layout.context * layout.tensor_columns)
     rows = f" / layout.tensor_rows {layout.tensor_rows}" if layout.tensor_rows > 1 else ""
     for name in ("seq_len", "target_len"):
-        length = getattr(config.data, name)
+        length = getattr(data, name)
         if length % unit:
             below, above = length // unit * unit, -(-length // unit) * unit
             nearest = f"{below} or {above}" if below else f"{above}"

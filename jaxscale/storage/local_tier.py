@@ -162,7 +162,7 @@ def fetch_files(store: ObjectStore, workdir: pathlib.Path, *, nested: bool = Fal
     wanted = {}
     for name in sizes:
         top, _, rest = name.partition("/")
-        if name == LEASE or top in NOT_SENT or (rest and not nested) or name.startswith("."):
+        if top in (LEASE, *NOT_SENT) or (rest and not nested) or name.startswith("."):
             continue
         path = workdir / safe_name(name)
         if everything or not path.exists():

@@ -27,9 +27,10 @@ from jaxscale.models.protocol import (
     Stack,
     Stream,
     Sums,
+    enter_gradients,
     head_gradients,
     head_params,
-    layer_function,
+    layer_functions,
     return_borrowed,
     split_stream,
     sum_shapes,
@@ -99,7 +100,7 @@ def make_accumulation(
     def run(params: Tree, groups: Batch) -> tuple[Sums, Tree]:
         tokens = groups.tokens[0, 0].size // layout.context
         form = make_loop_form(layout, zero, platform, tokens, unroll=unroll_loops)
-        weights = _cast_once(model, layout, zero, params) if layout.casts_once else params
+        weights = _cast_once(model, layout, zero, params)
         grads = _first_grads(model, zero, form, params, count)
         done = Accumulated(zero_sums(model, zero.loss_dtype), grads)
         for visit, span in visits:
@@ -112,7 +113,7 @@ def make_accumulation(
                 others = some, done._replace(grads=None), nothing
                 grads, (some, done, nothing) = zero.hold(done.grads, zero.frozen, others)
                 done = done._replace(grads=grads)
-            if visit.last and not visit.only and zero.scatters_last:
+            if visit.last_of_several and zero.scatters_last:
                 grads = zero.zeros(params, zero.axes, finished=True)
                 done = done._replace(grads=grads, earlier=done.grads)
             if form.reuses and not (visit.first and zero.keeps):
@@ -138,7 +139,10 @@ def _first_grads(model: Model, zero: Zero, form: LoopForm, params: Tree, count: 
 
 
 def _cast_once(model: Model, layout: Layout, zero: Zero, params: Tree) -> Tree:
-    """The parameters, with the matrices of each layer cast to arrays of their own, or quantised."""
+    """The parameters, with the matrices of each layer cast to arrays of their own, or quantised,
+    where a step does that once."""
+    if not layout.casts_once:
+        return params
 
     def matrices(stack: Stack, index: int) -> Tree:
         linear = stack.linear if quantises_once(model, layout) else {}
@@ -204,17 +208,10 @@ def _make_group_pass(
     zero = zero if visit.first else zero.kept
 
     def make_loop(stack: Stack) -> Loop:
-        layers = [layer_function(stack, kind) for kind in range(stack.period)]
+        layers = layer_functions(stack)
         passes = [split_vjp(rematerialised(layer, layout.remat_policy)) for layer in layers]
         first = stack.name == model.stacks[0].name
-        return Loop(
-            stack,
-            zero,
-            visit,
-            passes=tuple(passes),
-            form=form,
-            is_first=first,
-        )
+        return Loop(stack, zero, visit, passes=tuple(passes), form=form, is_first=first)
 
     loops = [make_loop(stack) for stack in model.stacks]
 
@@ -260,21 +257,12 @@ def _group_pass(
     into = before.saved or (None,) * len(loops)
     stream, sums, entered = _stacks_forward(loops, params, embed, batch, before.sums, into)
     head = _gather_head(model, zero, params, embed)
-    sums, dhead, dstream = _head_pass(model, zero, head, batch, stream, sums)
-    if form.early.head:
-        frozen = zero.frozen and head_params(model, zero.frozen)
-        dhead, dstream = zero.hold(dhead, frozen, dstream)
+    sums, dhead, dstream = _head_pass(model, zero, head, batch, stream, sums, form.early.head)
     earlier = before.grads if before.earlier is None else before.earlier
-    if visit.last:
-        if not visit.only:  # what the head borrows is among the embedding's
-            own = {name: dhead[name] for name in earlier["head"]}
-            dhead = {**dhead, **add(earlier["head"], own)}
-        dhead = zero.finish(dhead, head_params(model, zero.axes))
+    dhead = _finish(zero, visit, earlier["head"], dhead, head_params(model, zero.axes))
     dembed, stacks = _stacks_backward(loops, embed, batch, dstream, entered, before)
-    dembed = zero.reduce(dembed, zero.axes["embed"])
-    if visit.last:
-        dembed = dembed if visit.only else add(earlier["embed"], dembed)
-        dembed = zero.finish(dembed, zero.axes["embed"])
+    axes = zero.axes["embed"]
+    dembed = _finish(zero, visit, earlier["embed"], zero.reduce(dembed, axes), axes)
     outer = return_borrowed(model, dembed, dhead)
     if not visit.last:
         outer = {name: add(before.grads[name], grad) for name, grad in outer.items()}
@@ -285,6 +273,13 @@ def _group_pass(
     layers = {loop.stack.name: one.passed.layers for loop, one in zip(loops, entered)}
     own = {name: head[name] for name in params["head"]}
     return {"embed": embed, "head": own, **layers}, after
+
+
+def _finish(zero: Zero, visit: Visit, earlier: Tree, grads: Tree, axes: Tree) -> Tree:
+    """The gradients of embedding or head; after a step's last visit their sums, reduced."""
+    if visit.last_of_several:  # what the head borrows is among the embedding's
+        grads = {**grads, **add(earlier, {name: grads[name] for name in earlier})}
+    return zero.finish(grads, axes) if visit.last else grads
 
 
 def _stacks_forward(
@@ -351,16 +346,7 @@ def _enter_backward(
     """The gradients of the stream before a stack, and those of the embedding added to `total`."""
 
     def one(total, xs):
-        stream, batch, dstream = xs
-        # The forward pass of the embedding's vjp is a lookup whose result is not used: XLA drops
-        # it.
-        entered, pullback = jax.vjp(
-            lambda embed, stream: stack.enter(embed, stream, batch),
-            zero.widen(embed),
-            stream,
-        )
-        dstream = jax.tree.map(lambda d, x: d.astype(x.dtype), dstream, entered)
-        dembed, dstream = pullback(dstream)
+        dembed, dstream = enter_gradients(stack, zero.widen(embed), *xs)
         return add(total, dembed), dstream
 
     if total is None:
@@ -379,10 +365,14 @@ def _gather_head(model: Model, zero: Zero, params: Tree, embed: Tree) -> Tree:
 
 
 def _head_pass(
-    model: Model, zero: Zero, head: Tree, batch: Batch, stream: Stream, sums: Sums
+    model: Model, zero: Zero, head: Tree, batch: Batch, stream: Stream, sums: Sums, early: bool
 ) -> tuple[Sums, Tree, Stream]:
     """The head, forward and backward: adds the losses to `sums`; the gradients of head and
-    stream."""
+    stream.
+
+    Args:
+      early: whether the head's gradients are reduced before layers begin their backward passes.
+    """
     axes = head_params(model, zero.axes)
 
     def one(carry, xs):
@@ -393,4 +383,7 @@ def _head_pass(
 
     carry = sums, zero.running_sum(head, axes, batch)
     (sums, total), dstream = each(one, carry, (stream, batch))
-    return sums, zero.reduce(total, axes), dstream
+    dhead = zero.reduce(total, axes)
+    if early:
+        dhead, dstream = zero.hold(dhead, zero.frozen and head_params(model, zero.frozen), dstream)
+    return sums, dhead, dstream

@@ -10,7 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxscale.batch import Batch, ShardedBatch
-from jaxscale.config import Config
+from jaxscale.config import Config, DataConfig
+from jaxscale.config.layout import Layout
 from jaxscale.ops.attention.context_chunks import balanced_order
 from jaxscale.sharding.layout_checks import check_divides, check_sequence
 
@@ -40,10 +41,10 @@ def shard_batch(
                 f"the batch has {len(batch.tokens)} rows, and this process's devices hold "
                 f"{len(held)} of global_batch_size = {rows}; load those of engine.local_rows"
             )
-    _check_shape(config, rows, seq_len)
+    _check_shape(config.layout, config.data, rows, seq_len)
     for name, field in dict(batch.extras).items():
         try:
-            _check_shape(config, rows, field.shape[1])
+            _check_shape(config.layout, config.data, rows, field.shape[1])
         except ValueError as error:
             raise ValueError(f"batch.extras[{name!r}], like any sequence: {error}") from None
     every_row = np.arange(rows)
@@ -60,13 +61,13 @@ def shard_batch(
     return ShardedBatch(*jax.tree.map(on_devices, batch))
 
 
-def check_rows(config: Config, rows: int) -> None:
+def check_rows(layout: Layout, data: DataConfig, rows: int) -> None:
     """Refuses a number of rows of a batch that does not divide over the layout.
 
     Raises:
       ValueError: names the nearest that does.
     """
-    _check_shape(config, rows, config.data.seq_len)
+    _check_shape(layout, data, rows, data.seq_len)
 
 
 @functools.cache
@@ -175,11 +176,8 @@ def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__name__}"
 
 
-def _check_shape(config: Config, rows: int, seq_len: int) -> None:
+def _check_shape(layout: Layout, data: DataConfig, rows: int, seq_len: int) -> None:
     """Refuses a batch of another shape than the config's if it does not divide over the layout."""
-    data = config.data
     if (rows, seq_len) != (data.global_batch_size, data.seq_len):
-        data = dataclasses.replace(data, global_batch_size=rows, seq_len=seq_len)
-        config = dataclasses.replace(config, data=data)
-        check_divides(config)
-        check_sequence(config)
+        check_divides(layout, rows)
+        check_sequence(layout, dataclasses.replace(data, global_batch_size=rows, seq_len=seq_len))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.choices import check_count, check_kind
-from jaxscale.config import Config
+from jaxscale.config import Config, DataConfig
 from jaxscale.config.layout import Layout
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.protocol import Model
@@ -46,7 +46,7 @@ from jaxscale.training.learning_rate import schedule_of
 from jaxscale.training.remat import rematerialised_attention
 from jaxscale.training.state_placement import apply_by_layer, make_zero, place_state, state_bytes
 from jaxscale.training.step import StepMetrics, TrainState, init_guard, make_step
-from jaxscale.training.tracing.abstract_model import MakeModel, example, find_model
+from jaxscale.training.tracing.abstract_model import MakeModel, example_of, find_model
 from jaxscale.training.tracing.traces import model_work
 from jaxscale.training.xla_options import init_options, step_options
 
@@ -121,7 +121,7 @@ class Engine:
           ValueError: the batch does not divide over the layout.
         """
         check_count("global_batch_size", global_batch_size, 1)
-        check_rows(self.config, global_batch_size)
+        check_rows(self.layout, self.config.data, global_batch_size)
         return local_rows(self.batch_sharding, global_batch_size)
 
     def pipeline_buffers(self) -> dict[str, Tree]:
@@ -165,11 +165,11 @@ def make_engine(
     check_engine_arguments(config, mesh, model, optimizer, rules)
     check_engine_settings(config, mesh)
     layout, platform = config.layout, mesh.devices.flat[0].platform
-    attention = attention_name(config, platform)
+    attention = attention_name(layout, config.model, config.data, platform)
     models = _make_models(config, model, attention, platform, rules, unroll_loops)
     built = models.built
     check_expert_ranks(layout, built)
-    stages = _open_stages(config, models.plain, model) if layout.pipeline > 1 else None
+    stages = _open_stages(config, built, model) if layout.pipeline > 1 else None
     rows = {stack.name: np.arange(stack.num_layers) for stack in built.stacks}
     rows = stages.layer_of_row if stages else rows
     draw = _make_draw(built, stages)
@@ -178,10 +178,12 @@ def make_engine(
     zero = make_zero(config, mesh, built.axes, shapes, models.rules, frozen)
     rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
     if optimizer:
-        check_own_optimizer(config, optimizer, shapes)
-    optimizer = optimizer or _make_optimizer(config, mesh, zero, built.axes, frozen)
-    begin = _make_begin(config, optimizer)
-    axes, state = place_state(config, mesh, zero, built.axes, optimizer, begin, shapes)
+        check_own_optimizer(config.optimizer.groups, optimizer, shapes)
+    rule = functools.partial(optimizers.make, config.optimizer, steps=config.schedule_steps)
+    by_layer = functools.partial(apply_by_layer, mesh, zero)
+    optimizer = optimizer or rule(axes=built.axes, frozen=frozen, by_layer=by_layer)
+    begin = functools.partial(_begin, optimizer, config.run.skip_bad_steps > 0)
+    axes, state = place_state(layout, mesh, zero, built.axes, optimizer, begin, shapes)
     gradients = make_gradients(
         models.trained, layout, zero, mesh, stages, unroll_loops=unroll_loops
     )
@@ -209,7 +211,7 @@ def make_engine(
         step=_jit_step(step, state, mesh, options),
         evaluate=_jit_evaluate(evaluate, state, mesh, options),
         abstract_state=state,
-        abstract_batch=_abstract_batch(config, built, batch_sharding(mesh)),
+        abstract_batch=_abstract_batch(built, config.data, batch_sharding(mesh)),
         placement=LayerPlacement(rows, axes, state),
         state_axes=axes,
         zero=zero,
@@ -226,7 +228,6 @@ def make_engine(
 class _Models(NamedTuple):
     """The model of a run, with the kernels of each of its uses."""
 
-    plain: Model  # plain kernels
     built: Model  # those of the layout
     trained: Model  # the same, and attention under the remat policy
     evaluated: Model  # kernels of evaluations, and no stacks that only training passes through
@@ -257,7 +258,6 @@ def _make_models(
         unroll=unroll_loops,
     )
     return _Models(
-        plain,
         make(config.model, kernels),
         make(config.model, rematerialised_attention(kernels, config.layout.remat_policy)),
         make(config.model, evaluation_kernels(kernels)).evaluated,
@@ -273,18 +273,6 @@ def _combined_layer(layout: Layout, zero: Zero, params: Tree) -> LayerBytes | No
     if alone or has_experts(zero.axes) or layout.pipeline > 1:
         return None
     return largest_layer(zero, params)
-
-
-def _make_optimizer(
-    config: Config, mesh: Mesh, zero: Zero, axes: Tree, frozen: Tree
-) -> optax.GradientTransformation:
-    return optimizers.make(
-        config.optimizer,
-        steps=config.schedule_steps,
-        axes=axes,
-        frozen=frozen,
-        by_layer=functools.partial(apply_by_layer, mesh, zero),
-    )
 
 
 def check_params(engine: Any, params: Any) -> None:
@@ -313,27 +301,17 @@ def _make_draw(model: Model, stages: PipelineStages | None) -> Callable[[jax.Arr
     return lambda key: model.init(key, stages.layer_of_row if stages else None)
 
 
-def _make_begin(
-    config: Config, optimizer: optax.GradientTransformation
-) -> Callable[[Tree], TrainState]:
+def _begin(optimizer: optax.GradientTransformation, guarded: bool, params: Tree) -> TrainState:
     """From parameters to the state before the first step."""
-
-    def begin(params: Tree) -> TrainState:
-        guard = init_guard() if config.run.skip_bad_steps else None
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), guard)
-
-    return begin
+    guard = init_guard() if guarded else None
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), guard)
 
 
 def _jit_init(draw: Callable, begin: Callable, state: TrainState, platform: str) -> Callable:
     def init(key: jax.Array) -> TrainState:
         return begin(draw(key))
 
-    return jax.jit(
-        init,
-        out_shardings=_shardings(state),
-        compiler_options=init_options(platform),
-    )
+    return jax.jit(init, out_shardings=_shardings(state), compiler_options=init_options(platform))
 
 
 def _jit_step(step: Callable, state: TrainState, mesh: Mesh, options: dict) -> Callable:
@@ -366,16 +344,16 @@ def _jit_evaluate(evaluate: Callable, state: TrainState, mesh: Mesh, options: di
     )
 
 
-def _abstract_batch(config: Config, model: Model, sharding: NamedSharding) -> ShardedBatch:
-    rows = config.data.global_batch_size
+def _abstract_batch(model: Model, data: DataConfig, sharding: NamedSharding) -> ShardedBatch:
+    rows = data.global_batch_size
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype, sharding=sharding),
-        ShardedBatch(*example(config, model)),
+        ShardedBatch(*example_of(model, data.seq_len, data.output_len)),
     )
 
 
-def _open_stages(config: Config, plain: Model, make: MakeModel | None) -> PipelineStages:
-    stacks = [StackLayers(one.name, one.num_layers, one.period, one.turn) for one in plain.stacks]
+def _open_stages(config: Config, built: Model, make: MakeModel | None) -> PipelineStages:
+    stacks = [StackLayers(one.name, one.num_layers, one.period, one.turn) for one in built.stacks]
     work = model_work(config.model, config.data.seq_len, config.data.output_len, make)
     layers = sum(stack.num_layers for stack in stacks)
     return open_stages(config.layout, stacks, work.head_cost(layers))

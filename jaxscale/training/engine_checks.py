@@ -1,5 +1,6 @@
 """What `make_engine` refuses."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +43,7 @@ def check_engine_arguments(config: Any, mesh: Any, model: Any, optimizer: Any, r
 
 
 def check_own_optimizer(
-    config: Config, optimizer: optax.GradientTransformation, params: Any
+    groups: Sequence[ParamGroup], optimizer: optax.GradientTransformation, params: Any
 ) -> None:
     """Refuses an update rule of one's own that a step cannot call, and settings that it would leave
     out.
@@ -53,7 +54,7 @@ def check_own_optimizer(
     Raises:
       ValueError: says what to change.
     """
-    for i, group in enumerate(config.optimizer.groups):
+    for i, group in enumerate(groups):
         if not group.frozen and group != ParamGroup(group.params):
             raise ValueError(
                 f"optimizer.groups[{i}] = {group.params!r} sets a rate or a decay, which optimizer="
@@ -80,20 +81,18 @@ def check_engine_settings(config: Config, mesh: Mesh) -> None:
             "layout.remat = 'auto' is chosen when a run begins, and by jaxscale.open_engine; here "
             "set a policy, such as 'full'"
         )
-    for check in (
-        layout_checks.check_divides,
-        layout_checks.check_matmuls,
-        layout_checks.check_overlap,
-        layout_checks.check_pipeline_gather,
-        layout_checks.check_ring,
-        layout_checks.check_sequence,
-        layout_checks.check_tensor_rows,
-        _check_types,
-        layout_checks.check_ulysses,
-    ):
-        check(config)
-    check_host_memory(config.layout, mesh)
-    check_matmul_device(config.model.matmul_dtype, mesh.devices.flat[0])
+    layout, model, data = config.layout, config.model, config.data
+    layout_checks.check_divides(layout, data.global_batch_size)
+    layout_checks.check_matmuls(layout, model.matmul_dtype)
+    layout_checks.check_overlap(layout, data.global_batch_size)
+    layout_checks.check_pipeline_gather(layout)
+    layout_checks.check_ring(layout)
+    layout_checks.check_sequence(layout, data)
+    layout_checks.check_tensor_rows(layout, model)
+    layout_checks.check_ulysses(layout, model)
+    _check_types({"model": model, "optimizer": config.optimizer})
+    check_host_memory(layout, mesh)
+    check_matmul_device(model.matmul_dtype, mesh.devices.flat[0])
 
 
 def check_expert_ranks(layout: Layout, model: Model) -> None:
@@ -110,7 +109,7 @@ def check_expert_ranks(layout: Layout, model: Model) -> None:
         )
 
 
-def _check_types(config: Config) -> None:
+def _check_types(sections: Mapping[str, Any]) -> None:
     """Refuses float64 where JAX would silently compute in float32.
 
     Raises:
@@ -118,8 +117,8 @@ def _check_types(config: Config) -> None:
     """
     wide = {
         f"{section}.{name}"
-        for section in ("model", "optimizer")
-        for name, value in vars(getattr(config, section)).items()
+        for section, settings in sections.items()
+        for name, value in vars(settings).items()
         if value == "float64"
     }
     if wide and not jax.config.jax_enable_x64:

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from etils import epy
 from jax.typing import DTypeLike
 
-from jaxscale.config import Config, zero_stage
+from jaxscale.config import DataConfig, zero_stage
 from jaxscale.config.layout import TENSOR_ROWS, ULYSSES, Layout
+from jaxscale.config.model import ModelSettings
 from jaxscale.hardware import check_matmul_units, find_chip
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.ops.attention.attention import attention, choose, score_settings
@@ -126,24 +127,24 @@ def evaluation_kernels(kernels: Kernels) -> Kernels:
     return dataclasses.replace(kernels, dispatch=everything)
 
 
-def attention_name(config: Config, platform: str) -> str:
+def attention_name(layout: Layout, model: ModelSettings, data: DataConfig, platform: str) -> str:
     """The implementation of attention that a run uses.
 
     Raises:
       ValueError: the one that is set cannot honour the settings.
     """
-    check_spread_attention(config)
-    model, spread = config.model, spreads_attention(config.layout)
+    check_spread_attention(layout, model.attention)
+    spread = spreads_attention(layout)
     return choose(
         model.attention,
         platform,
         dtype=model.compute_dtype,
         head_dim=model.head_dim,
         # A kernel sees a pair of the chunks of `context_chunks.py`.
-        seq_len=config.data.seq_len // (2 * config.layout.context if spread else 1),
+        seq_len=data.seq_len // (2 * layout.context if spread else 1),
         uses=model.attention_uses,
         causal=model.causal,
-        one_document=config.data.one_document,
+        one_document=data.one_document,
         spread=spread,
     )
 

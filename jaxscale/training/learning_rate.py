@@ -80,40 +80,42 @@ def with_schedule(config: Config, saved: dict[str, dict]) -> Config:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
-def early_end(config: Config) -> str:
+def early_end(optimizer: OptimizerConfig, run_steps: int) -> str:
     """A line about a schedule that ends before a new run does, "" where it does not: a config.json
     has the steps of the run that it was written for.
 
     Args:
-      config: of a run without a checkpoint, its schedule settled.
+      optimizer: of a run without a checkpoint.
     """
-    optimizer, steps = config.optimizer, config.schedule_steps
-    if steps >= config.run.steps or optimizer.schedule == "constant":
+    steps = optimizer.schedule_steps or run_steps
+    if steps >= run_steps or optimizer.schedule == "constant":
         return ""
     last = schedule_of(optimizer, steps)(steps)
     return (
-        f"optimizer.schedule_steps = {steps} is below run.steps = {config.run.steps}: from step "
+        f"optimizer.schedule_steps = {steps} is below run.steps = {run_steps}: from step "
         f"{steps + 1} on the learning rate stays at {last:.3g}. Where the configuration is that of "
         "an earlier run, --config.optimizer.schedule_steps=None spreads the schedule over run.steps"
     )
 
 
-def rate_change(saved: dict[str, dict], config: Config, begin: int) -> str:
+def rate_change(
+    saved: dict[str, dict], optimizer: OptimizerConfig, run_steps: int, begin: int
+) -> str:
     """A line on what changed settings do to the learning rate of the next step, "" if none changed.
 
     Args:
       saved: the config of the checkpoint.
-      config: the present one.
+      optimizer, run_steps: of the present one.
       begin: steps done.
     """
     saved_config = _saved_schedule(saved)
     steps = saved_config.schedule_steps
     settings = {name: getattr(saved_config.optimizer, name) for name in RATE_SETTINGS}
-    before = dataclasses.replace(config.optimizer, schedule_steps=steps, **settings)
-    if before == config.optimizer:
+    before = dataclasses.replace(optimizer, schedule_steps=steps, **settings)
+    if before == optimizer:
         return ""
     past = schedule_of(before, steps)
-    now = schedule_of(config.optimizer, config.schedule_steps)
+    now = schedule_of(optimizer, optimizer.schedule_steps or run_steps)
     return (
         f"learning rate: {past(begin - 1):.3g} at step {begin}, {now(begin):.3g} at step "
         f"{begin + 1}, where it would have been {past(begin):.3g}"

@@ -59,7 +59,7 @@ def make_zero(
 
 
 def place_state(
-    config: Config,
+    layout: Layout,
     mesh: Mesh,
     zero: Zero,
     axes: Tree,
@@ -74,7 +74,7 @@ def place_state(
       begin: from parameters to the state before the first step.
       params: the parameters' shapes.
     """
-    layout, shapes = config.layout, jax.eval_shape(begin, params)
+    shapes = jax.eval_shape(begin, params)
     said = functools.partial(_replicated_state, layout.pipeline > 1)
     # Optimizers look for canonical names, such as "embed".
     moments = state_axes(optimizer, params, axes, said)

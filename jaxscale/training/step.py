@@ -80,7 +80,9 @@ def make_step(
         loss_tokens = jnp.sum(batch.weights)
         count = jnp.where(loss_tokens == 0, 1, loss_tokens)
         if model.draws_noise:
-            batch = batch._replace(noise=step_noise(config, state.step))
+            batch = batch._replace(
+                noise=step_noise(run.seed, config.data.global_batch_size, state.step)
+            )
         sums, grads = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             grads = jax.tree.map(lambda x, still: jnp.zeros_like(x) if still else x, grads, frozen)
@@ -182,11 +184,11 @@ def _if_good(good: jax.Array, update: Callable, params: Tree, opt_state: Tree) -
     return params, jax.tree.map(count, opt_state, is_leaf=is_schedule)
 
 
-def step_noise(config: Config, step: jax.Array) -> jax.Array:
+def step_noise(seed: int, rows: int, step: jax.Array) -> jax.Array:
     """uint32 for each row of a step's batch: of the run's seed, the step and the row, whatever the
     layout. What a model drops depends on it."""
-    key = jax.random.fold_in(jax.random.key(config.run.seed), step)
-    return jax.random.bits(key, (config.data.global_batch_size,), jnp.uint32)
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.random.bits(key, (rows,), jnp.uint32)
 
 
 def count_tokens(batch: Batch) -> jax.Array:
@@ -217,13 +219,11 @@ def _others(model: Model, sums: Sums, count: jax.Array) -> tuple[Sums, Sums]:
     """A model's own metrics: sums over tokens as means, and those of each layer: as they are, or as
     the model reports them."""
     own = {name: value for name, value in sums.items() if name not in ("loss", "nll")}
-    layers: Sums = {}
+    report, by_layer = {}, set()
     if model.report:
-        names = {name for stack in model.stacks for name in sum_shapes(stack)}
-        layers = {name: value for name, value in own.items() if name in names}
-        own = {name: value for name, value in own.items() if name not in names}
-    means = {name: value / count if value.ndim == 0 else value for name, value in own.items()}
-    return means, model.report(layers) if model.report else {}
+        by_layer = {name for stack in model.stacks for name in sum_shapes(stack)} & own.keys()
+        report = model.report({name: own.pop(name) for name in by_layer})
+    return {name: x / count if x.ndim == 0 else x for name, x in own.items()}, report
 
 
 def mean_and_norm(sums: Tree, count: jax.Array, limit: float) -> tuple[Tree, jax.Array]:

@@ -77,7 +77,7 @@ def use(description: dict[str, Any]) -> None:
     with_schedule(CONFIG, metadata["config"])
     array_differences(description["arrays"], DESCRIPTION["arrays"], part=False)
     describe_difference(metadata["config"], SECTIONS)
-    rate_change(metadata["config"], RESOLVED, 3)
+    rate_change(metadata["config"], RESOLVED.optimizer, RESOLVED.run.steps, 3)
     with_ranges(None, metadata["data"].get("passed_over", ()))
     durable.changed_file(pathlib.Path("nowhere"), description["files"])
     assert all(".." not in name and name[0] != "/" for name in description["files"])

@@ -77,7 +77,7 @@ def test_sources_survive_a_file_and_the_command_line(tmp_path):
         ({"path": "a", "boundary": "lines"}, r"did you mean 'line'"),
         ({"path": "a", "boundary": 3}, r"\['boundary'\] = 3 is of type int; expected text"),
         ({"path": "a", "long_documents": "cut"}, "it can be split, refuse"),
-        ({"path": "a", "field": "a..b"}, "field = 'a..b' must be a name"),
+        ({"path": "a", "field": "a..b"}, "field 'a..b' must be a name"),
         ({"path": "a", "field": None}, "expected text"),
         ({"path": "a", "max_document_bytes": -1}, "max_document_bytes = -1"),
         ({"path": "a", "max_document_bytes": 3}, "at least 4, or 0 for no limit"),

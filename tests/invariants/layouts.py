@@ -14,10 +14,10 @@ from jaxscale.compiled import collectives, hlo
 from jaxscale.config import Config, from_dict
 from jaxscale.config.layout import Layout
 from jaxscale.config.optimizer import UNUSED
-from jaxscale.planner.memory.zero_traffic import step_traffic
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.step import TrainState
+from tools.zero_traffic import step_traffic
 
 SEQ_LEN, BATCH, VOCABULARY, STEPS = 32, 16, 257, 5
 LEARNING_RATE = 1e-2

@@ -82,7 +82,7 @@ def test_rotary_positions_may_differ_where_the_context_is_extended(caplog):
 def resume(settings, changes):
     config = from_dict({"model": settings})
     found = Found(5, json.loads(json.dumps({"config": to_dict(config)})))
-    check_same_model(found, from_dict({"model": {**settings, **changes}}))
+    check_same_model(found, from_dict({"model": {**settings, **changes}}).model)
 
 
 @pytest.mark.proof
@@ -156,7 +156,7 @@ def test_a_rate_of_training_from_scratch_is_said_of_trained_weights(
     optimizer, model, warns, caplog
 ):
     config = from_dict({"optimizer": optimizer, "model": {"init_from": "there", **model}})
-    _warn_of_rate(config, "model.init_from = 'there'")
+    _warn_of_rate(config.optimizer, config.model.lora_rank, "model.init_from = 'there'")
     assert ("warning: optimizer.learning_rate = 0.0003 is high" in caplog.text) is warns
 
 
@@ -177,8 +177,9 @@ def test_how_frozen_weights_are_stored_is_said(source, stored, said, caplog):
 
 
 def test_a_run_that_has_begun_keeps_the_type_of_its_frozen_weights():
-    new = from_dict({"model": {"lora_rank": 4}})
+    config = from_dict({"model": {"lora_rank": 4}})
+    new = config.model
     begun = {"model": {"lora_rank": 4, "param_dtype": "float32"}}
-    assert with_stored_type(new, begun).model.param_dtype == "float32"
+    assert with_stored_type(new, begun).param_dtype == "float32"
     assert with_stored_type(new, {}) is new
-    assert with_stored_type(new, to_dict(new)) is new
+    assert with_stored_type(new, to_dict(config)) is new

@@ -102,6 +102,10 @@ def runs(proteins, tmp_path_factory):
     return base, printed.getvalue()
 
 
+def with_sections(engine, **sections):
+    return dataclasses.replace(engine, config=dataclasses.replace(engine.config, **sections))
+
+
 @pytest.mark.proof
 def test_a_causal_run_goes_on_masked_and_back(proteins, runs):
     base, _ = runs
@@ -117,17 +121,17 @@ def test_a_causal_run_goes_on_masked_and_back(proteins, runs):
         ),
     )
     engine = make_engine(config, make_mesh(config.layout))
-    weights = open_initial(config, engine, base / "back")
+    weights = open_initial(engine, base / "back")
     other = dataclasses.replace(config.optimizer, name="lion")
     with pytest.raises(ValueError, match=r"optimizer.name = 'lion' here, 'adamw' there; set the"):
-        open_initial(dataclasses.replace(config, optimizer=other), engine, base / "back")
+        open_initial(with_sections(engine, optimizer=other), base / "back")
     frozen = dataclasses.replace(config.optimizer, groups=({"params": "embed/*", "frozen": True},))
     frozen = dataclasses.replace(config, optimizer=frozen)
     with pytest.raises(ValueError, match=r"moments of other parameters: .*groups = \[\]; freeze"):
-        open_initial(frozen, make_engine(frozen, make_mesh(config.layout)), base / "back")
+        open_initial(make_engine(frozen, make_mesh(config.layout)), base / "back")
     more = dataclasses.replace(config.model, vocab_size=40)
     with pytest.raises(ValueError, match=r"vocab_size = 40 is above the 33 of .* no moments; set"):
-        open_initial(dataclasses.replace(config, model=more), engine, base / "back")
+        open_initial(with_sections(engine, model=more), base / "back")
     begun = initial_state(engine, weights, jax.random.key(0))
     masked = saved(base / "masked", engine.abstract_state)
     same(begun.params, masked.params)
@@ -138,7 +142,7 @@ def test_a_causal_run_goes_on_masked_and_back(proteins, runs):
 
     # Otherwise the optimizer is new; and what a token sees is what the config says.
     plain = dataclasses.replace(config.optimizer, keep_state=False)
-    engine = dataclasses.replace(engine, config=dataclasses.replace(config, optimizer=plain))
+    engine = with_sections(engine, optimizer=plain)
     begun = initial_state(engine, weights, jax.random.key(0))
     assert not any(np.any(leaf) for leaf in moments(begun.opt_state))
     tokens = np.full((1, 8), 5)

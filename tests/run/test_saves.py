@@ -40,6 +40,7 @@ from jaxscale.run.setup.restore import check_tokenizer_of
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.supervise import newest_step
 from jaxscale.training.engine import make_engine
+from tests.run.settings import with_run
 from tests.run.test_trainer import count
 
 SETTINGS = [
@@ -120,10 +121,8 @@ def test_the_last_save_is_tried_again_then_refused(ready, monkeypatch):
 @pytest.mark.proof
 def test_the_last_save_succeeds_when_there_is_room_again(ready, monkeypatch):
     monkeypatch.setattr(saves, "PAUSES_SECONDS", (0.0, 0.0))
-    config = dataclasses.replace(ready.config.run, checkpoint_every=0)
-    config = dataclasses.replace(ready.config, run=config)
     full(monkeypatch, 2)
-    training_loop.fit(dataclasses.replace(ready, config=config), trackers=())
+    training_loop.fit(with_run(ready, checkpoint_every=0), trackers=())
     assert ready.checkpoints.steps() == [6]
 
 
@@ -168,10 +167,9 @@ def poison(state, batch):
 
 
 def test_a_state_that_is_not_finite_is_not_saved_and_the_good_one_stays(ready):
-    run = dataclasses.replace(ready.config.run, keep_last=1)
-    config = dataclasses.replace(ready.config, run=run)
+    poisoned = dataclasses.replace(with_run(ready, keep_last=1), step=poison)
     with pytest.raises(FloatingPointError, match=r"step 4: . arrays .* the first params/head/"):
-        training_loop.fit(dataclasses.replace(ready, config=config, step=poison), trackers=())
+        training_loop.fit(poisoned, trackers=())
     assert ready.checkpoints.steps() == [2]
 
 
@@ -333,8 +331,7 @@ def test_after_bad_steps_in_a_row_the_run_returns_and_passes_over_their_examples
     fresh, ready, lines
 ):
     """The list is in the checkpoint, so that a run that is resumed reads what this one would."""
-    run = dataclasses.replace(ready.config.run, steps=10, skip_bad_steps=2)
-    ready = dataclasses.replace(ready, config=dataclasses.replace(ready.config, run=run))
+    ready = with_run(ready, steps=10, skip_bad_steps=2)
     stream = device_batches(ready.engine, ready.text.train, 8)
     bad = [int(next(stream).tokens.sum()) for _ in range(6)][4:]
     stream.close()

@@ -30,7 +30,7 @@ def test_a_run_keeps_all_files_of_its_tokenizers_folder_whatever_its_name_is(tmp
         (tmp_path / "given" / name).write_text("{}")
     given = load_tokenizer(str(path))
     workdir = tmp_path / "run"
-    keep_tokenizer(configs.load("configs/tiny.py"), given, workdir)
+    keep_tokenizer("", given, workdir)
     kept = load_tokenizer(str(workdir / "tokenizer.json"))
     assert (kept.bos, kept.fingerprint) == (given.bos, given.fingerprint)
     assert kept.bos is None
@@ -53,7 +53,7 @@ def test_a_tokenizer_is_not_mixed_with_that_of_the_models_folder(tmp_path):
     origin = {"vocab_size": 320, "init_from": str(tmp_path / "model")}
     config = configs.from_dict({"model": origin, "data": {"tokenizer": str(path)}})
     given, workdir = load_tokenizer(str(path)), tmp_path / "run"
-    keep_tokenizer(config, given, workdir)
+    keep_tokenizer(config.model.init_from, given, workdir)
     assert given.bos is not None
     opened = open_tokenizer(config, workdir)
     assert (opened.bos, opened.ends) == (given.bos, (7, 8))
@@ -65,7 +65,7 @@ def test_a_tokenizer_is_not_mixed_with_that_of_the_models_folder(tmp_path):
     for tokenizer, kept in ((given, files), (load_tokenizer("bytes"), files - {"tokenizer.json"})):
         again = tmp_path / str(len(kept))
         again.mkdir()
-        keep_tokenizer(config, tokenizer, again)
+        keep_tokenizer(config.model.init_from, tokenizer, again)
         assert {path.name for path in again.iterdir()} == kept
 
 

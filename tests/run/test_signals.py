@@ -22,6 +22,7 @@ from jaxscale.run.setup.text import UnusableTokensError
 from jaxscale.run.trackers import TrackerError
 from jaxscale.storage import local_tier
 from jaxscale.training.step import StepMetrics
+from tests.run.settings import with_run
 
 SETTINGS = ["model.num_layers=1", "data.seq_len=32", "run.steps=6", "run.eval_every=3"]
 
@@ -210,9 +211,7 @@ def test_a_wait_for_input_that_never_ends_is_broken_off(ready, monkeypatch, step
 
 
 def test_the_time_of_a_run_may_be_limited(ready):
-    run = dataclasses.replace(ready.config.run, max_hours=1e-9)
-    ready = dataclasses.replace(ready, config=dataclasses.replace(ready.config, run=run))
-    said, steps = fit(ready)
+    said, steps = fit(with_run(ready, max_hours=1e-9))
     assert said == "run.max_hours = 1e-09: stopped before the first step"
     assert steps == []
 
@@ -224,10 +223,9 @@ def test_the_time_of_a_run_may_be_limited_in_any_thread(ready):
 
     def run():
         for hours in (1e-9, 0):
-            limited = dataclasses.replace(ready.config.run, max_hours=hours)
-            config = dataclasses.replace(ready.config, run=limited)
+            limited = with_run(ready, max_hours=hours)
             checkpoints = CheckpointWriter(ready.checkpoints.directory)
-            said.append(fit(dataclasses.replace(ready, config=config, checkpoints=checkpoints)))
+            said.append(fit(dataclasses.replace(limited, checkpoints=checkpoints)))
 
     thread = threading.Thread(target=run)
     thread.start()

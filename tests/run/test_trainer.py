@@ -27,6 +27,7 @@ from jaxscale.run.setup.text import open_text
 from jaxscale.training.flops import step_flops
 from jaxscale.training.step import StepMetrics
 from jaxscale.training.tracing.traces import model_work
+from tests.run.settings import with_run
 
 SMALL = (
     "model.num_layers=1",
@@ -89,6 +90,7 @@ def open_recorder(config, workdir, device_kind, platform):
     """On two devices, of a run from step 0."""
     devices = np.array([SimpleNamespace(device_kind=device_kind, platform=platform)] * 2)
     engine = SimpleNamespace(
+        config=config,
         mesh=SimpleNamespace(devices=devices),
         count_flops=lambda: step_flops(config, recomputed=0.5),
         learning_rate=None,
@@ -96,7 +98,6 @@ def open_recorder(config, workdir, device_kind, platform):
     train = SimpleNamespace(example_digest=lambda rows: "", progress=lambda last: [])
     return recorder.Recorder(
         workdir,
-        config,
         engine,
         train,
         begin=0,
@@ -351,11 +352,9 @@ def test_a_step_without_a_token_that_counts_has_no_loss(opened, tmp_path, caplog
         return state, out._replace(**dict.fromkeys(("loss", "grad_norm", "loss_tokens"), 0.0))
 
     engine = dataclasses.replace(opened.engine, evaluate=lambda *_: (0.0, 0.0, 0.0))
-    run = dataclasses.replace(opened.config.run, steps=2)
+    opened = with_run(dataclasses.replace(opened, engine=engine), steps=2)
     ready = dataclasses.replace(
         opened,
-        config=dataclasses.replace(opened.config, run=run),
-        engine=engine,
         workdir=tmp_path,
         checkpoints=CheckpointWriter(tmp_path / "checkpoints"),
         step=step,

@@ -97,11 +97,15 @@ def test_what_does_not_divide_is_refused(layout, changed, said):
         open_engine(refused_config(layout, changed))
 
 
+def attention_of(config, platform):
+    return attention_name(config.layout, config.model, config.data, platform)
+
+
 def test_attention_says_how_keys_arrive():
     config = make_config(LLAMA, {})
-    assert attention_text(config.layout, attention_name(config, "cpu")) == "blockwise"
+    assert attention_text(config.layout, attention_of(config, "cpu")) == "blockwise"
     config = make_config(LLAMA, {"context": 2, "context_method": "gather"})
-    assert attention_text(config.layout, attention_name(config, "tpu")) == "blockwise, by gather"
+    assert attention_text(config.layout, attention_of(config, "tpu")) == "blockwise, by gather"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,7 @@ def test_attention_says_how_keys_arrive():
     ],
 )
 def test_attention_on_gpus_goes_by_what_documents_hide(base, settings, kernel):
-    assert attention_name(configs.load(base, settings), "gpu") == kernel
+    assert attention_of(configs.load(base, settings), "gpu") == kernel
 
 
 def test_whole_sequences_have_any_kernel():
@@ -128,10 +132,10 @@ def test_whole_sequences_have_any_kernel():
     model = dataclasses.replace(config.model, **kernel)
     data = dataclasses.replace(config.data, seq_len=256)
     config = dataclasses.replace(config, model=model, data=data)
-    assert attention_name(config, "tpu") == "splash"
+    assert attention_of(config, "tpu") == "splash"
     layout = dataclasses.replace(config.layout, context_method="ring")
     with pytest.raises(ValueError, match=r"or layout.context_method = 'ulysses'"):
-        attention_name(dataclasses.replace(config, layout=layout), "tpu")
+        attention_of(dataclasses.replace(config, layout=layout), "tpu")
 
 
 @pytest.mark.proof(

@@ -64,7 +64,7 @@ def test_training_on_leaves_the_past_and_stays_at_the_final_rate(schedule):
     before = saved(schedule=schedule, warmup_steps=10)
     config = resumed(before, schedule=schedule, warmup_steps=10)
     assert config.optimizer.schedule_steps == 100
-    assert rate_change(before, config, 100) == ""
+    assert rate_change(before, config.optimizer, 200, 100) == ""
     past = schedule_of(from_dict(before).optimizer, 100)
     now = schedule_of(config.optimizer, config.schedule_steps)
     assert [now(step) for step in range(100)] == [past(step) for step in range(100)]
@@ -76,7 +76,7 @@ def test_a_checkpoint_from_before_the_setting_has_the_schedule_of_its_steps():
     del before["optimizer"]["schedule_steps"]
     config = resumed(before)
     assert config.optimizer.schedule_steps == 100
-    assert rate_change(before, config, 60) == ""
+    assert rate_change(before, config.optimizer, 200, 60) == ""
 
 
 def test_the_setting_survives_a_second_resume():
@@ -87,12 +87,14 @@ def test_the_setting_survives_a_second_resume():
 def test_a_new_run_is_told_that_its_schedule_ends_before_it_does():
     """As with the config.json of a shorter run."""
     shorter, run = {"schedule_steps": 5}, {"steps": 12}
-    said = early_end(with_schedule(from_dict({"optimizer": shorter, "run": run}), {}))
+    said = early_end(with_schedule(from_dict({"optimizer": shorter, "run": run}), {}).optimizer, 12)
     assert said.startswith("optimizer.schedule_steps = 5 is below run.steps = 12: from step 6 on")
     assert "stays at 0.0001. Where" in said
     assert "--config.optimizer.schedule_steps=None spreads" in said
     for optimizer in ({}, {"schedule_steps": 12}, shorter | {"schedule": "constant"}):
-        assert not early_end(with_schedule(from_dict({"optimizer": optimizer, "run": run}), {}))
+        assert not early_end(
+            with_schedule(from_dict({"optimizer": optimizer, "run": run}), {}).optimizer, 12
+        )
 
 
 @pytest.mark.parametrize(
@@ -111,13 +113,15 @@ def test_a_new_run_is_told_that_its_schedule_ends_before_it_does():
 )
 def test_a_changed_schedule_says_what_the_next_step_gets(change, line):
     before = saved()
-    assert f"learning rate: {line}" in rate_change(before, resumed(before, **change), 100)
+    assert f"learning rate: {line}" in rate_change(
+        before, resumed(before, **change).optimizer, 200, 100
+    )
 
 
 def test_the_hint_trains_longer_without_a_jump():
     """What it says for a constant rate keeps the rate, and ends in a decay."""
     constant = from_dict({"optimizer": {"schedule": "constant"}, "run": {"steps": 100}})
-    hint = train._how_to_train_longer(constant)
+    hint = train._how_to_train_longer(constant.run.steps, constant.optimizer)
     settings = dict(re.findall(r"--config\.(\S+)=(\w+)", hint))
     assert settings == {
         "run.steps": "200",
@@ -126,9 +130,11 @@ def test_the_hint_trains_longer_without_a_jump():
     }
     before = saved(schedule="constant")
     config = resumed(before, schedule="wsd", schedule_steps=200)
-    assert "0.001 at step 101, where it would have been 0.001" in (rate_change(before, config, 100))
+    assert "0.001 at step 101, where it would have been 0.001" in (
+        rate_change(before, config.optimizer, 200, 100)
+    )
     assert schedule_of(config.optimizer, 200)(200) == 1e-4
     cosine = dataclasses.replace(constant, optimizer=from_dict(saved()).optimizer)
-    hint = train._how_to_train_longer(cosine)
+    hint = train._how_to_train_longer(cosine.run.steps, cosine.optimizer)
     assert "--config.run.steps=200; the learning rate continues from 0.0001" in hint
     assert "schedule_steps" not in hint

@@ -69,7 +69,7 @@ def campaign(folder: pathlib.Path, flips: int, draw: random.Random) -> dict[str,
     def resumed(workdir: pathlib.Path) -> tuple[int, Any]:
         checkpoints = Checkpoints(workdir / "checkpoints")
         found = checkpoints.newest_intact()
-        step, state, _ = resume(found, run.config, run.engine, checkpoints, run.text)
+        step, state, _ = resume(found, run.engine, checkpoints, run.text)
         return step, jax.device_get(state)
 
     def same(one: Any, other: Any) -> bool:

@@ -21,8 +21,13 @@ class LatentOptions:
     # Scores are times (1 + rope_mscale * ln(rope_factor) / 10)^2 where positions are scaled.
     rope_mscale: float = option(0.0)
 
-    def check_latent(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def check_latent(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, *, plain: bool
+    ) -> None:
         """Refuses options that contradict each other.
+
+        Args:
+          plain: whether attention has neither norms of queries and keys, nor biases, nor sinks.
 
         Raises:
           ValueError: with the setting to change.
@@ -46,4 +51,10 @@ class LatentOptions:
             raise ValueError(
                 f"model.value_head_dim = {self.value_head_dim} is more than model.head_dim = "
                 f"{head_dim}; set model.value_head_dim = {head_dim} or less"
+            )
+        if not plain:
+            raise ValueError(
+                f"model.kv_rank = {self.kv_rank}: latent attention has norms of its own, no biases "
+                "and no sinks; set model.qk_norm = False, model.attention_bias = 'none' and "
+                "model.attention_sinks = False"
             )

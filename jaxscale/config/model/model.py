@@ -112,28 +112,14 @@ class ModelConfig(
             object.__setattr__(self, "param_dtype", self._usual_param_dtype)
         for name, choices in CHOICES.items():
             check_choice(f"model.{name}", getattr(self, name), choices)
+        one = ("num_layers", "d_model", "num_heads", "num_kv_heads", "d_ff")
+        zero = ("max_seq_len", "norm_eps", "local_rope_theta", "sliding_window", "mlp_limit")
+        zero += ("attention_scale_dim", "attention_soft_cap", "logit_soft_cap", "token_types")
+        zero += ("z_loss", "dropout")
+        check_at_least("model", self, **dict.fromkeys(one, 1), **dict.fromkeys(zero, 0))
+        least = int(self.relative_bias != "none")
         check_at_least(
-            "model",
-            self,
-            num_layers=1,
-            d_model=1,
-            num_heads=1,
-            num_kv_heads=1,
-            d_ff=1,
-            max_seq_len=0,
-            num_encoder_layers=int(self.relative_bias != "none"),
-            relative_buckets=4,
-            norm_eps=0,
-            local_rope_theta=0,
-            sliding_window=0,
-            attention_scale_dim=0,
-            attention_soft_cap=0,
-            logit_soft_cap=0,
-            mlp_limit=0,
-            token_types=0,
-            dropped_token=-1,
-            z_loss=0,
-            dropout=0,
+            "model", self, num_encoder_layers=least, relative_buckets=4, dropped_token=-1
         )
         super().__post_init__()
         if self.dropout >= 1:
@@ -143,43 +129,12 @@ class ModelConfig(
                 f"model.dropout = {self.dropout} is not available for encoder-decoders "
                 f"(model.family = {self.family!r}); set model.dropout = 0"
             )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
-                f"{self.num_kv_heads}; set model.num_kv_heads = "
-                f"{nearest_divisors(self.num_heads, self.num_kv_heads)}"
-            )
-        exact = self.relative_buckets // (2 if self.causal else 4)
-        if self.relative_bias != "none" and self.relative_max_distance <= exact:
-            raise ValueError(
-                f"model.relative_max_distance = {self.relative_max_distance} is too small for "
-                f"model.relative_buckets = {self.relative_buckets}, of which the first {exact} are "
-                f"for one distance each; set model.relative_max_distance = {exact + 1} or more, or "
-                "fewer buckets"
-            )
+        self._check_attention()
         self._check_positions()
         self.check_experts(self.num_layers, self.period)
-        self.check_latent(self.num_heads, self.num_kv_heads, self.head_dim)
         self.check_lora(self.vocab_size, **self._adapter_kinds, is_latent=bool(self.kv_rank))
         ahead = bool(self.num_encoder_layers) or not self.causal
         self.check_prediction(self.positions, self.layer_pattern, ahead)
-        more = self.qk_norm or self.attention_sinks or self.attention_bias != "none"
-        if self.kv_rank and more:
-            raise ValueError(
-                f"model.kv_rank = {self.kv_rank}: latent attention has norms of its own, no biases "
-                "and no sinks; set model.qk_norm = False, model.attention_bias = 'none' and "
-                "model.attention_sinks = False"
-            )
-        if set(self.layer_pattern) - set("LG"):
-            raise ValueError(
-                f"model.layer_pattern = {self.layer_pattern!r} is of letters L (local, with the "
-                "sliding window) and G (global), such as 'LLG'"
-            )
-        if "L" in self.layer_pattern and not self.sliding_window:
-            raise ValueError(
-                f"model.layer_pattern = {self.layer_pattern!r} has local layers; set "
-                "model.sliding_window, or model.layer_pattern = ''"
-            )
         if self.norm_placement == "after_residual" and self.parallel_block:
             raise ValueError(
                 "model.norm_placement = 'after_residual' with model.parallel_block = True: "
@@ -219,7 +174,35 @@ class ModelConfig(
         """Weights that adapters freeze gain nothing from a type that no matmul reads."""
         return self.compute_dtype if self.lora_rank else "float32"
 
+    def _check_attention(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
+                f"{self.num_kv_heads}; set model.num_kv_heads = "
+                f"{nearest_divisors(self.num_heads, self.num_kv_heads)}"
+            )
+        plain = not (self.qk_norm or self.attention_sinks or self.attention_bias != "none")
+        self.check_latent(self.num_heads, self.num_kv_heads, self.head_dim, plain=plain)
+        if set(self.layer_pattern) - set("LG"):
+            raise ValueError(
+                f"model.layer_pattern = {self.layer_pattern!r} is of letters L (local, with the "
+                "sliding window) and G (global), such as 'LLG'"
+            )
+        if "L" in self.layer_pattern and not self.sliding_window:
+            raise ValueError(
+                f"model.layer_pattern = {self.layer_pattern!r} has local layers; set "
+                "model.sliding_window, or model.layer_pattern = ''"
+            )
+
     def _check_positions(self) -> None:
+        exact = self.relative_buckets // (2 if self.causal else 4)
+        if self.relative_bias != "none" and self.relative_max_distance <= exact:
+            raise ValueError(
+                f"model.relative_max_distance = {self.relative_max_distance} is too small for "
+                f"model.relative_buckets = {self.relative_buckets}, of which the first {exact} are "
+                f"for one distance each; set model.relative_max_distance = {exact + 1} or more, or "
+                "fewer buckets"
+            )
         if self.rope_theta <= 0:
             raise ValueError(f"model.rope_theta = {self.rope_theta} must be positive")
         if not 0 < self.rope_share <= 1:

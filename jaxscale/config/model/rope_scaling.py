@@ -75,8 +75,6 @@ class RopeScalingOptions:
             )
         for name in ("rope_short_factors", "rope_long_factors"):
             factors = getattr(self, name)
-            if self.rope_scaling != "longrope" and not factors:
-                continue
             pairs = rotary_dim // 2 if self.rope_scaling == "longrope" else 0
             if len(factors) != pairs or not all(factor > 0 for factor in factors):
                 raise ValueError(

@@ -216,7 +216,8 @@ def name_of_type(value: Any) -> str:
     return "null" if value is None else f"a {type(value).__name__}"
 
 
-def _question(where: str, line: str) -> Question:
+def _fields(where: str, line: str) -> list[Any]:
+    """The fields of a question's record."""
     try:
         record = parse_json(line)
     except ValueError as error:
@@ -230,7 +231,11 @@ def _question(where: str, line: str) -> Question:
             f"{where} has no {missing[0]!r}; it has {', '.join(record) or 'nothing'}, and needs "
             f"{', '.join(Question._fields)}"
         )
-    prompt, choices, answer = (record[key] for key in Question._fields)
+    return [record[key] for key in Question._fields]
+
+
+def _question(where: str, line: str) -> Question:
+    prompt, choices, answer = _fields(where, line)
     if not isinstance(prompt, str):
         raise ValueError(f"{where}: prompt is {name_of_type(prompt)}; expected text")
     texts = isinstance(choices, list) and all(isinstance(one, str) and one for one in choices)

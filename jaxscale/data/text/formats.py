@@ -95,9 +95,7 @@ def read_records(file: File, start: int, stop: int) -> Records:
         elif file.format == "fasta":
             yield from _sequences(file.path, stream, start, stop)
         elif kind == "line":
-            for position, line in _lines(stream, start, stop):
-                if line.strip():
-                    yield position, _decoded(line.rstrip(b"\n").removesuffix(b"\r"))
+            yield from _text_lines(_lines(stream, start, stop))
         elif kind == "paragraph":
             yield from _paragraphs(stream, start, stop)
         else:
@@ -179,11 +177,14 @@ def _sequence(lines: list[bytes]) -> str | ValueError:
     return text.decode() or ValueError("has no sequence under its header")
 
 
-def _json_lines(lines: Iterator[tuple[int, bytes]], source: Source) -> Records:
+def _text_lines(lines: Iterator[tuple[int, bytes]]) -> Iterator[tuple[int, str | ValueError]]:
     for position, line in lines:
-        if not line.strip():
-            continue
-        content = _decoded(line.rstrip(b"\r\n"))
+        if line.strip():
+            yield position, _decoded(line.rstrip(b"\n").removesuffix(b"\r"))
+
+
+def _json_lines(lines: Iterator[tuple[int, bytes]], source: Source) -> Records:
+    for position, content in _text_lines(lines):
         if isinstance(content, str):
             try:
                 content = _content(parse_json(content), source)
@@ -274,21 +275,23 @@ def _value_of(record: Any, field: str, key: str) -> Any:
         return ValueError(f"is {name_of_type(record)}, not an object with fields")
     value = record
     for name in [field] if field in record else field.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            names = list(value) if isinstance(value, Mapping) else []
-            near = nearest(name, names) or names[:1]
-            conversations = [name for name in CONVERSATIONS if name in record]
-            if key == "field" and conversations:
-                key, near = "messages", conversations
-            example = ""
-            if near and value is record:
-                example = f", such as {{'path': 'FILE', {key!r}: {near[0]!r}}}"
+        inside = value if isinstance(value, Mapping) else {}
+        if name not in inside:
+            hint = _hint(record, name, key) if value is record else setting(key)
             return ValueError(
-                f"has no field {field!r}; it has {', '.join(names) or 'none'}; set "
-                f"{setting(key)}{example}"
+                f"has no field {field!r}; it has {', '.join(inside) or 'none'}; set {hint}"
             )
-        value = value[name]
+        value = inside[name]
     return value
+
+
+def _hint(record: Mapping, name: str, key: str) -> str:
+    """The setting of a field that a record does not have, and what it may be."""
+    near = nearest(name, record) or list(record)[:1]
+    conversations = [name for name in CONVERSATIONS if name in record]
+    if key == "field" and conversations:
+        key, near = "messages", conversations
+    return setting(key) + (f", such as {{'path': 'FILE', {key!r}: {near[0]!r}}}" if near else "")
 
 
 def _decoded(data: bytes, encoding: str = "utf-8") -> str | ValueError:

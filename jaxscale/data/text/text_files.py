@@ -14,6 +14,7 @@ import stat
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -76,25 +77,17 @@ def find_files(source: Sequence[str | Source]) -> list[File]:
     found: dict[tuple[str, tuple[str, ...]], File] = {}
     num_repeated, markers = 0, 0
     sources = to_sources(source)
-    for entry, one in enumerate(sources):
-        for path in one.path:
-            files = _list_remote(path, one, entry) if is_remote(path) else _list(path, one, entry)
-            if not files:
-                raise ValueError(
-                    f"{one.listed_in}: {path!r} matches no file; give files, folders or globs "
-                    "such as 'text/**/*.txt'"
-                )
-            for file in files:
-                if (file.path, one.fields) in found:
-                    num_repeated += 1
-                elif file.num_bytes:
-                    found[file.path, one.fields] = file
-                elif pathlib.PurePosixPath(file.path).name == "__init__.py":
-                    markers += 1
-                else:
-                    raise ValueError(
-                        f"{file.path} is empty; remove it, or leave it out of {one.listed_in}"
-                    )
+    for file in _named_files(sources):
+        key = file.path, file.source.fields
+        if key in found:
+            num_repeated += 1
+        elif file.num_bytes:
+            found[key] = file
+        elif pathlib.PurePosixPath(file.path).name == "__init__.py":
+            markers += 1
+        else:
+            listed_in = file.source.listed_in
+            raise ValueError(f"{file.path} is empty; remove it, or leave it out of {listed_in}")
     if not found:
         paths = ", ".join(path for one in sources for path in one.path)
         raise ValueError(f"{sources[0].listed_in}: {paths} holds only empty files")
@@ -103,6 +96,18 @@ def find_files(source: Sequence[str | Source]) -> list[File]:
     if markers:
         _log.info("data: empty __init__.py, which are passed over: %d", markers)
     return list(found.values())
+
+
+def _named_files(sources: Sequence[Source]) -> Iterator[File]:
+    for entry, one in enumerate(sources):
+        for path in one.path:
+            files = _list_remote(path, one, entry) if is_remote(path) else _list(path, one, entry)
+            if not files:
+                raise ValueError(
+                    f"{one.listed_in}: {path!r} matches no file; give files, folders or globs "
+                    "such as 'text/**/*.txt'"
+                )
+            yield from files
 
 
 def hash_identity(identity: str) -> int:
@@ -159,15 +164,12 @@ def _list_remote(path: str, source: Source, entry: int) -> list[File]:
     fs, name = filesystem(path)
     with reading(path):
         parts = name.split("/")
-        fixed = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
+        fixed = _count_fixed(parts)
         whole_folder = answer(path, lambda: fs.isdir(name)) and fixed == len(parts)
         if fixed < len(parts):
             found = fs.glob(name, detail=True)
         elif whole_folder:
-            found = fs.find(name, detail=True)
-            names = [place.removeprefix(f"{name}/") for place in found]
-            if (saved := _saved_dataset(path.rstrip("/"), names)) is not None:
-                found = {f"{name}/{one}": fs.info(f"{name}/{one}") for one in saved}
+            found = _find_remote(fs, path, name)
         else:
             found = {name: fs.info(name)} if fs.isfile(name) else {}
     root = "/".join(parts if whole_folder else parts[: min(fixed, len(parts) - 1)])
@@ -185,6 +187,19 @@ def _list_remote(path: str, source: Source, entry: int) -> list[File]:
     return _sorted(files, whole_folder=whole_folder)
 
 
+def _find_remote(fs: Any, path: str, name: str) -> dict[str, Any]:
+    """What a file system says of the files below a folder."""
+    found = fs.find(name, detail=True)
+    names = [place.removeprefix(f"{name}/") for place in found]
+    saved = _saved_dataset(path.rstrip("/"), names)
+    return found if saved is None else {f"{name}/{one}": fs.info(f"{name}/{one}") for one in saved}
+
+
+def _count_fixed(parts: Sequence[str]) -> int:
+    """How many components come before the first with a wildcard."""
+    return next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
+
+
 def _is_hidden(parts: Sequence[str]) -> bool:
     return any(part.startswith(".") or part == "__pycache__" for part in parts)
 
@@ -193,8 +208,7 @@ def _sorted(files: list[File], *, whole_folder: bool) -> list[File]:
     """The files by identity; of a folder with records only those that hold them."""
     files = sorted(files, key=lambda file: file.identity.split("/"))
     records = [file for file in files if file.format not in ("text", "json")]
-    arrays = [] if records else [file for file in files if _is_array(file)]
-    records = records or arrays
+    records = records or list(filter(_is_array, files))
     if whole_folder and records and len(records) < len(files):
         _log.info(
             "data: files beside those with records, which are passed over: %d",
@@ -240,7 +254,7 @@ def _expand(entry: str) -> tuple[pathlib.Path, Iterator[pathlib.Path]]:
         saved = _saved_dataset(str(path), [name for name in SAVED if os.path.isfile(path / name)])
         return path, _walk(path, ("**", "*")) if saved is None else (path / one for one in saved)
     parts = path.parts
-    fixed = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts) - 1)
+    fixed = min(_count_fixed(parts), len(parts) - 1)
     root = pathlib.Path(*parts[:fixed])
     return root, _walk(root, parts[fixed:])
 
@@ -285,20 +299,10 @@ def _walk(
     folder: pathlib.Path, pattern: Sequence[str], skips: Sequence[str] = ()
 ) -> Iterator[pathlib.Path]:
     """Files below `folder` that match, component by component; `**` is any number of folders."""
-    try:
-        entries = sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        raise cannot_be_read(str(folder), error) from error
     head, *rest = pattern
     if head == "**":
         yield from _walk(folder, rest or ["*"], skips)
-    for path in entries:
-        if path.name == "__pycache__" or path.name in skips:
-            continue
-        if path.name.startswith(".") and not head.startswith("."):
-            continue
+    for path in _entries(folder, ("__pycache__", *skips), hidden=head.startswith(".")):
         if head == "**":
             if os.path.isdir(path) and not _loops(path):
                 yield from _walk(path, pattern, skips)
@@ -308,6 +312,17 @@ def _walk(
             yield from _walk(path, rest, skips)
         elif not os.path.isdir(path):
             yield path
+
+
+def _entries(folder: pathlib.Path, skips: Sequence[str], *, hidden: bool) -> list[pathlib.Path]:
+    """What a folder holds, sorted, with names that begin with a dot where these are asked for."""
+    try:
+        entries = sorted(path for path in folder.iterdir() if path.name not in skips)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise cannot_be_read(str(folder), error) from error
+    return [path for path in entries if hidden or not path.name.startswith(".")]
 
 
 def _loops(path: pathlib.Path) -> bool:

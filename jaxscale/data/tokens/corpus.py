@@ -5,6 +5,7 @@ import contextlib
 import errno
 import functools
 import io
+import itertools
 import logging
 import pathlib
 import shutil
@@ -12,6 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -195,13 +197,13 @@ def open_corpus(
     for file in find_files([sources[i] for i in raw]) if raw else ():
         own[raw[file.entry]].append(file)
     if directory:
-        _log_changes([files for files in own.values() if files], tokenizer, directory)
-    parts: list[Corpus | None] = []
-    for i, folder in enumerate(folders):
-        if folder is not None:
-            parts.append(open_folder(folder, tokenizer, directory))
-        else:  # an entry may name only files that are counted with an earlier one
-            parts.append(_tokenized(own[i], tokenizer, directory) if own[i] else None)
+        _log_changes(list(filter(None, own.values())), tokenizer, directory)
+    parts = [
+        _tokenized(own[i], tokenizer, directory)
+        if folder is None
+        else open_folder(folder, tokenizer, directory)
+        for i, folder in enumerate(folders)
+    ]
     corpus = _joined(parts, tokenizer)
     _log.info(
         "data: %d documents, %s, %s tokens (%.2f bytes a token)",
@@ -231,29 +233,28 @@ def open_folder(
     if is_remote(folder) and directory and is_in_local_tier(directory):
         folder = copy_folder(folder, index, directory)
     _check_sizes(folder, index)
+
+    def opened(file: str, dtype: str, length: int, num_bytes: int, digest: str) -> Any:
+        if not file:
+            return None
+        array = _array_file(folder, file, dtype, length, num_bytes, digest)
+        return array if map else array[:].copy()
+
     shards = tuple(
-        _array_file(
-            folder, shard.file, index.dtype, shard.num_tokens, shard.file_bytes, shard.digest
-        )
-        for shard in index.shards
+        opened(one.file, index.dtype, one.num_tokens, one.file_bytes, one.digest)
+        for one in index.shards
     )
     counted = tuple(
-        _array_file(
-            folder, shard.loss_file, "uint8", shard.num_tokens, shard.loss_bytes, shard.loss_digest
-        )
-        if shard.loss_file
-        else None
-        for shard in index.shards
+        opened(one.loss_file, "uint8", one.num_tokens, one.loss_bytes, one.loss_digest)
+        for one in index.shards
     )
     offsets, hashes = (_array(folder, name, index, directory, map) for name in ARRAYS)
     if len(offsets) != index.num_documents + 1 or offsets[-1] != index.num_tokens:
         raise ValueError(f"{path_in(folder, 'offsets.npy')} is damaged; prepare the text again")
     _check_content(folder, index, offsets, hashes)
     return Corpus(
-        shards=shards if map else tuple(shard[:].copy() for shard in shards),
-        counted=_unless_none(
-            counted if map else tuple(one if one is None else one[:].copy() for one in counted)
-        ),
+        shards=shards,
+        counted=_unless_none(counted),
         offsets=offsets,
         hashes=hashes,
         token_bytes=tokenizer.token_bytes * (index.num_bytes / index.written_bytes),
@@ -323,8 +324,11 @@ def _unless_none[Marks](counted: tuple[Marks | None, ...]) -> tuple[Marks | None
 
 def _tokenized(
     files: Sequence[File], tokenizer: Tokenizer, directory: pathlib.Path | None
-) -> Corpus:
-    """The corpus of some files, tokenised or from the cache."""
+) -> Corpus | None:
+    """The corpus of some files, tokenised or from the cache; None of no files, which an entry has
+    that names only those of an earlier one."""
+    if not files:
+        return None
     if directory is None:
         return _in_memory(files, tokenizer)
     folder = directory / f"tokens-{key_of(plan(files, tokenizer, directory))}"
@@ -391,23 +395,27 @@ def _joined(parts: Sequence[Corpus | None], tokenizer: Tokenizer) -> Corpus:
     corpora = [part for part in parts if part is not None]
     if len(parts) == 1:
         return corpora[0]
-    starts = np.cumsum([0, *(corpus.num_tokens for corpus in corpora)])
+
+    def each(name: str) -> list[Any]:
+        return [getattr(corpus, name) for corpus in corpora]
+
+    starts = np.cumsum([0, *each("num_tokens")])
     counts = [part.num_documents if part else 0 for part in parts]
-    num_bytes = sum(corpus.num_bytes for corpus in corpora)
+    num_bytes = sum(each("num_bytes"))
     own = tokenizer.token_bytes.sum()
     written = sum(corpus.num_bytes * own / corpus.token_bytes.sum() for corpus in corpora)
     return Corpus(
-        shards=tuple(shard for corpus in corpora for shard in corpus.shards),
+        shards=tuple(itertools.chain(*each("shards"))),
         offsets=np.concatenate(
             [[0], *(c.offsets[1:] + start for c, start in zip(corpora, starts))], dtype=np.int64
         ),
-        hashes=np.concatenate([corpus.hashes for corpus in corpora]),
+        hashes=np.concatenate(each("hashes")),
         token_bytes=tokenizer.token_bytes * (num_bytes / written),
         num_bytes=num_bytes,
         counted=_unless_none(
             tuple(m for c in corpora for m in c.counted or (None,) * len(c.shards))
         ),
-        fingerprint=digest_values([corpus.fingerprint for corpus in corpora]),
+        fingerprint=digest_values(each("fingerprint")),
         entries=tuple(np.cumsum([0, *counts[:-1]]).tolist()),
     )
 

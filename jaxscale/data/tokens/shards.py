@@ -6,6 +6,7 @@ that a shard with a record is complete.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -88,14 +89,6 @@ def plan(
             _check_template(file, tokenizer)
     total = sum(file.num_bytes for file in files)
     most = shard_bytes or min(max(total // _NUM_SHARDS, _LEAST_BYTES), _MOST_BYTES)
-    slices: list[list[Piece]] = [[]]
-    num_bytes = 0
-    for piece in cut(files, most):
-        if slices[-1] and num_bytes + piece.num_bytes > most:
-            slices.append([])
-            num_bytes = 0
-        slices[-1].append(piece)
-        num_bytes += piece.num_bytes
     made_by: list[object] = [FORMAT, tokenizer.fingerprint]
     if tokenizer.template and any(file.source.messages for file in files):
         made_by += tokenizer.template.made_of
@@ -104,8 +97,21 @@ def plan(
         made_by.append(list(begin))
     return [
         Work(i, tuple(pieces), folder, digest_values([*made_by, *(piece.key for piece in pieces)]))
-        for i, pieces in enumerate(slices)
+        for i, pieces in enumerate(_slices(cut(files, most), most))
     ]
+
+
+def _slices(pieces: Iterable[Piece], most: int) -> list[list[Piece]]:
+    """Consecutive pieces, of `most` stored bytes together or one alone."""
+    slices: list[list[Piece]] = [[]]
+    num_bytes = 0
+    for piece in pieces:
+        if slices[-1] and num_bytes + piece.num_bytes > most:
+            slices.append([])
+            num_bytes = 0
+        slices[-1].append(piece)
+        num_bytes += piece.num_bytes
+    return slices
 
 
 def key_of(works: Sequence[Work]) -> str:
@@ -204,7 +210,8 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
       ValueError: more documents are bad than their entry allows, or all tokens are special.
     """
     folder = works[0].folder
-    made = [one for one in map(find_made, works) if one is not None]
+    made = list(filter(None, map(find_made, works)))
+    shards = tuple(one.shard for one in made)
     num_left_out = _check_counts(works, made)
     written_bytes = sum(one.written_bytes for one in made)
     if not written_bytes:
@@ -212,11 +219,10 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
             f"data.tokenizer = {tokenizer.name!r} makes only special tokens of the text"
         )
     offsets, hashes, num_tokens = _join_arrays(works, folder)
-    kept = {file for one in made for file in one.shard.files}
     files = [piece.file for work in works for piece in work.pieces]
-    for path in [*folder.glob("tokens-*.npy"), *folder.glob("loss-*.npy")]:
-        if path.name not in kept:  # left by another way to cut
-            path.unlink()
+    kept = set(map(folder.joinpath, itertools.chain(*(shard.files for shard in shards))))
+    for path in {*folder.glob("tokens-*.npy"), *folder.glob("loss-*.npy")} - kept:
+        path.unlink()  # left by another way to cut
     sync(folder)
     index = Index(
         tokenizer=tokenizer.name,
@@ -227,17 +233,15 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
         special=dict(tokenizer.special),
         text_begin=str(list(tokenizer.begin(1))) if _continues_prompts(files) else "",
         dtype=np.load(folder / made[0].shard.file, mmap_mode="r").dtype.name,
-        num_documents=sum(one.shard.num_documents for one in made),
+        num_documents=sum(shard.num_documents for shard in shards),
         num_tokens=num_tokens,
         num_bytes=sum(one.num_bytes for one in made),
         written_bytes=written_bytes,
         max_id=max(one.max_id for one in made),
         num_left_out=num_left_out,
-        shards=tuple(one.shard for one in made),
+        shards=shards,
         key=key_of(works),
-        fingerprint=content_fingerprint(
-            tokenizer.fingerprint, offsets, hashes, [one.shard for one in made]
-        ),
+        fingerprint=content_fingerprint(tokenizer.fingerprint, offsets, hashes, shards),
     )
     write_file(folder / INDEX, index.to_json().encode())
     return index

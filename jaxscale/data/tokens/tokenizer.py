@@ -236,6 +236,19 @@ def from_file(path: str, name: str) -> Tokenizer:
     return _with_files_beside(tokenizer, beside, config, path)
 
 
+def _ends(
+    tokenizer: Tokenizer, beside: Mapping[str, bytes], config: Mapping[str, Any], path: str
+) -> tuple[int, ...]:
+    """The ids that end a text, but the boundary of documents."""
+    # As transformers takes it from the model's config.json where there is none for generation.
+    says = GENERATION if GENERATION in beside else HF_CONFIG
+    ends = read_json(beside, says, path).get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    ends = [*ends, tokenizer.special.get(token_text(config.get("eos_token")) or "")]
+    known = {end for end in ends if isinstance(end, int) and end < tokenizer.vocab_size}
+    return tuple(sorted(known - {tokenizer.boundary}))
+
+
 def _with_files_beside(
     tokenizer: Tokenizer, beside: Mapping[str, bytes], config: Mapping[str, Any], path: str
 ) -> Tokenizer:
@@ -253,19 +266,13 @@ def _with_files_beside(
         bos = found if config["add_bos_token"] and found != tokenizer.boundary else None
     if bos != tokenizer.bos:
         fingerprint = _fingerprint(fingerprint.encode(), bos)
-    # As transformers takes it from the model's config.json where there is none for generation.
-    says = GENERATION if GENERATION in beside else HF_CONFIG
-    ends = read_json(beside, says, path).get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends]
-    ends = [*ends, tokenizer.special.get(token_text(config.get("eos_token")) or "")]
-    known = {end for end in ends if isinstance(end, int) and end < tokenizer.vocab_size}
     if path.endswith(".model"):  # the class of its tokenizer in transformers adds it
         tokenizer = dataclasses.replace(tokenizer, text_begin=() if bos is None else (bos,))
     return dataclasses.replace(
         tokenizer,
         bos=bos,
         fingerprint=fingerprint,
-        ends=tuple(sorted(known - {tokenizer.boundary})),
+        ends=_ends(tokenizer, beside, config, path),
         beside=beside,
         template=find_template(beside, path),
     )

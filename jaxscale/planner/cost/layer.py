@@ -178,6 +178,22 @@ def _waiting(stack: StackWork, parallelism: Parallelism) -> tuple[Floats, Floats
     return counts[0] * launch, counts[1] * launch
 
 
+def _without_experts(stack: StackWork) -> StackWork:
+    """The work of a stack but that of its experts, the shared one included."""
+    shared = [one for one in stack.matmuls if one.of_shared]
+    inside = sum(one.inputs * one.share for one in shared if one.over == "inputs")
+    opened = sum(one.features * one.share for one in shared if one.over == "outputs")
+    return replace(
+        stack,
+        matmuls=tuple(one for one in stack.matmuls if not one.of_shared),
+        experts=(),
+        hidden=stack.hidden - inside,
+        opened=stack.opened - opened,
+        read=stack.read - inside,
+        made=stack.made - opened,
+    )
+
+
 def _modules(
     work: ModelWork,
     stack: StackWork,
@@ -193,18 +209,7 @@ def _modules(
         share = sum(one.flops for one in opened) / stack.matmul_flops
         recompute = recompute + ComputeSeconds(matmul=forward.matmul * share)
     if "moe" in names and stack.experts:
-        shared = [one for one in stack.matmuls if one.of_shared]
-        inside = sum(one.inputs * one.share for one in shared if one.over == "inputs")
-        opened = sum(one.features * one.share for one in shared if one.over == "outputs")
-        rest = replace(
-            stack,
-            matmuls=tuple(one for one in stack.matmuls if not one.of_shared),
-            experts=(),
-            hidden=stack.hidden - inside,
-            opened=stack.opened - opened,
-            read=stack.read - inside,
-            made=stack.made - opened,
-        )
+        rest = _without_experts(stack)
         tokens = _tokens(stack.seq_len, parallelism)
         plain = elementwise_seconds(rest, work.width, cluster, parallelism, tokens)[0]
         recompute = recompute + ComputeSeconds(

@@ -16,7 +16,6 @@ from jaxscale.config.optimizer import (
     matrix_dims,
 )
 from jaxscale.planner.memory.saved_values import values_of
-from jaxscale.planner.memory.zero_traffic import reduces_last
 from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, itemsize, select
 from jaxscale.training.tracing.traces import model_trace
 
@@ -104,7 +103,7 @@ def batch_bytes(config: Config) -> Ints:
     # accumulation groups of which the first gathers, or the last reduces, what others do not.
     several, stage = layout.zero_ranks > 1, layout.zero_stage
     gathers = several & zero_stage.shards_state(stage)
-    apart = (gathers | reduces_last(layout)) & (layout.num_groups > 1)
+    apart = (gathers | zero_stage.reduces_last(layout)) & (layout.num_groups > 1)
     each = several & zero_stage.gathers_each_pass(stage)
     read = (each | apart) & (layout.pipeline == 1)
     return found + SOURCE_BYTES * source - select(read, 0, POSITION_BYTES * (tokens + source))

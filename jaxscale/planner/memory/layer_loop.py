@@ -12,7 +12,6 @@ from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.at_rest import trained_parameters
 from jaxscale.planner.memory.experts import hidden_features, rows_of_token
 from jaxscale.planner.memory.saved_values import layer_bytes, values_of
-from jaxscale.planner.memory.zero_traffic import reduces_last
 from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, StackTrace, itemsize, select
 from jaxscale.training.tracing.traces import model_trace
 
@@ -106,7 +105,7 @@ class LayerLoop:
             source=data.global_batch_size * source // shards,
             group=group,
             single=single,
-            repeats=np.asarray(count) - keeps - reduces_last(layout) > 1,
+            repeats=np.asarray(count) - keeps - zero_stage.reduces_last(layout) > 1,
             gathers=gathers,
             keeps=keeps,
             scatters=scatters,

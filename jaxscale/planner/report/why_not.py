@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxscale.choices import divisors
@@ -194,18 +194,21 @@ def difference(before: Layout, after: Layout) -> str:
 def neighbours(query: Query, layout: Layout) -> list[Layout]:
     """Layouts on as many devices that differ in one setting, or in the sizes of two axes."""
     shard = query.planned_model.sequences // layout.batch_shards
-    changes: list[dict] = [{"microbatches": count} for count in divisors(max(1, shard))]
-    changes += [{"remat": remat} for remat in ("full", "save_matmuls", "save_all_but_attention")]
-    changes += [{"offload": offload} for offload in OFFLOADS]
-    changes += [{"zero_stage": stage} for stage in range(4)]
-    changes += [{"accumulation": "sequential"}, {"context_method": "gather"}]
+    values: dict[str, Iterable[Any]] = {
+        "microbatches": divisors(max(1, shard)),
+        "remat": ("full", "save_matmuls", "save_all_but_attention"),
+        "offload": OFFLOADS,
+        "zero_stage": range(4),
+        "accumulation": ("sequential",),
+        "context_method": ("gather",),
+    }
+    schedules = []
     if layout.pipeline > 1:
-        changes += [
-            {"schedule": name, "virtual_stages": chunks}
-            for name, chunks in itertools.product(RUNNABLE, (1, 2, 4))
-        ]
-        changes += [{"remat": f"keep:{passes}"} for passes in (1, 2, 4, 8)]
-        changes += [{"pipeline_gather": gather} for gather in PIPELINE_GATHERS]
+        values["remat"] = (*values["remat"], "keep:1", "keep:2", "keep:4", "keep:8")
+        values["pipeline_gather"] = PIPELINE_GATHERS
+        schedules = itertools.product(RUNNABLE, (1, 2, 4))
+    changes: list[dict] = [{name: value} for name in values for value in values[name]]
+    changes += [{"schedule": name, "virtual_stages": chunks} for name, chunks in schedules]
     for smaller, larger in itertools.permutations(MESH_AXES, 2):
         size = getattr(layout, smaller)
         changes += [

@@ -46,49 +46,46 @@ def search_layouts(query: Query, top: int = 10) -> SearchResult:
     Args:
       top: how many to return.
     """
-    rejected: collections.Counter[str] = collections.Counter()
+    refused = _Refused(collections.Counter(), [], [])
     messages: dict[str, str] = {}
-    sizes = enumerate_sizes(query, rejected, messages)
+    sizes = enumerate_sizes(query, refused.counts, messages)
     best: list[TimedLayout] = []
-    large = _TooLarge([], [])
     recomputed: list[LayoutBatch] = []
     considered = 0
     for options, alike in itertools.groupby(enumerate_options(query), _but_schedule):
-        pipelined = options["pipelined"]
-        combined = (combine(query, sizes, each, rejected) for each in alike)
-        batches = [layouts for layouts in combined if layouts is not None]
+        combined = (combine(query, sizes, each, refused.counts) for each in alike)
+        batches = list(filter(None, combined))
         considered += sum(map(len, batches))
-        if pipelined:
+        if options["pipelined"]:
             if options["remat"] == "full" and "remat" not in query.pins:
                 recomputed += batches
-            limit = best[-1][0] if len(best) == top else np.inf
             # Those that are too slow even without a bubble, or too large even with the least
             # buffers, need no table.
-            batches = _may_fit(query, _may_rank(query, batches, limit, rejected), rejected, large)
+            fast = _may_rank(query, batches, best[top - 1 :], refused)
+            batches = _may_fit(query, fast, refused)
         for layouts in batches:
-            pipelines = make_pipelines(query.planned_model, layouts) if pipelined else None
-            fits = _fits(query, layouts, pipelines, rejected, large)
-            if not fits.any():
-                continue
-            layouts = layouts.take(fits)
-            if pipelines:
-                pipelines = pipelines.take(fits)
-            best = _distinct([*best, *_fastest(query, layouts, pipelines, top)])[:top]
+            pipelines = (
+                make_pipelines(query.planned_model, layouts) if options["pipelined"] else None
+            )
+            best = _distinct([*best, *_fastest(query, layouts, pipelines, top, refused)])[:top]
     best = _distinct(search_partial_remat(query, recomputed, best, top))[:top]
-    late = (TOO_LARGE, TOO_LARGE_FOR_HOST, TOO_SLOW)  # reasons of layouts already counted
+    # Layouts that are already counted are refused for one of three reasons.
+    late = sum(map(refused.counts.__getitem__, (TOO_LARGE, TOO_LARGE_FOR_HOST, TOO_SLOW)))
     return SearchResult(
         layouts=[layout for _, layout in best],
         seconds=[seconds for seconds, _ in best],
-        considered=considered + rejected.total() - sum(rejected[reason] for reason in late),
-        rejected={reason: count for reason, count in rejected.most_common() if count},
-        smallest=None if best else _smallest(query, large),
+        considered=considered + refused.counts.total() - late,
+        rejected=dict((+refused.counts).most_common()),
+        smallest=None if best else _smallest(query, refused),
         messages=messages,
     )
 
 
-class _TooLarge(NamedTuple):
-    """Of each batch of layouts that do not fit on a device, the one that needs least memory."""
+class _Refused(NamedTuple):
+    """How many layouts are refused, by reason; and of each batch of layouts that do not fit on a
+    device, the one that needs least memory."""
 
+    counts: collections.Counter[str]
     measured: list[tuple[float, Layout]]  # its bytes
     bounded: list[tuple[float, LayoutBatch]]  # where no tables were made: bytes that it exceeds
 
@@ -99,21 +96,19 @@ def _but_schedule(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _may_rank(
-    query: Query, batches: list[LayoutBatch], limit: float, rejected: collections.Counter
+    query: Query, batches: list[LayoutBatch], last: list[TimedLayout], refused: _Refused
 ) -> list[LayoutBatch]:
-    """Pipelines that take no longer than `limit` seconds a step, if no rank ever idled."""
+    """Pipelines that take no longer than the last layout to show, if no rank ever idled."""
     fast = []
     for layouts, seconds in zip(batches, least_seconds(query, batches)):
-        good = seconds <= limit
-        rejected[TOO_SLOW] += int((~good).sum())
+        good = seconds <= (last[0][0] if last else np.inf)
+        refused.counts[TOO_SLOW] += int((~good).sum())
         if good.any():
             fast.append(layouts.take(good))
     return fast
 
 
-def _may_fit(
-    query: Query, batches: list[LayoutBatch], rejected: collections.Counter, large: _TooLarge
-) -> list[LayoutBatch]:
+def _may_fit(query: Query, batches: list[LayoutBatch], refused: _Refused) -> list[LayoutBatch]:
     """Pipelines that fit on a device with the least buffers.
 
     Args:
@@ -122,21 +117,17 @@ def _may_fit(
     roomy = []
     for layouts, peaks in zip(batches, least_peaks(query, batches)):
         good = peaks <= query.limit_bytes
-        rejected[TOO_LARGE] += int((~good).sum())
+        refused.counts[TOO_LARGE] += int((~good).sum())
         if good.any():
             roomy.append(layouts.take(good))
         if not good.all():
             n = int(np.where(good, np.inf, peaks).argmin())
-            large.bounded.append((float(peaks[n]), layouts.take([n])))
+            refused.bounded.append((float(peaks[n]), layouts.take([n])))
     return roomy
 
 
 def _fits(
-    query: Query,
-    layouts: LayoutBatch,
-    pipelines: PipelineBatch | None,
-    rejected: collections.Counter,
-    large: _TooLarge,
+    query: Query, layouts: LayoutBatch, pipelines: PipelineBatch | None, refused: _Refused
 ) -> np.ndarray:
     """Which layouts fit, bool [N]."""
     needs = query.planned_model.memory(
@@ -146,18 +137,18 @@ def _fits(
         np.broadcast_to(one, (len(layouts),))
         for one in (query.fits_host(needs, layouts), query.fits_device(needs), needs.peak)
     )
-    rejected[TOO_LARGE] += int((~fits).sum())
-    rejected[TOO_LARGE_FOR_HOST] += int((fits & ~fits_host).sum())
+    refused.counts[TOO_LARGE] += int((~fits).sum())
+    refused.counts[TOO_LARGE_FOR_HOST] += int((fits & ~fits_host).sum())
     if not fits.all():
         n = int(np.where(fits, np.inf, peaks).argmin())
-        large.measured.append((float(peaks[n]), layouts.layout(n)))
+        refused.measured.append((float(peaks[n]), layouts.layout(n)))
     return fits & fits_host
 
 
-def _smallest(query: Query, large: _TooLarge) -> Layout | None:
+def _smallest(query: Query, refused: _Refused) -> Layout | None:
     """The layout that needs least memory, of those that do not fit."""
-    found, model = sorted(large.measured, key=lambda one: one[0])[:1], query.planned_model
-    for bound, layouts in sorted(large.bounded, key=lambda one: one[0]):
+    found, model = sorted(refused.measured, key=lambda one: one[0])[:1], query.planned_model
+    for bound, layouts in sorted(refused.bounded, key=lambda one: one[0]):
         if found and bound >= found[0][0]:
             break
         buffers = batch_buffers(make_pipelines(model, layouts))
@@ -167,8 +158,17 @@ def _smallest(query: Query, large: _TooLarge) -> Layout | None:
 
 
 def _fastest(
-    query: Query, layouts: LayoutBatch, pipelines: PipelineBatch | None, top: int
+    query: Query,
+    layouts: LayoutBatch,
+    pipelines: PipelineBatch | None,
+    top: int,
+    refused: _Refused,
 ) -> list[TimedLayout]:
+    """Those that fit."""
+    fits = _fits(query, layouts, pipelines, refused)
+    if not fits.any():
+        return []
+    layouts, pipelines = layouts.take(fits), pipelines and pipelines.take(fits)
     seconds = batch_step_seconds(query, layouts, pipelines)
     order = np.argsort(seconds, kind="stable")[:top]
     return [(float(seconds[n]), layouts.layout(int(n))) for n in order]

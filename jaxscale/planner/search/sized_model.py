@@ -233,15 +233,11 @@ class SizedModel:
 
     def _dimensions(self, layout: Layout) -> Iterator[str]:
         shape, sizes = self.shape, layout.sizes
-        over = {
-            "tensor": ("heads", "kv_heads", "d_ff", "expert_ff", "shared_ff", "vocab"),
-            "expert": ("experts",),
-        }
+        names = ["heads", "kv_heads", "d_ff", "expert_ff", "shared_ff", "vocab"]
         if shape.latent:  # keys and values of all heads come from one vector
-            over["tensor"] = tuple(name for name in over["tensor"] if name != "kv_heads")
-        found = [
-            (axis, name, getattr(shape, name)) for axis, names in over.items() for name in names
-        ]
+            names.remove("kv_heads")
+        found = [("tensor", name, getattr(shape, name)) for name in names]
+        found.append(("expert", "experts", shape.experts))
         if shape.mixer:
             found.append(("tensor", "mixer.heads", shape.mixer.heads))
         for axis, name, size in found:

@@ -134,6 +134,13 @@ class Query:
         return self.planned_model.work
 
 
+def _cannot_overlap(layout: Layout, microbatch: int) -> str:
+    """Why a layout's overlaps have nothing to overlap, "" if they do."""
+    if layout.overlap_experts and (microbatch == 1 or layout.expert == 1):
+        return NO_HALVES
+    return NO_RING if layout.overlap_tensor and layout.tensor == 1 else ""
+
+
 def enumerate_sizes(
     query: Query, rejected: collections.Counter, messages: dict[str, str]
 ) -> LayoutBatch | None:
@@ -165,10 +172,8 @@ def enumerate_sizes(
             for count in _pinned(query.pins, "microbatches", divisors(batch)):
                 if batch % count:
                     rejected[model.batch_reason] += 1
-                elif layout.overlap_experts and (batch == count or layout.expert == 1):
-                    rejected[NO_HALVES] += 1
-                elif layout.overlap_tensor and layout.tensor == 1:
-                    rejected[NO_RING] += 1
+                elif reason := _cannot_overlap(layout, batch // count):
+                    rejected[reason] += 1
                 else:
                     rows.append((*sizes, across, stage, count))
     if not rows:

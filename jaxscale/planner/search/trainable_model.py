@@ -221,19 +221,22 @@ class TrainableModel:
             config = self.with_layout(layout)
         except ValueError as error:
             return "not available in this version", str(error)
-        for check, reason in (
-            (check_divides, self.batch_reason),
-            (check_overlap, sized_model.NO_HALVES),
-            (check_pipeline_gather, sized_model.NO_SHARDS),
-            (check_ring, sized_model.NO_RING),
-            (check_spread_attention, NO_SPREAD),
-            (check_ulysses, sized_model.NO_HEADS),
-            (check_sequence, "data.seq_len does not split"),
-            (check_tensor_rows, "not available in this version"),
-            (check_parameters, "a dimension of the model does not divide"),
-        ):
+        layout, model, data = config.layout, config.model, config.data
+        rows = data.global_batch_size
+        checks = {
+            self.batch_reason: functools.partial(check_divides, layout, rows),
+            sized_model.NO_HALVES: functools.partial(check_overlap, layout, rows),
+            sized_model.NO_SHARDS: functools.partial(check_pipeline_gather, layout),
+            sized_model.NO_RING: functools.partial(check_ring, layout),
+            NO_SPREAD: functools.partial(check_spread_attention, layout, model.attention),
+            sized_model.NO_HEADS: functools.partial(check_ulysses, layout, model),
+            "data.seq_len does not split": functools.partial(check_sequence, layout, data),
+            "not available in this version": functools.partial(check_tensor_rows, layout, model),
+            "a dimension of the model does not divide": functools.partial(check_parameters, config),
+        }
+        for reason, check in checks.items():
             try:
-                check(config)
+                check()
             except ValueError as error:
                 return reason, str(error)
         return "", ""

@@ -26,6 +26,7 @@ from jaxscale.run.setup.layout_bytes import (
     leaf_bytes,
     tree_bytes,
 )
+from jaxscale.sharding.model_trace import ParamShape
 from jaxscale.sharding.resolve import is_axes, layer_rules, leaf_name
 from jaxscale.sharding.rules import Axes
 from jaxscale.sharding.zero import Zero
@@ -91,6 +92,13 @@ def _tensor(layout: Layout) -> list[tuple[str, str]]:
     return [("tensor", f"gathered and scattered in {layout.tensor - 1} sends beside the matmuls")]
 
 
+def _muon_flops(array: ParamShape) -> int:
+    """FLOPs of the update of a layer's matrix; 0 of a vector."""
+    if not (pair := [math.prod(side) for side in sides(array)]):
+        return 0
+    return 5 * (4 * min(pair) ** 2 * max(pair) + 2 * min(pair) ** 3)
+
+
 def _optimizer(engine: Engine) -> list[tuple[str, str]]:
     """FLOPs of Muon's update on each device, of a decoder without experts."""
     settings = engine.config.model
@@ -100,15 +108,12 @@ def _optimizer(engine: Engine) -> list[tuple[str, str]]:
     if engine.config.optimizer.name != "muon" or not counted:
         return []
     sizes, model = engine.layout.sizes, engine.config.model
-    stack = next(leaf for name, _, leaf in _leaves(engine) if name.startswith("layers/"))
-    rows = stack.shape[0]
+    rows = jax.tree.leaves(engine.abstract_state.params["layers"])[0].shape[0]
     rules = layer_rules(sizes, rows)
     over = [axis for axis in (rules[-1]["layers"] if rules else ()) if sizes[axis] > 1]
     each = math.ceil(rows / math.prod(sizes[axis] for axis in over or ["pipeline"]))
     flops = sum(
-        5 * (4 * min(pair) ** 2 * max(pair) + 2 * min(pair) ** 3)
-        for array in model_trace(model).parameters
-        if array.part == "layers" and (pair := [math.prod(side) for side in sides(array)])
+        map(_muon_flops, (one for one in model_trace(model).parameters if one.part == "layers"))
     )
     where = f", split over {' x '.join(over)}" if over else ""
     return [

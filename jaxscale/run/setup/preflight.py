@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxscale.config import Config
+from jaxscale.config import Config, RunConfig
 from jaxscale.config.layout import Layout, resolve_sizes
 from jaxscale.config.model import ModelConfig
 from jaxscale.distributed import processes
@@ -56,12 +56,14 @@ class Finding:
 
 def examine_run(config: Config, workdir: pathlib.Path) -> list[Finding]:
     """All checks, for a run of this config in this folder; every process makes the same call."""
+    counted = isinstance(config.model, ModelConfig)  # there are formulas
+    whole, once = (whole_state_bytes(config), unchanged_bytes(config)) if counted else (0, 0)
     return [
         *_hosts(),
-        *_collectives(config),
-        *_storage(config, workdir),
+        *_collectives(config.layout, config.data.global_batch_size),
+        *_storage(workdir, config.run, whole, once),
         *_object_store(workdir),
-        _host_memory(config),
+        _host_memory(whole),
     ]
 
 
@@ -83,14 +85,12 @@ def _hosts() -> Iterator[Finding]:
     yield Finding("devices", f"{jax.device_count()}, {jax.local_device_count()} per process")
 
 
-def _collectives(config: Config) -> Iterator[Finding]:
+def _collectives(layout: Layout, batch: int) -> Iterator[Finding]:
     """A sum of 4 MiB over each axis of the mesh, the second time it runs, beside what it should
     take on devices that the planner knows."""
-    layout = resolve_sizes(config.layout, jax.device_count())
+    layout = resolve_sizes(layout, jax.device_count())
     mesh, device = make_mesh(layout), jax.devices()[0]
-    expected = expected_seconds(
-        layout, config.data.global_batch_size, device.device_kind, device.platform
-    )
+    expected = expected_seconds(layout, batch, device.device_kind, device.platform)
     array = jnp.ones(COLLECTIVE_BYTES // 4, jnp.float32)
     for axis, size in layout.sizes.items():
         if size == 1:
@@ -134,8 +134,13 @@ def expected_seconds(
     }
 
 
-def _storage(config: Config, workdir: pathlib.Path) -> Iterator[Finding]:
-    """Writes and reads 64 MiB in the run's folder."""
+def _storage(workdir: pathlib.Path, run: RunConfig, whole: float, once: float) -> Iterator[Finding]:
+    """Writes and reads 64 MiB in the run's folder.
+
+    Args:
+      whole: bytes of a checkpoint.
+      once: those of them that several checkpoints have once.
+    """
     probe = workdir / f".preflight_{jax.process_index()}"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -158,12 +163,11 @@ def _storage(config: Config, workdir: pathlib.Path) -> Iterator[Finding]:
         advice if slowest else "give another --workdir",
     )
     if not error:
-        free, run = shutil.disk_usage(workdir).free, config.run
+        free = shutil.disk_usage(workdir).free
         kept = run.keep_last + run.keep_best + 1  # the new one is whole before an old one goes
         if run.keep_every:
             kept += run.steps // run.keep_every
-        once = _unchanged_bytes(config)
-        needs = kept * (_state_bytes(config) - once) + once
+        needs = kept * (whole - once) + once
         yield Finding(
             "disk",
             f"{gigabytes(free)} free, {kept} checkpoints take {gigabytes(needs)}",
@@ -194,21 +198,11 @@ def _object_store(workdir: pathlib.Path) -> Iterator[Finding]:
     )
 
 
-def _host_memory(config: Config) -> Finding:
+def _host_memory(state_bytes: float) -> Finding:
     """A save copies the state to the hosts, each its share."""
-    memory, share = host_memory_bytes(), _state_bytes(config) / jax.process_count()
+    memory, share = host_memory_bytes(), state_bytes / jax.process_count()
     return Finding(
         "host memory",
         f"{gigabytes(memory)}, a save copies {gigabytes(share)}",
         "" if 2 * share < memory else "train on more hosts, or with smaller moments",
     )
-
-
-def _state_bytes(config: Config) -> float:
-    """The bytes of a checkpoint; 0 for a model without formulas."""
-    return whole_state_bytes(config) if isinstance(config.model, ModelConfig) else 0
-
-
-def _unchanged_bytes(config: Config) -> float:
-    """Those that several checkpoints have once; 0 for a model without formulas."""
-    return unchanged_bytes(config) if isinstance(config.model, ModelConfig) else 0

@@ -14,8 +14,8 @@ from jaxscale.checkpoints.differences import describe_difference
 from jaxscale.checkpoints.errors import DamagedError
 from jaxscale.checkpoints.restore import check_fits, restore
 from jaxscale.checkpoints.tiers import Checkpoints, Found
-from jaxscale.config import Config
-from jaxscale.config.model import ModelConfig
+from jaxscale.config import DataConfig
+from jaxscale.config.model import ModelConfig, ModelSettings
 from jaxscale.config.optimizer import OptimizerConfig
 from jaxscale.data.dataset import Examples
 from jaxscale.data.skipped_ranges import with_ranges
@@ -31,7 +31,6 @@ log = logging.getLogger("jaxscale")
 
 def resume(
     found: Found,
-    config: Config,
     engine: Engine,
     checkpoints: Checkpoints,
     text: Text,
@@ -45,7 +44,7 @@ def resume(
       ValueError: the checkpoint is of another run; or none is intact.
       DamagedError: with `refuse_damaged`, when one is.
     """
-    resolved = configs.to_dict(config)
+    config, resolved = engine.config, configs.to_dict(engine.config)
     found, state = _read(checkpoints, found, engine, resolved, refuse_damaged)
     step, metadata = found.step, found.metadata
     state = engine.placement.from_canonical(state, donate=True)
@@ -55,13 +54,15 @@ def resume(
     log.info(f"resuming at step {step} of {config.run.steps}")
     for line in describe_difference(metadata["config"], resolved):
         log.info(f"  changed since: {line}")
-    if not engine.own_optimizer and (change := rate_change(metadata["config"], config, step)):
+    if not engine.own_optimizer and (
+        change := rate_change(metadata["config"], config.optimizer, config.run.steps, step)
+    ):
         log.info(f"  {change}")
     tokenizer = with_stop_ids(text.tokenizer, metadata["data"].get("stop_ids", ()))
     return step, state, dataclasses.replace(text, train=train, tokenizer=tokenizer)
 
 
-def check_same_examples(found: Found, config: Config) -> None:
+def check_same_examples(found: Found, data: DataConfig) -> None:
     """Refuses, before text is read or anything compiled, settings with which a run that resumes
     would see other examples.
 
@@ -71,7 +72,7 @@ def check_same_examples(found: Found, config: Config) -> None:
     before = found.metadata["config"].get("data", {})
     keys = ("global_batch_size", "seq_len", "target_len", "seed", "heldout", "objective")
     for key in (*keys, "text_begin"):
-        now = getattr(config.data, key)
+        now = getattr(data, key)
         if before.get(key, now) != now:
             raise ValueError(
                 f"checkpoint {found.step} was trained with data.{key} = {before[key]!r}, and this "
@@ -80,21 +81,21 @@ def check_same_examples(found: Found, config: Config) -> None:
             )
 
 
-def with_stored_type(config: Config, saved: Mapping[str, Any]) -> Config:
-    """The config with the type in which a run that has begun stores the weights that adapters
+def with_stored_type(model: ModelSettings, saved: Mapping[str, Any]) -> ModelSettings:
+    """The model with the type in which a run that has begun stores the weights that adapters
     freeze; `ModelConfig` chooses that of a new one.
 
     Args:
       saved: the config of a checkpoint, {} of a new run.
     """
     stored = saved.get("model", {}).get("param_dtype")
-    if not (stored and config.model.lora_rank) or stored == config.model.param_dtype:
-        return config
+    if not (stored and model.lora_rank) or stored == model.param_dtype:
+        return model
     log.info(f"model.param_dtype = {stored!r}, as when the run started")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, param_dtype=stored))
+    return dataclasses.replace(model, param_dtype=stored)
 
 
-def check_same_model(found: Found, config: Config) -> None:
+def check_same_model(found: Found, model: ModelConfig) -> None:
     """Refuses settings with which the checkpoint's weights would mean another model; those of a
     family of one's own are its own business.
 
@@ -102,8 +103,8 @@ def check_same_model(found: Found, config: Config) -> None:
       ValueError: with a line for each setting that differs.
     """
     before = found.metadata["config"].get("model", {})
-    now = json.loads(json.dumps(configs.to_dict(config)["model"]))  # with lists, as the other
-    shipped = {field.name for field in dataclasses.fields(ModelConfig)} - may_differ(config.model)
+    now = json.loads(json.dumps(configs.read_settings(model)))  # with lists, as the other
+    shipped = {field.name for field in dataclasses.fields(ModelConfig)} - may_differ(model)
     lines = [
         f"model.{name} = {now[name]!r} here, {before[name]!r} there"
         for name in sorted(shipped & now.keys() & before.keys())
@@ -114,9 +115,7 @@ def check_same_model(found: Found, config: Config) -> None:
         raise ValueError("\n  ".join([title, *lines]))
 
 
-def check_same_state(
-    found: Found, config: Config, engine: Engine, checkpoints: Checkpoints
-) -> None:
+def check_same_state(found: Found, engine: Engine, checkpoints: Checkpoints) -> None:
     """Refuses settings, such as another optimizer, with which the checkpoint holds other arrays.
 
     Raises:
@@ -124,15 +123,15 @@ def check_same_state(
         array, and for each setting that differs.
     """
     before, now = found.metadata.get("own_optimizer"), engine.own_optimizer
+    resolved = configs.to_dict(engine.config)
     if before not in (None, now):
         change = "pass the same optimizer= to open_trainer" if before else "leave optimizer= out"
         raise ValueError(
             f"checkpoint {found.step} was trained with {_rule(before, found.metadata['config'])}, "
-            f"and this run has {_rule(now, configs.to_dict(config))}; {change}, or start a new "
+            f"and this run has {_rule(now, resolved)}; {change}, or start a new "
             "--workdir, whose model.init_from can name this run's"
         )
     wanted, without = _wanted(checkpoints, found.step, engine)
-    resolved = configs.to_dict(config)
     check_fits(checkpoints, found.step, wanted, config=resolved, without=without)
 
 

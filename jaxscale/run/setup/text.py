@@ -10,7 +10,8 @@ import jax
 from jaxscale import config as configs
 from jaxscale import run_folder
 from jaxscale.choices import check_kind
-from jaxscale.config import Config
+from jaxscale.config import Config, DataConfig
+from jaxscale.config.model import ModelSettings
 from jaxscale.data.dataset import Dataset, Examples, open_validation
 from jaxscale.data.mixture import open_examples
 from jaxscale.data.tokens.corpus import open_corpus
@@ -79,8 +80,8 @@ def open_tokenizer(config: Config, workdir: pathlib.Path) -> Tokenizer:
             f"{path} is missing: the byte pairs of data.tokenizer = {name!r} that the run was "
             "trained with; restore the file"
         )
-    tokenizer = _kept(config, workdir) or load_tokenizer(name, directory=workdir, keep=True)
-    return _fitting(tokenizer, config)
+    tokenizer = _kept(name, workdir) or load_tokenizer(name, directory=workdir, keep=True)
+    return _fitting(tokenizer, config.data, config.model)
 
 
 def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
@@ -97,7 +98,7 @@ def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
             f"{data.seq_len} tokens, and a decoder; set data.target_len, the tokens that it "
             f"writes, and data.objective to {' or '.join(configs.PAIRED_OBJECTIVES)}"
         )
-    tokenizer = _kept(config, workdir) or load_tokenizer(
+    tokenizer = _kept(data.tokenizer, workdir) or load_tokenizer(
         data.tokenizer,
         data.source,
         workdir,
@@ -107,7 +108,7 @@ def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
         # processes that of the first, which has just saved it.
         keep=bool(local_steps(workdir / CHECKPOINTS)) or not processes.first_of_all(),
     )
-    tokenizer = _fitting(tokenizer, config)
+    tokenizer = _fitting(tokenizer, data, config.model)
     if data.tokenizer.startswith("bpe:"):
         save_tokenizer(tokenizer, workdir)
     corpus = open_corpus(data.source, tokenizer, workdir / "tokens")
@@ -120,13 +121,13 @@ def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
     heldout = None
     if data.heldout or (config.run.eval_every and not data.validation):
         heldout = open_examples(data, tokenizer, corpus, split="heldout", vocab_size=size)
-    validation = open_validation_sets(config, workdir, tokenizer)
+    validation = open_validation_sets(data, size, workdir, tokenizer)
     verification += [one.stream.corpus.verify(*share) for one in validation.values()]
     return Text(tokenizer, train, heldout, validation, turn_ends, tuple(verification))
 
 
 def open_validation_sets(
-    config: Config, workdir: pathlib.Path, tokenizer: Tokenizer
+    data: DataConfig, vocab_size: int | None, workdir: pathlib.Path, tokenizer: Tokenizer
 ) -> dict[str, Dataset]:
     """The sets of `data.validation` by name, without the text of training.
 
@@ -135,45 +136,41 @@ def open_validation_sets(
     """
     return {
         source.name: open_validation(
-            config.data,
-            source,
-            tokenizer,
-            workdir / "validation" / source.name,
-            vocab_size=config.model.vocab_size,
+            data, source, tokenizer, workdir / "validation" / source.name, vocab_size=vocab_size
         )
-        for source in config.data.validation
+        for source in data.validation
     }
 
 
-def keep_tokenizer(config: Config, tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
+def keep_tokenizer(origin: str, tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
     """Writes the tokenizer of a new run into its folder, with the special tokens of the model that
     it starts from, so that the folder can be moved, and exported to Hugging Face's format."""
     if tokenizer.file:
         save_tokenizer(tokenizer, workdir)
-    if origin := config.model.init_from:
+    if origin:
         copy_special_ids(run_folder.folder_of(origin), workdir)
 
 
-def _kept(config: Config, workdir: pathlib.Path) -> Tokenizer | None:
+def _kept(name: str, workdir: pathlib.Path) -> Tokenizer | None:
     """The tokenizer that a run has in its folder, if its name is that of a file."""
-    kept = run_folder.kept_tokenizer(config.data.tokenizer, workdir)
-    return from_file(str(kept), config.data.tokenizer) if kept else None
+    kept = run_folder.kept_tokenizer(name, workdir)
+    return from_file(str(kept), name) if kept else None
 
 
-def _fitting(tokenizer: Tokenizer, config: Config) -> Tokenizer:
-    tokenizer = without_unread(tokenizer, config.model.vocab_size)
-    tokenizer = begin_texts(tokenizer, config.data.text_begin)
-    if tokenizer.vocab_size > config.model.vocab_size:
+def _fitting(tokenizer: Tokenizer, data: DataConfig, model: ModelSettings) -> Tokenizer:
+    tokenizer = without_unread(tokenizer, model.vocab_size)
+    tokenizer = begin_texts(tokenizer, data.text_begin)
+    if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
-            f"model.vocab_size = {config.model.vocab_size} is smaller than the "
-            f"{tokenizer.vocab_size} tokens of data.tokenizer = {config.data.tokenizer!r}; set "
+            f"model.vocab_size = {model.vocab_size} is smaller than the "
+            f"{tokenizer.vocab_size} tokens of data.tokenizer = {data.tokenizer!r}; set "
             f"model.vocab_size = {tokenizer.vocab_size}"
         )
-    dropped = config.model.dropped_token
-    if config.data.objective == "masked" and dropped not in (-1, tokenizer.mask):
+    dropped = model.dropped_token
+    if data.objective == "masked" and dropped not in (-1, tokenizer.mask):
         raise ValueError(
             f"model.dropped_token = {dropped} is not the mask of data.tokenizer = "
-            f"{config.data.tokenizer!r}, which is {tokenizer.mask}; set model.dropped_token = "
+            f"{data.tokenizer!r}, which is {tokenizer.mask}; set model.dropped_token = "
             f"{-1 if tokenizer.mask is None else tokenizer.mask}"
         )
     return tokenizer

@@ -65,6 +65,11 @@ class Visit(NamedTuple):
         """Whether a step visits each layer once."""
         return self.first and self.last
 
+    @property
+    def last_of_several(self) -> bool:
+        """Whether gradients of earlier visits are added."""
+        return self.last and not self.first
+
 
 @dataclass(frozen=True)
 class Loop:

@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from jaxscale.config import Config
 from jaxscale.config.layout import Layout
 from jaxscale.config.model import ModelConfig
 from jaxscale.sharding.layout_checks import check_tensor_rows
@@ -36,6 +35,5 @@ def test_a_model_that_they_are_not_defined_for(settings, said):
 
 
 def test_rows_of_tensor_are_refused():
-    config = Config(model=ModelConfig(**OWN), layout=Layout(tensor=4, tensor_rows=2))
     with pytest.raises(ValueError, match=r"model.prediction_depth = 1 is not available in this"):
-        check_tensor_rows(config)
+        check_tensor_rows(Layout(tensor=4, tensor_rows=2), ModelConfig(**OWN))

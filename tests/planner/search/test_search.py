@@ -460,9 +460,9 @@ def test_the_trainers_checks_of_a_spread_sequence_are_the_searchs():
 
 def check_spread_attention_or_heads(config, method):
     """As the trainer does, for eight ranks of context."""
-    config = dataclasses.replace(config, layout=Layout(context=8, context_method=method))
-    check_ulysses(config)
-    attention_name(config, "gpu")
+    layout = Layout(context=8, context_method=method)
+    check_ulysses(layout, config.model)
+    attention_name(layout, config.model, config.data, "gpu")
 
 
 def test_rings_are_for_meshes_without_a_pipeline():

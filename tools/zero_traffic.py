@@ -7,7 +7,7 @@ attention and of gradients over `context`, which the compiler writes, and reduct
 not included.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import Layout
 from jaxscale.sharding.model_trace import ParamShape, itemsize
 from jaxscale.training.tracing.traces import model_trace
+
+Sent = tuple[ParamShape, int]
+"""An array of which so many layers are sent as one."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,6 @@ class ZeroTraffic:
     axes: tuple[str, ...]
     arrays: int  # per step, each repetition counted
     num_bytes: int  # of the whole arrays: gathered, or before the scatter
-
-
-def reduces_last(layout: Layout) -> Any:
-    """Whether the last of several visits reduces what the others do not."""
-    return zero_stage.remains(layout.zero_stage, layout.fsdp, layout.data * layout.expert)
 
 
 def step_traffic(config: Config) -> list[ZeroTraffic]:
@@ -51,53 +49,52 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
     layer = [array for array in arrays if array.part == "layers"]
     stacks = [(array, layers if array.part == "layers" else 1) for array in arrays]
 
-    zero = ["fsdp", "context"]
-    count = layout.num_groups
-    found = []
-
-    def add(what, kind, axes, sent: Iterable[tuple[ParamShape, int]], times, width, *, parts=1):
-        axes = tuple(axis for axis in axes if getattr(layout, axis) > 1)
-        sent = list(sent)
-        if not axes or not sent:
-            return
-        sizes = [
-            repeats * array.shard_size(layout, over_fsdp=False) // parts for array, repeats in sent
-        ]
-        found.append(ZeroTraffic(what, kind, axes, len(sent) * times, sum(sizes) * times * width))
-
-    def over_embed(sent, wanted=True):
+    def over_embed(sent: list[Sent], wanted: bool = True) -> list[Sent]:
         return [item for item in sent if ("embed" in item[0].axes) == wanted]
 
+    count, zero = layout.num_groups, ("fsdp", "context")
     visits = [(array, 1) for array in layer for _ in range(layers)] + once
-    shards, scatters = zero_stage.shards_state(stage), zero_stage.scatters(stage)
-    if shards:
+    left = visits if count == 1 or zero_stage.reduces_last(layout) else stacks
+    rows: list[tuple[Any, ...]] = [
+        ("whole gradients", "all-reduce", ("data", "fsdp"), left, 1, reduced, 1)
+    ]
+    if zero_stage.shards_state(stage):
         # A tied head is the embedding where what is gathered is kept.
         kept = not zero_stage.gathers_each_pass(stage)
         passes = [(array, 1) for array in layer for _ in range(layers if kept else 2 * layers - 1)]
-        times = 1 if kept else count
-        read = outer if kept else once
-        add("weights of layers", "all-gather", zero, over_embed(passes), times, compute)
-        add("weights of embedding and head", "all-gather", zero, over_embed(read), times, compute)
-        add(
-            "gradients of each visit" if scatters else "gradients of the last visit",
-            "reduce-scatter",
-            ["fsdp"],
-            over_embed(visits),
-            count if scatters else 1,
-            reduced,
-            parts=layout.context,
-        )
-    left = visits if count == 1 or reduces_last(layout) else stacks
-    if shards:
-        add(
-            "gradient shards",
-            "all-reduce",
-            ["data"],
-            over_embed(left),
-            1,
-            reduced,
-            parts=layout.zero_ranks,
-        )
-        left = over_embed(left, wanted=False)
-    add("whole gradients", "all-reduce", ["data", "fsdp"], left, 1, reduced)
-    return found
+        times, read = (1, outer) if kept else (count, once)
+        reduces = count if zero_stage.scatters(stage) else 1
+        made, parts = over_embed(visits), layout.context
+        whole = over_embed(left, wanted=False)
+        rows = [
+            ("weights of layers", "all-gather", zero, over_embed(passes), times, compute, 1),
+            ("weights of the rest", "all-gather", zero, over_embed(read), times, compute, 1),
+            ("gradients", "reduce-scatter", ("fsdp",), made, reduces, reduced, parts),
+            (
+                "gradient shards",
+                "all-reduce",
+                ("data",),
+                over_embed(left),
+                1,
+                reduced,
+                layout.zero_ranks,
+            ),
+            ("whole gradients", "all-reduce", ("data", "fsdp"), whole, 1, reduced, 1),
+        ]
+    found = [_collective(layout, *row) for row in rows]
+    return [one for one in found if one.axes and one.arrays]
+
+
+def _collective(
+    layout: Layout,
+    what: str,
+    kind: str,
+    axes: Sequence[str],
+    sent: list[Sent],
+    times: int,
+    width: int,
+    parts: int,
+) -> ZeroTraffic:
+    axes = tuple(axis for axis in axes if layout.sizes[axis] > 1)
+    sizes = [repeats * one.shard_size(layout, over_fsdp=False) // parts for one, repeats in sent]
+    return ZeroTraffic(what, kind, axes, len(sent) * times, sum(sizes) * times * width)
