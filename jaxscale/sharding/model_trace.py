@@ -152,6 +152,16 @@ class ModelTrace:
             for array in self.parameters
         )
 
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the vocabulary, padding included; 0 without one."""
+        rows = [
+            array.shape[array.axes.index("vocab")]
+            for array in self.parameters
+            if "vocab" in array.axes
+        ]
+        return max(rows, default=0)
+
     def experts_of(self, stack: str) -> tuple[bool, ...]:
         """For each layer of the model in a layer of a stack, whether it has experts."""
         arrays = [array for array in self.parameters if array.part == stack]
@@ -430,8 +440,14 @@ class StackSaved:
 
     name: str
     length: int  # tokens of a sequence
+    width: int  # features of each that layers hand on
     rows: float  # of its experts, for a token, with all experts on a rank
     values: tuple[SavedValue, ...]
+    live: float = 0.0
+    """Of custom models, bytes that the backward pass of a layer computes and has at once, for a
+    sequence."""
+    live_forward: float = 0.0
+    heads: int = 0  # of attention, in such a layer
 
 
 @dataclass(frozen=True)
@@ -439,6 +455,7 @@ class SavedValues:
     """What the layers of a model save, under one remat policy."""
 
     stacks: tuple[StackSaved, ...]
+    extra_bytes: int = 0  # of a sequence's `Batch.extras`
 
     def of(self, stack: str) -> StackSaved:
         """Those of a stack."""

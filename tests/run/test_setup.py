@@ -130,13 +130,6 @@ def test_a_step_without_room_is_refused_before_anything_is_compiled(tmp_path, mo
         trainer.open_trainer(config, tmp_path, skip_memory_check=True)
 
 
-@pytest.mark.parametrize("family", ["docs.my_model:MyModel", "tests.models.mixer:make"])
-def test_no_layout_is_planned_for_a_model_of_ones_own(family):
-    config = configs.from_dict({"model": {"family": family}, "layout": {"schedule": "auto"}})
-    with pytest.raises(ValueError, match=f"there are none for model.family = '{family}'"):
-        planned(config)
-
-
 @pytest.mark.parametrize(
     ("layout", "batch", "expected"),
     [

@@ -265,11 +265,6 @@ class ModelConfig(
         """The setting that counts the rows of learned positions, "" where there are none."""
         return "max_seq_len" if self.positions == "learned" else ""
 
-    @property
-    def has_formulas(self) -> bool:
-        """Whether the planner has formulas for the model's memory and time."""
-        return not is_own_family(self.family)
-
     # What a layer does.
 
     @property

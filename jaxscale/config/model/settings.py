@@ -48,8 +48,10 @@ class ModelSettings:
     rope_scaling = "none"
     lora_rank = 0
     prediction_depth = 0
+    relative_bias = "none"
+    capacity_factor = 0.0
+    dense_layers = 0
     dropped_token = -1  # the id whose embedding is zero
-    has_formulas = False  # of the planner, for the model's memory and time
 
     def __post_init__(self) -> None:
         check_choice("model.attention", self.attention, ATTENTIONS)

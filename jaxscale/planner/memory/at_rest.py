@@ -15,6 +15,7 @@ from jaxscale.config.optimizer import (
     find_group,
     matrix_dims,
 )
+from jaxscale.planner.memory.saved_values import values_of
 from jaxscale.planner.memory.zero_traffic import reduces_last
 from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, itemsize, select
 from jaxscale.training.tracing.traces import model_trace
@@ -97,7 +98,7 @@ def batch_bytes(config: Config) -> Ints:
     tokens = data.global_batch_size * data.output_len // shards
     found = (BATCH_BYTES + FURTHER_BYTES * config.model.prediction_depth) * tokens + COUNT_BYTES
     if not config.model.num_encoder_layers:
-        return found
+        return found + data.global_batch_size * values_of(config, "full").extra_bytes // shards
     source = data.global_batch_size * data.seq_len // shards
     # Nothing reads positions but barriers: before the layer loop gathers weights, and between
     # accumulation groups of which the first gathers, or the last reduces, what others do not.

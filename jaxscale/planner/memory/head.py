@@ -13,26 +13,28 @@ from jaxscale.planner.memory.layer_loop import (
 )
 from jaxscale.planner.memory.transients import Transients
 from jaxscale.sharding.model_trace import Ints, maximum, select
+from jaxscale.training.tracing.traces import model_trace
 
 
 def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Logits of a chunk, the output matrix with its gradient, and the stream."""
     model, layout = config.model, config.layout
-    vocab, matrix = model.padded_vocab_size // layout.tensor_columns, head_elements(config)
+    vocab = model_trace(model).vocab_rows // layout.tensor_columns
+    matrix = head_elements(config)
     gradient = head_gradient_elements(config)
-    features = model.d_model if transients.in_place else 0  # as `training.kernels` has it on a GPU
+    features = loop.width if transients.in_place else 0  # as `training.kernels` has it on a GPU
     chunks = -(-loop.tokens // loss_chunk_tokens(vocab, features))
     logits = loop.tokens * vocab // chunks
     together = loop.group > 1
     # Input, normalised, transposed, and its gradient; gathered over tensor.
-    stream = 5 * loop.compute * loop.tokens * model.d_model // layout.tensor_rows
+    stream = 5 * loop.compute * loop.tokens * loop.width // layout.tensor_rows
     stream = stream + select(together, 2 * loop.group * stream_bytes(config, loop))
     group_sum = select(together, loop.accumulated * gradient)
     if transients.in_place:
         # In each of several passes the loop over chunks begins with zeros that the embedding's
         # gradient begins with, too: the compiler keeps them. Not where the two are tied.
         again = loop.scatters & loop.repeats & (layout.pipeline == 1)
-        again = again & (chunks > 1) & (not model.tied_embeddings)
+        again = again & (chunks > 1) & (not model_trace(model).borrowed)
         zeros = select(again, loop.accumulated * gradient_elements(config, "embed"))
         piped = layout.pipeline > 1
         fused = _fused_bytes(loop, chunks, logits, matrix, gradient, piped)

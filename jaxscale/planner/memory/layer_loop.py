@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import Config, zero_stage
+from jaxscale.config.model import is_own_family
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.at_rest import trained_parameters
 from jaxscale.planner.memory.experts import hidden_features, rows_of_token
@@ -25,6 +26,9 @@ class LayerLoop:
     turn: tuple[bool, ...]  # of each layer of the model in one of the stack: whether with experts
     num_layers: int  # of the stack
     length: int  # tokens of a sequence
+    width: int  # features of each that layers hand on
+    heads: int  # of attention
+    is_custom: bool  # whether its layers are those of a custom model
     tokens: Ints  # of a micro-batch on a device, of all tensor ranks together
     rows: Ints  # of the experts of a rank, that tokens of a micro-batch are in; 0: no experts
     source: Ints  # tokens that its cross attention reads, counted likewise; 0 where it has none
@@ -64,12 +68,16 @@ class LayerLoop:
         scatters = several & zero_stage.leaves_shards(stage, single)
         shards = layout.batch_shards * layout.microbatches * layout.context
         data = config.data
-        length = values_of(config, "full").of(stack.name).length
-        source = data.seq_len if stack.name == "decoder" else 0
+        saved, custom = values_of(config, "full").of(stack.name), is_own_family(config.model.family)
+        length = saved.length
+        crosses = stack.name == "decoder" and config.model.num_encoder_layers
+        source = data.seq_len if crosses else 0
         tokens = data.global_batch_size * length // shards
         rows_here, turn = 0, model_trace(config.model).experts_of(stack.name)
         if any(turn):
-            rows_here = tokens * rows_of_token(config.model, layout, length)
+            known = config.model.num_experts > 0
+            each = rows_of_token(config.model, layout, length) if known else saved.rows
+            rows_here = tokens * each
         sums = sum(
             count * gradient_elements(config, part, scatters) for part, count in rows.items()
         )
@@ -90,6 +98,9 @@ class LayerLoop:
             turn=turn,
             num_layers=stack.num_layers,
             length=length,
+            width=saved.width,
+            heads=saved.heads if custom else config.model.num_heads,
+            is_custom=custom,
             tokens=tokens,
             rows=rows_here,
             source=data.global_batch_size * source // shards,
@@ -181,7 +192,7 @@ def _mlp_weights(config: Config, arrays: Sequence[ParamShape], part: str) -> Int
 
 def stream_bytes(config: Config, loop: LayerLoop) -> Ints:
     """The residual stream of a micro-batch."""
-    return loop.compute * loop.tokens * config.model.d_model // config.layout.tensor
+    return loop.compute * loop.tokens * loop.width // config.layout.tensor
 
 
 def message_bytes(config: Config, loops: Sequence[LayerLoop]) -> Ints:

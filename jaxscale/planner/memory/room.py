@@ -7,7 +7,7 @@ from jaxscale.choices import divisors
 from jaxscale.config import Config
 from jaxscale.formatting import gigabytes
 from jaxscale.planner.memory.experts import rows_of_token
-from jaxscale.planner.memory.step import is_predicted, step_memory
+from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.memory.terms import Memory
 from jaxscale.sharding.model_trace import itemsize
 
@@ -17,8 +17,7 @@ compiled steps is 12.3 % (docs/planning.md), and the suite holds each to 15 %.""
 
 
 def check_room(config: Config, back_end: str, limit_bytes: float, device: str) -> None:
-    """Refuses a step whose predicted peak is clearly beyond a device's memory; nothing is predicted
-    of a model without formulas.
+    """Refuses a step whose predicted peak is clearly beyond a device's memory.
 
     Args:
       config: its layout resolved.
@@ -30,8 +29,6 @@ def check_room(config: Config, back_end: str, limit_bytes: float, device: str) -
       ValueError: with the number of micro-batches that fits, or fewer ranks of experts that do,
         where there are some.
     """
-    if not is_predicted(config):
-        return
     needs = _needs(config, back_end)
     if needs.peak <= MARGIN * limit_bytes:
         return

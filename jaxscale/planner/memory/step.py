@@ -13,6 +13,7 @@ import functools
 import numpy as np
 
 from jaxscale.config import Config
+from jaxscale.config.model import is_own_family
 from jaxscale.planner.memory.at_rest import (
     batch_bytes,
     count_bytes,
@@ -48,6 +49,7 @@ from jaxscale.planner.memory.transients import (
     biased_attention_bytes,
     carried_bytes,
     hidden_bytes,
+    live_bytes,
     ragged,
     walk_end_bytes,
     working_set_bytes,
@@ -58,12 +60,6 @@ from jaxscale.training.tracing.traces import model_trace
 
 HELD = ("residual_b", "residual_w", "cotangent")
 """A pipeline's buffers of saved activations."""
-
-
-def is_predicted(config: Config) -> bool:
-    """Whether there are formulas for the memory of a config's step: there are none for custom
-    models."""
-    return config.model.has_formulas
 
 
 def step_memory(
@@ -82,12 +78,11 @@ def step_memory(
       buffers: of a pipeline's busiest rank; by default from the schedule's table.
 
     Raises:
-      ValueError: an unknown back end, no such pipeline exists, or not `is_predicted`.
+      ValueError: an unknown back end, or no such pipeline exists.
     """
-    if buffers is None and not is_predicted(config):
-        raise ValueError("there are no formulas for the memory of this model and layout")
     buffers = buffers or config_buffers(config)
-    transients = _transients(back_end, gated=config.model.gated)
+    custom = is_own_family(config.model.family)
+    transients = _transients(back_end, gated=custom or config.model.gated)
     sizes = model_trace(config.model).stacks
     rows = {stack.name: count for stack, count in zip(sizes, buffers.rows)}
     capacity = buffers.capacity or (0,) * len(sizes)
@@ -123,7 +118,7 @@ def _stack_memory(
     stash, host_stash = (sum(each) for each in zip(*(_stash(config, one) for one in before)))
     pipelined = layout.pipeline > 1
     message = message_bytes(config, loops)
-    attention = (model.num_heads + model.num_kv_heads) * model.head_dim
+    attention = 0 if loop.is_custom else (model.num_heads + model.num_kv_heads) * model.head_dim
     gradients = loop.accumulated * (loop.sums + _tied_sums(config, loop))
     return Memory(
         parameters=parameter_bytes(config, rows),
@@ -153,7 +148,7 @@ def _stack_memory(
             (loop.compute if transients.carries else loop.accumulated) * loop.gradients,
             _layer_gradients(config, loop, transients),
         ),
-        forward_loop=_forward_loop(config, loop),
+        forward_loop=_forward_loop(config, loop, transients),
         head=head_bytes(config, loop, transients) if is_last else 0,
         # In a single visit nothing is added to them before the layers' backward pass.
         head_sums=select(loop.single & transients.in_place, 0, gradients),
@@ -206,7 +201,7 @@ def _layer_weights(
     layers = min(loop.num_layers, 2)  # a single one prefetches nothing
     gathered = select(config.layout.pipeline > 1, held, layers * loop.weights)
     # An all-gather of shards that are not whole tiles pads every row with an empty one.
-    gathered = gathered + select(ragged(config, transients), mlp_weights(config, loop.part))
+    gathered = gathered + select(ragged(config, loop, transients), mlp_weights(config, loop.part))
     return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)
 
 
@@ -318,11 +313,14 @@ def _layer_gradients(config: Config, loop: LayerLoop, transients: Transients) ->
     return select(loop.group == 1, alone, sums + rest)
 
 
-def _forward_loop(config: Config, loop: LayerLoop) -> Ints:
+def _forward_loop(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     # Saved activations of a layer before they are copied to the stash, and space for the last
     # layer's; the stream in and out, and its zero gradients.
     activations = (1 + loop.beside) * layer_saved_bytes(config, loop) + 5 * stream_bytes(
         config, loop
     )
-    hidden = 3 * loop.compute * hidden_values(config, loop) // config.layout.tensor_columns
+    if loop.is_custom:
+        hidden = live_bytes(config, loop, transients, forward=True)
+    else:
+        hidden = 3 * loop.compute * hidden_values(config, loop) // config.layout.tensor_columns
     return select(loop.group == 1, 0, loop.group * activations + hidden)

@@ -4,6 +4,8 @@ compiler."""
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jaxscale.config import Config
 from jaxscale.ops.sizes import BLOCK_SCORES, LANES
 from jaxscale.planner.memory.experts import row_bytes
@@ -14,6 +16,7 @@ from jaxscale.planner.memory.layer_loop import (
     mlp_gradients,
     recomputed_bytes,
 )
+from jaxscale.planner.memory.saved_values import layer_bytes, values_of
 from jaxscale.sharding.model_trace import Ints, maximum, select
 
 
@@ -44,6 +47,11 @@ class Transients:
     piped: int = 0  # fewer of hidden in a pipeline whose weights are whole on a rank
     looks_up: bool = False  # targets, where a rank has all columns: one array of logits less
     blocks: bool = True  # the matmuls of experts are loops over blocks of rows
+    live: float = (
+        1.0  # bytes for each that `tracing.liveness` finds in a custom model's layer
+    )
+    copied: float = 0.0  # of its saved activations, in the loop
+    score_blocks: float = 1.0  # of its attention
     # At the kernel of attention with a position bias: of stream, queries and keys, hidden.
     biased: tuple[float, float, float] = (0, 0, 0)
 
@@ -62,15 +70,16 @@ _TPU: dict[str, Any] = {
     "carries": True,
     "tile": 8,
     "blocks": False,
+    "live": 0.9,
 }
 _GPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 0, "matmuls": 1, "whole": 7, "late": True}
 # Counted in steps of mT5 (mt5_xxl on 64 A100, mt5_base): with few tokens weights are most of it.
-_GPU |= {"queued": True, "in_place": True}
+_GPU |= {"queued": True, "in_place": True, "live": 0.9}
 HEADS = ("queries", "keys")
 BIASED = (18, 9.2, 2.5)
 """Slopes of six encoders of 4 layers over d_model, heads, head_dim and d_ff (CPU, float32)."""
 _CPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 2, "biased": BIASED}
-_CPU |= {"piped": 1, "looks_up": True}
+_CPU |= {"piped": 1, "looks_up": True, "live": 1.2, "copied": 0.25, "score_blocks": 4.5}
 # By the kind of MLP: "llama" has a gate, "gpt" has none.
 TRANSIENTS = {
     # Counted in the buffer assignments of XLA's CPU back end (jaxlib 0.12, float32). It
@@ -94,6 +103,8 @@ TRANSIENTS = {
 
 def hidden_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """The part of the working set that is as wide as the MLP."""
+    if loop.is_custom:
+        return 0
     model, layout = config.model, config.layout
     matmuls = ("mlp_up", "mlp_gate") if model.gated else ("mlp_up",)
     recomputed = sum(name not in layout.remat_policy.names for name in matmuls)
@@ -106,12 +117,35 @@ def hidden_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Int
 def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
     """Activations of a micro-batch and their gradients. In a turn of several layers, of the layer
     where they are most, with what was recomputed of those before it."""
+    if loop.is_custom:
+        # Those of the last layer, outside the loop, are not in the stash.
+        copied = layer_bytes(config, loop, config.layout.remat) * select(
+            loop.beside, 1.0, transients.copied
+        )
+        copied = copied + transients.score_blocks * _scores(config, loop)
+        return live_bytes(config, loop, transients) + np.asarray(copied).astype(int)[()]
     found, before = [], 0
     recomputed = recomputed_bytes(config, loop) // len(loop.turn)
     for one in loop.layers_of_turn:
         found.append(_layer_working_set(config, one, transients) + before)
         before = before + recomputed
     return maximum(*found)
+
+
+def live_bytes(
+    config: Config, loop: LayerLoop, transients: Transients, *, forward: bool = False
+) -> Ints:
+    """What a pass over a layer of a custom model has at once of a micro-batch, by liveness."""
+
+    def of(piped: bool) -> Ints:
+        saved = values_of(config, config.layout.remat, piped=piped).of(loop.part)
+        each = round(transients.live * (saved.live_forward if forward else saved.live))
+        return loop.tokens * each // loop.length // config.layout.tensor
+
+    piped = np.asarray(config.layout.pipeline) > 1
+    if not piped.any():
+        return of(False)
+    return of(True) if piped.all() else select(piped, of(True), of(False))
 
 
 def _layer_working_set(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
@@ -192,7 +226,7 @@ def _scores(config: Config, loop: LayerLoop) -> Ints:
     """A block of attention scores (`ops.attention.blocks.block_size`)."""
     layout = config.layout
     sequences = config.data.global_batch_size // (layout.batch_shards * layout.microbatches)
-    heads = sequences * config.model.num_heads // layout.tensor_columns
+    heads = sequences * loop.heads // layout.tensor_columns
     time = loop.length // select(layout.context > 1, 2 * layout.context, 1)
     block: Ints = 64
     for size in (128, 256, 512):
@@ -200,11 +234,11 @@ def _scores(config: Config, loop: LayerLoop) -> Ints:
     return 4 * heads * maximum(-block, -time) ** 2  # the smaller of the two
 
 
-def ragged(config: Config, transients: Transients) -> Any:
+def ragged(config: Config, loop: LayerLoop, transients: Transients) -> Any:
     """Whether shards are not whole tiles: an all-gather then pads rows, and a reduce-scatter
     materialises whole gradients. Observed for gpt_175b with 4 layers on v5p:8x8x16, 12 rows a
     chip."""
-    return config.model.d_model % (transients.tile * config.layout.zero_ranks) != 0
+    return loop.width % (transients.tile * config.layout.zero_ranks) != 0
 
 
 def carried_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
@@ -225,12 +259,13 @@ def walk_end_bytes(config: Config, loop: LayerLoop, transients: Transients) -> I
     layers = select(loop.gathers, 2, 1)
     # Attention's are never ragged: heads are a dimension of their own.
     mlp = mlp_gradients(config, loop.part)
-    results = select(ragged(config, transients), outer + layers * mlp)
+    results = select(ragged(config, loop, transients), outer + layers * mlp)
     # The embedding's also before the cast. And the loop's carry leaves fragments too small for a
     # whole matrix: 8 GB for gpt_175b.
     narrow = embed + select(loop.gathers, 2 * loop.gradients)
     # Two matrices out of the stream before the compiler reduces them over context.
-    matrices = mlp * (1 + config.model.gated) // (2 + config.model.gated)
+    gated = loop.is_custom or config.model.gated
+    matrices = mlp * (1 + gated) // (2 + gated)
     crossing = select(loop.unreduced != loop.gradients, matrices)
     wide = layers * loop.unreduced + crossing + outer + results
     return select(

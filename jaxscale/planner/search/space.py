@@ -92,14 +92,8 @@ class Query:
         """The model with its checks and its memory.
 
         Raises:
-          ValueError: there are no formulas for it, or no run would train it.
+          ValueError: no run would train it.
         """
-        if isinstance(self.model, Config) and not self.model.model.has_formulas:
-            raise ValueError(
-                "layouts are planned with formulas, and there are none for "
-                f"model.family = {self.model.model.family!r}; python -m jaxscale.aot compiles a "
-                "layout's step for absent devices and says what it needs"
-            )
         if isinstance(self.model, Config):
             self._check_matmuls(self.model.model.matmul_dtype)
             check_param_groups(self.model)

@@ -71,11 +71,6 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
     """The config with the layout that the planner chooses, where layout is "auto"."""
     if not config.layout.auto:
         return config
-    if not config.model.has_formulas:
-        raise ValueError(
-            "layout = 'auto' plans with formulas, and there are none for "
-            f"model.family = {config.model.family!r}; set the layout"
-        )
     if layout := _layout_begun(config, workdir):
         log.info(f"layout = 'auto': {text_report.layout_text(layout)}, as when the run started")
         return dataclasses.replace(config, layout=layout)

@@ -6,45 +6,9 @@ from typing import Any
 
 import jax
 
-from jaxscale.config import Config
 from jaxscale.sharding.resolve import resolve
 from jaxscale.sharding.rules import Axes, Rules
 from jaxscale.training.engine import Engine
-from jaxscale.training.state_placement import state_bytes
-from jaxscale.training.tracing.traces import model_trace, saved_values
-
-
-def traced_memory(engine: Engine) -> tuple[int, int]:
-    """Bytes on a device: of the state, and of what a step adds to it, roughly.
-
-    Those are gradients, and what a pass saves for its backward pass: the buffers of a pipeline's
-    executor, else the residuals of the layers, all of which tensor is taken to divide.
-    """
-    zero, layout, config = engine.zero, engine.layout, engine.config
-    between = state_bytes(engine.abstract_state)
-    rules = zero.accumulator_rules(single_visit=layout.single_visit)
-    grads = gradient_bytes(engine, rules)
-    if engine.stages:
-        return between, grads + sum(buffer_bytes(engine).values())
-    saved = _saved_bytes(config, layout.remat)
-    if layout.remat != "none":  # a layer at work has what it recomputes, too
-        layers = sum(stack.num_layers for stack in engine.model.stacks)
-        saved += (_saved_bytes(config, "none") - saved) / layers
-    passes = 1 if layout.accumulation == "layered" else layout.microbatches
-    ranks = layout.batch_shards * layout.context * layout.tensor
-    examples = config.data.global_batch_size / (ranks * passes)
-    return between, grads + round(saved * examples)
-
-
-def _saved_bytes(config: Config, remat: str) -> float:
-    """What all layers save of a sequence under a policy, on one device."""
-    data, layers = config.data, model_trace(config.model).stack_layers
-    saved = saved_values(config.model, data.seq_len, data.output_len, remat, piped=False)
-    return sum(
-        layers[one.name] * value.num_bytes * (one.rows * one.length if value.per == "row" else 1)
-        for one in saved.stacks
-        for value in one.values
-    )
 
 
 def gradient_bytes(engine: Engine, rules: Rules) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxscale.choices import check_kind
 from jaxscale.config.layout import REMATS, Layout, parse_remat
-from jaxscale.config.model import ModelConfig, ModelSettings
+from jaxscale.config.model import ModelConfig, ModelSettings, is_own_family
 from jaxscale.formatting import human_bytes, table
 from jaxscale.model_families.shipped import find_family
 from jaxscale.pipeline import summary
@@ -17,14 +17,13 @@ from jaxscale.pipeline.layer_placement import stack_of
 from jaxscale.pipeline.simulator import simulate
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.planner.memory.at_rest import sides
-from jaxscale.planner.memory.step import is_predicted, step_memory
+from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.search.trainable_model import check_parameters
 from jaxscale.run.setup.layout_bytes import (
     buffer_bytes,
     gradient_bytes,
     leaf_bytes,
-    traced_memory,
     tree_bytes,
 )
 from jaxscale.sharding.resolve import is_axes, layer_rules, leaf_name
@@ -42,13 +41,11 @@ LARGE_BYTES = 1 << 20
 def describe_layout(engine: Engine) -> str:
     """The layout, the memory of it and of its alternatives, and a line for every parameter.
 
-    Bytes are predicted by `planner.memory`, without compiling; for a model without formulas the
-    program is traced, and the peak is a rough sum that nothing has validated.
+    Bytes are predicted by `planner.memory`, without compiling.
     """
     check_kind("engine", engine, Engine, ENGINE_ADVICE)
     parts = [_summary(engine), *_pipeline(engine), _stages(engine)]
-    if is_predicted(engine.config):
-        parts += [*_remats(engine), *_offloads(engine)]
+    parts += [*_remats(engine), *_offloads(engine)]
     return "\n\n".join([*parts, _parameters(engine), *_warnings(engine)])
 
 
@@ -82,9 +79,13 @@ def _rounded(model: ModelSettings) -> str:
 def _family(engine: Engine) -> list[tuple[str, str]]:
     """The model's family and its paper, where it is not one's own."""
     model = engine.config.model
-    if not model.has_formulas:
+    if _is_custom(engine):
         return []
     return [("model", f"{model.family}: {find_family(model.family).paper}")]
+
+
+def _is_custom(engine: Engine) -> bool:
+    return is_own_family(engine.config.model.family)
 
 
 def _tensor(layout: Layout) -> list[tuple[str, str]]:
@@ -97,8 +98,8 @@ def _tensor(layout: Layout) -> list[tuple[str, str]]:
 def _optimizer(engine: Engine) -> list[tuple[str, str]]:
     """FLOPs of Muon's update on each device, of a decoder without experts."""
     settings = engine.config.model
-    counted = settings.has_formulas and not (settings.num_encoder_layers or settings.num_experts)
-    if engine.config.optimizer.name != "muon" or not counted:
+    others = _is_custom(engine) or settings.num_encoder_layers or settings.num_experts
+    if engine.config.optimizer.name != "muon" or others:
         return []
     sizes, model = engine.layout.sizes, engine.config.model
     stack = next(leaf for name, _, leaf in _leaves(engine) if name.startswith("layers/"))
@@ -206,7 +207,7 @@ def _parameter_counts(engine: Engine) -> str:
     model, canonical = engine.config.model, engine.placement.part("params").canonical
     count = sum(leaf.size for leaf in jax.tree.leaves(canonical))
     notes = []
-    if isinstance(model, ModelConfig) and model.has_formulas and model.num_experts:
+    if isinstance(model, ModelConfig) and model.num_experts:
         active = model_trace(model).num_active_params(model.experts_per_token)
         notes.append(f"{active:,} active per token")
     if engine.zero.frozen is not None:
@@ -216,19 +217,12 @@ def _parameter_counts(engine: Engine) -> str:
 
 
 def _peak(engine: Engine) -> str:
-    if not is_predicted(engine.config):
-        between, inside = traced_memory(engine)
-        return (
-            f"about {human_bytes(between + inside)} on each device: {human_bytes(between)} between "
-            f"steps, and {human_bytes(inside)} of gradients and saved values, as traced. This is "
-            "not validated: the planner has no formulas for this model and layout; "
-            "python -m jaxscale.aot compiles the step and says"
-        )
     needs = _predict(engine)
-    return (
+    said = (
         f"{human_bytes(needs.peak)} on each device: {human_bytes(needs.arguments)} between steps, "
         f"{human_bytes(needs.temporaries)} in a step"
     )
+    return f"{said}, temporaries by liveness" if _is_custom(engine) else said
 
 
 def _remats(engine: Engine) -> list[str]:
@@ -324,8 +318,7 @@ def _warnings(engine: Engine) -> list[str]:
         if shards and leaf.size * leaf.dtype.itemsize >= LARGE_BYTES
         if not any(leaf.sharding.spec)
     ]
-    if is_predicted(engine.config):
-        found += _replicated(engine)
+    found += _replicated(engine)
     if engine.stages:
         sequences = engine.config.data.global_batch_size
         if advice := summary.advice(engine.layout, engine.stages, sequences):

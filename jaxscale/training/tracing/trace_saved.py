@@ -6,7 +6,6 @@ told by its size, a number that no other dimension has.
 
 import collections
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
 from jaxscale.config.layout import RematPolicy, parse_remat
-from jaxscale.config.model import ModelSettings
+from jaxscale.config.model import ModelSettings, is_own_family
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import LayerFunction, Stack, layer_function
@@ -37,6 +36,7 @@ from jaxscale.training.tracing.abstract_model import (
     gathered_params,
     layer_arguments,
 )
+from jaxscale.training.tracing.liveness import peak_bytes
 from jaxscale.training.tracing.plain_matmuls import plain_matmuls
 from jaxscale.training.tracing.trace_model import trace_model
 
@@ -60,15 +60,15 @@ def trace_saved(
       piped: for the operations of a pipeline, not for a loop over layers.
       make: what makes the model; None is `settings.family`.
     """
-    policy, given = parse_remat(remat), []
-    model = (make or find_model(settings))(settings, _saving_kernels(policy, given))
+    policy, given, heads = parse_remat(remat), [], set()
+    model = (make or find_model(settings))(settings, _saving_kernels(policy, given, heads))
     params, held = gathered_params(model), trace_model(settings, make)
     one = example_of(model, seq_len, output_len)
     sequences = _unused_size((params, one))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((sequences, *x.shape[1:]), x.dtype), one)
     found = []
     for stack, stream, arguments in layer_arguments(model, params, batch):
-        length, _ = carried_tokens(stack, stream)
+        length, width = carried_tokens(stack, stream, output_len)
         widths = {(*x.shape,) for x in stream.values()}
         experts = any(held.experts_of(stack.name))
         kinds = [0] if piped else range(stack.period)
@@ -82,8 +82,16 @@ def trace_saved(
             for value in _saved(layer, arguments, shape, piped):
                 counts[value] += 1.0 if piped else share
         values = tuple(dataclasses.replace(one, count=count) for one, count in counts.items())
-        found.append(StackSaved(stack.name, length, rows / sequences / length, values))
-    return SavedValues(tuple(found))
+        saved = StackSaved(stack.name, length, width, rows / sequences / length, values)
+        if is_own_family(settings.family):
+            heads.clear()
+            live = [_live(_layer(stack, n, policy, given), arguments, shape) for n in kinds]
+            backward, ahead = (max(one) for one in zip(*live, strict=True))
+            most = max(heads, default=0)
+            saved = dataclasses.replace(saved, live=backward, live_forward=ahead, heads=most)
+        found.append(saved)
+    extras = sum(x.size * 4 for x in jax.tree.leaves(one.extras))
+    return SavedValues(tuple(found), extras)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +103,14 @@ class _Shape:
     rows: int  # of experts
     stream: set[tuple[int, ...]]  # shapes of what layers hand on
 
+    def scales(self, leaf: Any) -> bool:
+        """Whether an array is as many times as large as a micro-batch is."""
+        tokens = self.sequences * self.length
+        sizes = {tokens, self.rows} - {0}
+        return self.sequences in leaf.shape or any(
+            dim % size == 0 for dim in leaf.shape for size in sizes
+        )
+
 
 def _unused_size(tree: Any) -> int:
     """A number of sequences that no dimension of these arrays has."""
@@ -102,11 +118,12 @@ def _unused_size(tree: Any) -> int:
     return next(n for n in (3, 5, 7, 11, 13, 17, 19, 23) if n not in used)
 
 
-def _saving_kernels(policy: RematPolicy, given: list[Any]) -> Kernels:
+def _saving_kernels(policy: RematPolicy, given: list[Any], heads: set[int]) -> Kernels:
     """Plain kernels, with attention that does not save its scores, as every kernel's.
 
     Args:
       given: arrays that a layer shares with others, which are not named.
+      heads: where attention adds how many it has.
     """
 
     def columns(x: jax.Array, weights: Any) -> tuple[jax.Array, ...]:
@@ -115,7 +132,10 @@ def _saving_kernels(policy: RematPolicy, given: list[Any]) -> Kernels:
             x = checkpoint_name(x, GATHERED)
         return tensor_parallel.columns(x, weights)
 
-    attend = functools.partial(attention, implementation="blockwise")
+    def attend(q: jax.Array, *arrays: Any, **settings: Any) -> jax.Array:
+        heads.add(q.shape[2])
+        return attention(q, *arrays, implementation="blockwise", **settings)
+
     kernels = dataclasses.replace(
         plain_kernels(), attend=attend, columns=columns, dispatch=Dispatch(matmul="ragged_dot")
     )
@@ -150,8 +170,30 @@ def _saved(
         return
     forward, _ = split_vjp(layer)
     program = TracedFunction.of(lambda *given: forward(*given)[2], *arguments)
-    kept = list(dict.fromkeys(v for v in program.outputs if not isinstance(v, Literal)))
+    # XLA makes what follows from weights alone, such as a scale for each token, where it is read.
+    varies = program.dependent(itertools.chain(*program.inputs[1:]))
+    kept = [
+        v
+        for v in dict.fromkeys(v for v in program.outputs if not isinstance(v, Literal))
+        if v in varies
+    ]
     yield from _values("", shapes_of(kept), [program.names.get(v, "") for v in kept], shape)
+
+
+def _live(layer: LayerFunction, arguments: tuple, shape: _Shape) -> tuple[float, float]:
+    """Bytes for each sequence that are live at once in a layer's backward pass, and in its forward
+    pass."""
+    forward, backward = split_vjp(layer)
+    y, _, kept = jax.eval_shape(forward, *arguments)
+    weights, _, shared, context = arguments
+    programs = (
+        TracedFunction.of(backward, weights, shared, context, kept, y),
+        TracedFunction.of(layer, *arguments),
+    )
+    again, ahead = (
+        peak_bytes(one.eqns, one.outputs, shape.scales) / shape.sequences for one in programs
+    )
+    return again, ahead
 
 
 def _values(
@@ -171,8 +213,7 @@ def _value(held: str, leaf: Any, name: str, shape: _Shape) -> SavedValue | None:
         wide = {dim[-1] for dim in shape.stream}
         spread = "whole" if features == 1 or features in wide else "features"
         return SavedValue(held, "row", spread, 1, features, 1.0, size)
-    tokens = shape.sequences * shape.length
-    if not (shape.sequences in dims or any(dim % tokens == 0 for dim in dims)):
+    if not shape.scales(leaf):
         return None
     if dims in shape.stream:
         spread = "gathered" if name == GATHERED else "stream"

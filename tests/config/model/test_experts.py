@@ -114,4 +114,3 @@ def test_layers_with_and_without_experts_take_turns():
     layer = 128 * (3 * 2048 * 768 + 2048) - 3 * 2048 * 6144
     assert model_trace(whole).num_params - model_trace(half).num_params == 24 * layer
     assert [half.has_experts(i) for i in range(4)] == [False, True, False, True]
-    assert half.has_formulas

@@ -1,0 +1,54 @@
+"""Values of a traced program that are in memory at once."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.core import Literal, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
+
+VIEWS = ("reshape", "squeeze", "expand_dims", "convert_element_type", "stop_gradient", "copy")
+"""Operations whose result is taken to be in the place of what they read."""
+FILLED = ("broadcast_in_dim", "iota")
+"""Operations whose result is made where it is read; but in memory where a loop begins with it."""
+
+
+def peak_bytes(eqns: Sequence[Any], outputs: Sequence[Any], counts: Callable[[Any], bool]) -> float:
+    """The most bytes that are live at once of what equations compute in their order, and of what
+    they return; of a loop its results.
+
+    Args:
+      counts: whether a shape is among those that are counted.
+    """
+    views: dict[Any, Any] = {}
+
+    def base(v: Any) -> Any:
+        while v in views:
+            v = views[v]
+        return v
+
+    last, made = {}, {}
+    filled: dict[Any, int] = {}
+    for index, eqn in enumerate(eqns):
+        read = [base(atom) for atom in eqn.invars if not isinstance(atom, Literal)]
+        last |= dict.fromkeys(read, index)
+        if any(True for _ in jaxprs_in_params(eqn.params)):
+            made |= {v: filled[v] for v in read if v in filled}
+        name, (first, *_) = eqn.primitive.name, eqn.outvars
+        if name in VIEWS and read and first.aval.size == read[0].aval.size:
+            views[first] = read[0]
+        elif name in FILLED:
+            filled[first] = index
+        else:
+            made |= dict.fromkeys(eqn.outvars, index)
+    last |= {base(v): len(eqns) for v in outputs if not isinstance(v, Literal)}
+    change = [0.0] * (len(eqns) + 2)
+    for v, index in made.items():
+        if v in last and counts(v.aval):
+            size = math.prod(v.aval.shape) * v.aval.dtype.itemsize
+            change[index] += size
+            change[last[v] + 1] -= size
+    most = live = 0.0
+    for one in change:
+        live += one
+        most = max(most, live)
+    return most
