@@ -47,9 +47,7 @@ class Transients:
     piped: int = 0  # fewer of hidden in a pipeline whose weights are whole on a rank
     looks_up: bool = False  # targets, where a rank has all columns: one array of logits less
     blocks: bool = True  # the matmuls of experts are loops over blocks of rows
-    live: float = (
-        1.0  # bytes for each that `tracing.liveness` finds in a custom model's layer
-    )
+    live: float = 1.0  # bytes for each that `tracing.liveness` finds in a custom model's layer
     copied: float = 0.0  # of its saved activations, in the loop
     score_blocks: float = 1.0  # of its attention
     # At the kernel of attention with a position bias: of stream, queries and keys, hidden.
