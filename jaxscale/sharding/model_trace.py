@@ -234,11 +234,12 @@ class RoutedExperts:
     gated: bool
     share: float = 1.0  # of the stack's layers
     read: bool = False  # by a backward pass, what they add to the stream
+    router_width: int = 0  # of what the router reads; 0 is `width`
 
     @property
     def router_flops(self) -> float:
         """For a token, in a mean layer of the stack."""
-        return 2.0 * self.width * self.count * self.share
+        return 2.0 * (self.router_width or self.width) * self.count * self.share
 
     @property
     def flops(self) -> float:
@@ -270,11 +271,11 @@ class StackWork:
     @property
     def flops(self) -> float:
         """Of a mean layer, for a token."""
-        return self.matmul_flops + sum(one.flops for one in self.attention)
+        return self.matmul_flops + self.scan_flops + sum(one.flops for one in self.attention)
 
     @property
     def matmul_flops(self) -> float:
-        """The same without attention's own matmuls."""
+        """The same without attention's own matmuls, and without scans."""
         return sum(one.flops for one in (*self.matmuls, *self.experts))
 
     def recomputed(self, remat: str) -> float:
@@ -351,8 +352,10 @@ class ModelWork:
 
     @property
     def sequence_flops(self) -> float:
-        """Of a sequence, forward."""
-        return self.layer_flops + self.head_flops
+        """Of a sequence, forward, with the layers and head passes of further predictions."""
+        layers = 1 + self.extra_predictions / self.layers
+        passes = 1 + self.extra_predictions / max(1, self.head_passes)
+        return layers * self.layer_flops + passes * self.head_flops
 
     @property
     def training_flops(self) -> float:

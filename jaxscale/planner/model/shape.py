@@ -207,8 +207,6 @@ class ModelShape:
         idle = self.expert_layers * (self.experts - self.top_k) * self.expert_params
         return self.num_params - idle
 
-    # FLOPs of one token's forward pass; a multiply-add is two.
-
     @property
     def mean_keys(self) -> float:
         """Keys per query, averaged over layers; half of a causal sequence."""
@@ -217,84 +215,6 @@ class ModelShape:
             return full
         seen = self.window * (1 - self.window / (2 * self.seq_len)) if self.causal else self.window
         return self.windowed_share * seen + (1 - self.windowed_share) * full
-
-    def core_flops(self, keys: float | None = None) -> float:
-        """Core attention of one layer: two matmuls over `keys` keys (default `mean_keys`)."""
-        keys = self.mean_keys if keys is None else keys
-        if self.latent:
-            parts = self.latent.nope_dim + self.latent.rope_dim + self.latent.value_dim
-            return 2.0 * self.heads * parts * keys
-        return 4.0 * self.heads * self.head_dim * keys
-
-    @property
-    def projection_flops(self) -> float:
-        """The projections of one attention block."""
-        biases = self.head_dim * (self.heads + 2 * self.kv_heads) + self.d_model
-        return 2.0 * (self.attention_params - (biases if self.biases and not self.latent else 0))
-
-    @property
-    def mlp_flops(self) -> float:
-        """A dense MLP."""
-        return 2.0 * (3 if self.gated else 2) * self.d_model * self.d_ff
-
-    @property
-    def expert_flops(self) -> float:
-        """An MoE layer without dropped tokens: router, routed and shared experts."""
-        return 2.0 * (
-            self.top_k * self.expert_params + self.shared_params + self.d_model * self.experts
-        )
-
-    @property
-    def mixer_flops(self) -> float:
-        """A state-space mixer: its projections, and the scan in chunks of 128 (SSD)."""
-        if not self.mixer:
-            return 0.0
-        inner = self.mixer.heads * self.mixer.head_dim
-        return 2.0 * self.mixer_params + inner * (128 + 4.0 * self.mixer.state)
-
-    @property
-    def head_flops(self) -> float:
-        """The logits of one token."""
-        return 2.0 * self.d_model * (self.vocab + self.d_model * self.head_transform)
-
-    @property
-    def block_flops(self) -> float:
-        """All layers, the encoder's included, for one token of the decoder's sequence."""
-        decoder = self.matmul_flops + self.attending * self.core_flops()
-        if self.mixer:
-            decoder += self.mixer.layers * (self.mixer_flops - 2.0 * self.mixer_params)
-        if not self.encoder_layers:
-            return decoder
-        ratio = self.encoder_seq_len / self.seq_len
-        encoder = (
-            ratio
-            * self.encoder_layers
-            * (self.projection_flops + self.core_flops(self.encoder_seq_len) + self.mlp_flops)
-        )
-        both = self.projection_flops * (1 + ratio) / 2  # q, out of the decoder; k, v of the encoder
-        return decoder + encoder + self.layers * (both + self.core_flops(self.encoder_seq_len))
-
-    @property
-    def matmul_flops(self) -> float:
-        """Matmuls with weights of the decoder's layers, for one token."""
-        return (
-            self.attending * self.projection_flops
-            + (self.with_mlp - self.expert_layers) * self.mlp_flops
-            + self.expert_layers * self.expert_flops
-            + (self.mixer.layers * 2.0 * self.mixer_params if self.mixer else 0.0)
-        )
-
-    @property
-    def layer_forward_flops(self) -> float:
-        """An average decoder layer, for one token."""
-        return self.block_flops / self.layers
-
-    @property
-    def flops_per_token(self) -> float:
-        """Of training: forward and backward, without recompute. The numerator of MFU."""
-        each = self.head_passes + self.extra_predictions
-        extra = self.extra_predictions * self.layer_forward_flops
-        return 3 * (self.block_flops + extra + each * self.head_flops)
 
     # What the planner prices.
 
@@ -336,9 +256,8 @@ class ModelShape:
         hidden, opened = self.d_ff * dense + shared * moe, 0.0
         opened = (opens if self.experts else gate) * hidden
         cross = self.encoder_layers > 0
-        experts = RoutedExperts(
-            self.experts, self.top_k, self.routed_width, self.expert_ff, self.expert_gated, moe
-        )
+        sizes = self.experts, self.top_k, self.routed_width, self.expert_ff, self.expert_gated
+        experts = RoutedExperts(*sizes, moe, router_width=d if self.expert_width else 0)
         return StackWork(
             "layers",
             layers,
@@ -420,7 +339,7 @@ class ModelShape:
         convolution = 4 * (inner + states)
         scan = 2 * (2 * inner + states) + 3 * 4 * inner * self.mixer.state / SCAN_CHUNK
         return {
-            "scan_flops": share * (self.mixer_flops - 2.0 * self.mixer_params),
+            "scan_flops": share * inner * (SCAN_CHUNK + 4.0 * self.mixer.state),
             "scan_bytes": share * (convolution + scan + 6 * inner),
         }
 

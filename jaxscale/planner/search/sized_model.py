@@ -119,20 +119,17 @@ class SizedModel:
     @property
     def head_cost(self) -> float:
         """FLOPs of the head over those of a layer."""
-        return self.shape.head_flops / self.shape.layer_forward_flops
+        return self.work.head_cost(self.shape.layers)
 
     @property
     def flops_per_token(self) -> float:
         """Of training, without recompute."""
-        return self.shape.flops_per_token
+        return self.work.training_flops / self.shape.seq_len
 
     def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
         """Of training, with recompute; `recomputed` is the share of a pipeline's passes that R
         operations recompute."""
-        in_table = recomputed * self.shape.block_flops
-        return self.shape.flops_per_token + (
-            in_table or self.work.recomputed_flops(remat) / self.shape.seq_len
-        )
+        return self.work.hardware_flops(remat, recomputed) / self.shape.seq_len
 
     def parallelism(self, layout: Layout) -> Parallelism:
         """A layout, or a batch of them, as the cost formulas read it."""

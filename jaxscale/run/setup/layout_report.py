@@ -102,10 +102,8 @@ def _muon_flops(array: ParamShape) -> int:
 def _optimizer(engine: Engine) -> list[tuple[str, str]]:
     """FLOPs of Muon's update on each device, of a decoder without experts."""
     settings = engine.config.model
-    counted = not is_own_family(settings.family) and not (
-        settings.num_encoder_layers or settings.num_experts
-    )
-    if engine.config.optimizer.name != "muon" or not counted:
+    others = _is_custom(engine) or settings.num_encoder_layers or settings.num_experts
+    if engine.config.optimizer.name != "muon" or others:
         return []
     sizes, model = engine.layout.sizes, engine.config.model
     rows = jax.tree.leaves(engine.abstract_state.params["layers"])[0].shape[0]

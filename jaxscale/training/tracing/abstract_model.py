@@ -70,13 +70,15 @@ def layer_arguments(
         yield stack, stream, (weights, *split_stream(stack, stream), context)
 
 
-def carried_tokens(stack: Stack, stream: Any) -> tuple[int, int]:
-    """Tokens of a sequence of a stack, and features of each that layers hand on; where none of the
-    arrays has an axis of tokens, those of a whole sequence."""
-    length = 1
+def carried_tokens(stack: Stack, stream: Any, output_len: int) -> tuple[int, int]:
+    """Tokens of a sequence of a stack, and features of each that layers hand on.
+
+    Args:
+      output_len: the tokens of a stack none of whose arrays has an axis of them.
+    """
     for name, axes in stack.carried.items():
-        size = stream[name].size // stream[name].shape[0]
         if found := {"seq", "residual_seq"} & {*axes}:
             length = stream[name].shape[axes.index(found.pop())]
-            break
-    return length, size // length
+            return length, stream[name].size // (stream[name].shape[0] * length)
+    features = sum(x.size // x.shape[0] for x in stream.values())
+    return output_len, max(1, features // output_len)

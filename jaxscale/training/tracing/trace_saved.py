@@ -68,7 +68,7 @@ def trace_saved(
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((sequences, *x.shape[1:]), x.dtype), one)
     found = []
     for stack, stream, arguments in layer_arguments(model, params, batch):
-        length, width = carried_tokens(stack, stream)
+        length, width = carried_tokens(stack, stream, output_len)
         widths = {(*x.shape,) for x in stream.values()}
         experts = any(held.experts_of(stack.name))
         kinds = [0] if piped else range(stack.period)

@@ -63,7 +63,7 @@ def trace_work(
     params, stream, stacks, width = gathered_params(model), {}, [], 0
     for stack, stream, arguments in layer_arguments(model, params, batch):
         trace = functools.partial(_trace_layer, stack, arguments, recorded)
-        length, width = carried_tokens(stack, stream)
+        length, width = carried_tokens(stack, stream, output_len)
         experts = sum(held.experts_of(stack.name))
         stacks.append(_stack_work(stack, length, experts, trace))
     recorded.clear()

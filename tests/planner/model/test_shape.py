@@ -106,7 +106,7 @@ def test_a_window_sees_fewer_keys():
 def test_cross_attention_costs_only_where_there_is_an_encoder():
     with_encoder = mt5(512, 1024, 6, 8)
     without = dataclasses.replace(with_encoder, encoder_layers=0, encoder_seq_len=0)
-    ratio = with_encoder.block_flops / without.block_flops
+    ratio = with_encoder.work.layer_flops / without.work.layer_flops
     assert 2 < ratio < 3.5  # a layer more, and a second attention
 
 
