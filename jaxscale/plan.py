@@ -22,7 +22,7 @@ from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.config.layout import AUTO, Layout
 from jaxscale.planner.cost.cluster import make_cluster
-from jaxscale.planner.plan_layouts import plan_layouts
+from jaxscale.planner.plan_layouts import plan_layouts, run_config
 from jaxscale.planner.report import html_report, json_report, tensor_grids, text_report, why_not
 from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.plan import Plan, RankedPlans, predict_plan
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _write_answer(answer: RankedPlans, options: argparse.Namespace) -> None:
     if options.write:
-        write_plan(options.write, answer.plans[0], options.config)
+        write_plan(options.write, answer.plans[0], options.config or options.model)
         written = shlex.quote(str(options.write))
         print(f"\nwrote {options.write}: python -m jaxscale.train --config {written}")
     if options.report:
@@ -176,6 +176,8 @@ def _model(options: argparse.Namespace, overrides: Sequence[str]) -> Config | st
         raise ValueError("--config FILE or --model NAME is missing; see --help for an example")
     if not options.model:
         return configs.load(options.config, overrides)
+    if not options.config and (config := run_config(options.model, overrides)):
+        return config
     if options.config or overrides or ".py" in options.model:
         raise ValueError(
             f"--model {options.model} does not go with a config; give --config FILE, or --model "
@@ -237,7 +239,7 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
         "--model",
         default="",
         metavar="NAME",
-        help="instead of a config: a known model, or a JSON file of sizes",
+        help="instead of a config: a known model, or a JSON file of sizes or of a run's config",
     )
     add(
         "--seq_len",

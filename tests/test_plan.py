@@ -11,6 +11,7 @@ import types
 
 import pytest
 
+from jaxscale import config as configs
 from jaxscale.compiled.topology import topology_name
 from jaxscale.config.layout import Layout
 from jaxscale.plan import main, parse_bytes, parse_pins, parse_tokens, split_pins
@@ -215,6 +216,53 @@ def test_refusals_of_a_model_by_its_name(words, said, capsys):
     with pytest.raises(SystemExit):
         main([*MODEL, *words])
     assert said in capsys.readouterr().err
+
+
+def saved(tmp_path, **model) -> str:
+    """The config.json of a run of Llama 3.2 1B, with model settings changed."""
+    sections = configs.to_dict(configs.load("llama32_1b"))
+    sections["model"] |= model
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(sections))
+    return str(path)
+
+
+def test_a_file_of_a_config_is_planned_as_the_config(tmp_path, capsys):
+    path, written = saved(tmp_path), tmp_path / "plan.py"
+    pins = ["--pin", "pipeline=1", "remat=full", "offload=none", "--top", "2"]
+    printed = []
+    for words in (["--config", path], ["--model", path]):
+        main([*words, *SMALL, *pins, "--config.data.seq_len=4096", "--write", str(written)])
+        printed.append(capsys.readouterr().out + written.read_text())
+    assert printed[0] == printed[1]
+    assert "sequences of 4096 tokens" in printed[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"data": 8}', "config.json is not the config of a run: sections of keys and values"),
+        ('{"model": {"layers": 8}}', "config.model.layers"),
+        ('{"model_type": "llama"}', "config.json is that of a Hugging Face model; make a run"),
+        ('{"models": {}}', "config.json does not describe a model; it must be"),
+    ],
+)
+def test_a_file_of_no_config_is_refused(text, said, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["--model", str(tmp_path / "config.json"), *SMALL])
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_of_a_config_imports_no_foreign_code(tmp_path, capsys, monkeypatch):
+    (tmp_path / "foreign_model.py").write_text("raise SystemError")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["--model", saved(tmp_path, family="foreign_model:make"), *SMALL])
+    assert (
+        "where you trust it, pass --trust_family to import it, or plan" in capsys.readouterr().err
+    )
+    assert "foreign_model" not in sys.modules
 
 
 def test_numbers_as_people_write_them():

@@ -147,7 +147,7 @@ def _check_trust(setting: str, name: str, trust: bool) -> None:
     if is_foreign(name) and not trust:
         raise ValueError(
             f"the run's config.json names code from outside the package, {setting} = {name!r}; "
-            "where you trust it, pass --trust_family to import it"
+            "where you trust it, pass --trust_family to import it, or plan it with --config FILE"
         )
 
 

@@ -1,12 +1,14 @@
 """`jaxscale.plan_layouts`: the fastest layouts of a model on a cluster."""
 
 import dataclasses
-from collections.abc import Mapping
+import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale import config as configs
 from jaxscale.choices import check_count, check_kind
 from jaxscale.config import Config
+from jaxscale.config.records import SECTIONS
 from jaxscale.formatting import gigabytes
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.model.named_models import check_shape, find_shape, has_shape
@@ -17,6 +19,7 @@ from jaxscale.planner.search.plan import RankedPlans, predict_plan
 from jaxscale.planner.search.search import search_layouts
 from jaxscale.planner.search.sized_model import SizedModel
 from jaxscale.planner.search.space import Query, check_pins
+from jaxscale.storage.untrusted import load_json
 
 
 def plan_layouts(
@@ -45,7 +48,8 @@ def plan_layouts(
       model: a Config, a config file or the name of a shipped one, whose layout is ignored; or the
         sizes of a model that this version may not be able to train: a
         `planner.model.shape.ModelShape`, a name of `planner.model.named_models.NAMED` (before a
-        shipped config of that name), or a JSON file of a ModelShape's fields.
+        shipped config of that name), or a JSON file of a ModelShape's fields. A JSON file of a
+        config's sections, such as a run's config.json, is that config.
       hardware: a device of `hardware.csv`, or a CSV or JSON file of its columns.
       pins: fixed fields of the layout, such as {"tensor": 8}.
       max_memory_bytes: per device, at most its own; 0 for what a program may use of it.
@@ -90,11 +94,14 @@ def resolve_model(
     name = model if isinstance(model, str) else "the model"
     if isinstance(model, str):
         shipped = not has_shape(model) and model in configs.shipped_configs()
-        model = configs.load(model) if shipped or ".py" in model else find_shape(model)
+        if shipped or ".py" in model:
+            model = configs.load(model)
+        else:
+            model = run_config(model) or find_shape(model)
     if isinstance(model, Config):
         if seq_len:
             raise ValueError(
-                f"--seq_len {seq_len} goes with --model; for a config set "
+                f"--seq_len {seq_len} goes with a model given by its sizes; for a config set "
                 f"--config.data.seq_len={seq_len}"
             )
         return with_batch(model, batch_tokens)
@@ -108,6 +115,20 @@ def resolve_model(
             "--batch_tokens 4M"
         )
     return SizedModel(shape, whole_sequences(batch_tokens, shape.seq_len, "seq_len"), name)
+
+
+def run_config(model: str, overrides: Sequence[str] = ()) -> Config | None:
+    """The config of a JSON file of its sections; None where the model is something else.
+
+    Raises:
+      ValueError: it is the config of a Hugging Face model, or as `configs.from_dict`; code from
+        outside the package is refused, since somebody else may have written the file.
+    """
+    given = load_json(pathlib.Path(model)) if model.endswith(".json") else None
+    if not isinstance(given, dict) or given.keys().isdisjoint((*SECTIONS, "model_type")):
+        return None
+    sections = configs.read_sections(pathlib.Path(model))
+    return configs.from_dict(sections, overrides, trust_foreign=False)
 
 
 def with_batch(config: Config, batch_tokens: int) -> Config:

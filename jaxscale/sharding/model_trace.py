@@ -8,7 +8,7 @@ In all memory formulas the integers of a layout may be int arrays [N], for N lay
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,10 +70,6 @@ class ParamShape:
         """Elements."""
         return math.prod(self.shape)
 
-    def share(self, axis: str, count: int) -> float:
-        """The share of its elements that so many entries of an axis are; 1 without the axis."""
-        return count / self.shape[self.axes.index(axis)] if axis in self.axes else 1.0
-
     def shard_size(self, layout: Layout, *, over_fsdp: Any, at_rest: bool = False) -> Ints:
         """Elements on one device, sharded over tensor and, where asked, over fsdp and context.
 
@@ -130,22 +126,17 @@ class ModelTrace:
     @property
     def num_params(self) -> int:
         """Parameters of the whole model, the padding rows of the vocabulary included."""
-        return self._count(lambda _: 1)
-
-    def published_params(self, vocab_size: int) -> int:
-        """Parameters without the padding rows of the vocabulary, as model cards count."""
-        return self._count(lambda array: array.share("vocab", vocab_size))
+        layers = self.stack_layers
+        return sum(array.size * layers.get(array.part, 1) for array in self.parameters)
 
     def num_active_params(self, experts_per_token: int) -> int:
         """Parameters that one token meets: those of its own experts and of all that is shared."""
-        return self._count(lambda array: array.share("experts", experts_per_token))
-
-    def _count(self, share: Callable[[ParamShape], float]) -> int:
-        layers = self.stack_layers
-        return sum(
-            round(share(array) * array.size) * layers.get(array.part, 1)
+        chosen = {"experts": experts_per_token}
+        active = tuple(
+            replace(array, shape=tuple(map(chosen.get, array.axes, array.shape)))
             for array in self.parameters
         )
+        return replace(self, parameters=active).num_params
 
     @property
     def vocab_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""Shapes of published models by name, and of models that a user describes in a JSON file."""
+"""Shapes of models in JSON: the published ones of `named_models.json`, and a user's own files."""
 
 import dataclasses
 import pathlib
@@ -8,189 +8,6 @@ from typing import Any
 from jaxscale.choices import did_you_mean
 from jaxscale.planner.model.shape import LatentAttention, ModelShape, StateSpaceMixer
 from jaxscale.storage.untrusted import load_json
-
-NAMED = {
-    # Llama 3 (arXiv 2407.21783, table 3).
-    "llama3-8b": ModelShape(
-        32, 4096, 32, 8, 128, 14336, gated=True, vocab=128256, tied=False, seq_len=8192
-    ),
-    "llama3-70b": ModelShape(
-        80, 8192, 64, 8, 128, 28672, gated=True, vocab=128256, tied=False, seq_len=8192
-    ),
-    "llama3-405b": ModelShape(
-        126, 16384, 128, 8, 128, 53248, gated=True, vocab=128256, tied=False, seq_len=8192
-    ),
-    "gpt3-175b": ModelShape(
-        96,
-        12288,
-        96,
-        96,
-        128,
-        49152,
-        gated=False,
-        vocab=51200,
-        tied=True,
-        seq_len=2048,
-        biases=True,
-        learned_positions=True,
-    ),
-    # Mixtral (arXiv 2401.04088, table 1; the model card of 8x22B, April 2024).
-    "mixtral-8x7b": ModelShape(
-        32,
-        4096,
-        32,
-        8,
-        128,
-        0,
-        gated=True,
-        vocab=32000,
-        tied=False,
-        seq_len=32768,
-        experts=8,
-        top_k=2,
-        expert_ff=14336,
-    ),
-    "mixtral-8x22b": ModelShape(
-        56,
-        6144,
-        48,
-        8,
-        128,
-        0,
-        gated=True,
-        vocab=32000,
-        tied=False,
-        seq_len=65536,
-        experts=8,
-        top_k=2,
-        expert_ff=16384,
-    ),
-    # DeepSeek-V3 (arXiv 2412.19437, section 4.2), without multi-token prediction.
-    "deepseek-v3": ModelShape(
-        61,
-        7168,
-        128,
-        128,
-        128,
-        18432,
-        gated=True,
-        vocab=129280,
-        tied=False,
-        seq_len=4096,
-        experts=256,
-        top_k=8,
-        expert_ff=2048,
-        shared_experts=1,
-        dense_layers=3,
-        latent=LatentAttention(1536, 512, 128, 64, 128),
-    ),
-    # Qwen3 (arXiv 2505.09388, table 2, and the model cards).
-    "qwen3-30b-a3b": ModelShape(
-        48,
-        2048,
-        32,
-        4,
-        128,
-        0,
-        gated=True,
-        vocab=151936,
-        tied=False,
-        seq_len=4096,
-        experts=128,
-        top_k=8,
-        expert_ff=768,
-    ),
-    "qwen3-235b-a22b": ModelShape(
-        94,
-        4096,
-        64,
-        4,
-        128,
-        0,
-        gated=True,
-        vocab=151936,
-        tied=False,
-        seq_len=4096,
-        experts=128,
-        top_k=8,
-        expert_ff=1536,
-    ),
-    # T5 (arXiv 1910.10683, sections 3.1 and 3.7) and mT5 (2010.11934, tables 1 and 2 and section
-    # 3.2: inputs of 1,024 tokens). Lengths: decoder, then encoder.
-    "t5-11b": ModelShape(
-        24,
-        1024,
-        128,
-        128,
-        128,
-        65536,
-        gated=False,
-        vocab=32128,
-        tied=True,
-        seq_len=512,
-        encoder_layers=24,
-        encoder_seq_len=512,
-    ),
-    "mt5-xxl": ModelShape(
-        24,
-        4096,
-        64,
-        64,
-        64,
-        10240,
-        gated=True,
-        vocab=250112,
-        tied=False,
-        seq_len=512,
-        encoder_layers=24,
-        encoder_seq_len=1024,
-    ),
-    # NVIDIA Nemotron 3 (model cards of December 2025 and March 2026): state-space mixers,
-    # experts with squared ReLU, and a few attention layers.
-    "nemotron-3-nano": ModelShape(
-        52,
-        2688,
-        32,
-        2,
-        128,
-        0,
-        gated=False,
-        vocab=131072,
-        tied=False,
-        seq_len=8192,
-        experts=128,
-        top_k=6,
-        expert_ff=1856,
-        shared_experts=2,
-        expert_gated=False,
-        mixer=StateSpaceMixer(layers=23, heads=64, head_dim=64, state=128, groups=8),
-        attention_layers=6,
-        mlp_layers=23,
-    ),
-    "nemotron-3-super": ModelShape(
-        88,
-        4096,
-        32,
-        2,
-        128,
-        0,
-        gated=False,
-        vocab=131072,
-        tied=False,
-        seq_len=8192,
-        experts=512,
-        top_k=22,
-        expert_ff=2688,
-        expert_width=1024,
-        shared_experts=1,
-        shared_ff=5376,
-        expert_gated=False,
-        mixer=StateSpaceMixer(layers=40, heads=128, head_dim=64, state=128, groups=8),
-        attention_layers=8,
-        mlp_layers=40,
-        extra_predictions=2,
-    ),
-}
 
 
 def published_shape(model: str, seq_len: int) -> ModelShape | None:
@@ -218,7 +35,7 @@ def find_shape(model: str) -> ModelShape:
         the nearest.
     """
     if model.endswith(".json"):
-        return read_shape(pathlib.Path(model))
+        return read_shape(load_json(pathlib.Path(model)), model)
     name = _normalised(model)
     if name in NAMED:
         return NAMED[name]
@@ -228,17 +45,25 @@ def find_shape(model: str) -> ModelShape:
     )
 
 
-def read_shape(path: pathlib.Path) -> ModelShape:
-    """A shape from a JSON object of its fields; those with a default may be left out.
+def read_shape(given: Any, where: str) -> ModelShape:
+    """A shape from a JSON object of its fields, as `named_models.json` has one for each name.
+
+    Fields with a default may be left out; "source" says where the sizes are from.
 
     Raises:
       ValueError: as `find_shape`.
     """
-    given = load_json(path)
+    fields = [field.name for field in dataclasses.fields(ModelShape)]
+    if not isinstance(given, dict) or given.keys().isdisjoint(fields):
+        raise ValueError(
+            f"{where} does not describe a model; it must be an object with the fields of a "
+            f"ModelShape ({', '.join(fields)}), or a run's config.json"
+        )
+    given = {name: value for name, value in given.items() if name != "source"}
     for name, kind in (("latent", LatentAttention), ("mixer", StateSpaceMixer)):
-        if isinstance(given, dict) and given.get(name) is not None:
-            given[name] = _record(kind, given[name], f"{path}: {name}")
-    return _record(ModelShape, given, str(path))
+        if given.get(name) is not None:
+            given[name] = _record(kind, given[name], f"{where}: {name}")
+    return _record(ModelShape, given, where)
 
 
 TYPES: dict[Any, tuple[type, ...]] = {int: (int,), bool: (bool,), float: (int, float)}
@@ -263,6 +88,11 @@ def _record(kind: Any, given: Any, where: str) -> Any:
         if field.default is dataclasses.MISSING and name not in given:
             raise ValueError(f"{where}: {name!r} is missing; every model has one")
     return kind(**given)
+
+
+_FILE = pathlib.Path(__file__).with_suffix(".json")
+NAMED = {name: read_shape(given, f"{_FILE}: {name}") for name, given in load_json(_FILE).items()}
+"""Published models."""
 
 
 def check_shape(shape: ModelShape, name: str) -> None:

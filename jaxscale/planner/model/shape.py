@@ -253,7 +253,7 @@ class ModelShape:
         moe, dense = self.expert_layers / layers, (self.with_mlp - self.expert_layers) / layers
         shared, opens = self.shared_width, 1 + self.expert_gated
         heads, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        hidden, opened = self.d_ff * dense + shared * moe, 0.0
+        hidden = self.d_ff * dense + shared * moe
         opened = (opens if self.experts else gate) * hidden
         cross = self.encoder_layers > 0
         sizes = self.experts, self.top_k, self.routed_width, self.expert_ff, self.expert_gated

@@ -55,6 +55,7 @@ class SizedModel:
     run_tokens = RUN_TOKENS
     offloads = OFFLOADS
     batch_reason = "the batch does not split"
+    has_tensor_rows = False  # they have no formula
 
     @property
     def step_tokens(self) -> int:
@@ -100,11 +101,6 @@ class SizedModel:
     @property
     def num_params(self) -> int:
         return self.shape.num_params
-
-    @property
-    def has_tensor_rows(self) -> bool:
-        """Rows of tensor have no formula here."""
-        return False
 
     @property
     def remats(self) -> tuple[str, ...]:

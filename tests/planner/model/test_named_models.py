@@ -76,9 +76,15 @@ def test_a_wrong_file_is_refused(changes, said, tmp_path):
         find_shape(written(tmp_path, NAMED["deepseek-v3"], **changes))
 
 
-def test_a_file_that_is_no_object_is_refused(tmp_path):
+def test_a_file_says_where_its_sizes_are_from(tmp_path):
+    path = written(tmp_path, NAMED["deepseek-v3"], source="model card")
+    assert find_shape(path) == NAMED["deepseek-v3"]
+
+
+def test_a_file_that_is_no_object_of_fields_is_refused(tmp_path):
     path = tmp_path / "model.json"
-    for text, said in (("{", r"json is not JSON: "), ("[1]", r"is \[1\]; it must be an object")):
+    neither = r"model\.json does not describe a model; .*\(layers, d_model, .* run's config\.json"
+    for text, said in (("{", r"json is not JSON: "), ("[1]", neither), ('{"modle": {}}', neither)):
         path.write_text(text)
         with pytest.raises(ValueError, match=said):
             find_shape(str(path))

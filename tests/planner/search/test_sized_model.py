@@ -155,7 +155,11 @@ def test_a_shape_can_be_given_as_it_is():
             {"batch_tokens": 1500},
             "whole number of sequences of seq_len = 1024; .* 1024",
         ),
-        ("configs/tiny.py", {"seq_len": 64}, "--seq_len 64 goes with --model; .*data.seq_len=64"),
+        (
+            "configs/tiny.py",
+            {"seq_len": 64},
+            "--seq_len 64 goes with a model given by .*data.seq_len=64",
+        ),
         ("lama3-8b", {}, "model 'lama3-8b' is not known; .*did you mean 'llama3-8b'"),
     ]
     for model, asked, said in wrong:
