@@ -236,6 +236,7 @@ def test_a_file_of_a_config_is_planned_as_the_config(tmp_path, capsys):
         printed.append(capsys.readouterr().out + written.read_text())
     assert printed[0] == printed[1]
     assert "sequences of 4096 tokens" in printed[0]
+    assert plan_layouts.resolve_model(path, 0, 0) == configs.load(path)
 
 
 @pytest.mark.parametrize(
