@@ -1,5 +1,6 @@
 """The shapes that a model's layers are given for one example, without a device or an array."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from jaxscale.batch import Batch
 from jaxscale.config import Config
 from jaxscale.config.model import ModelSettings, find_make, is_own_family
-from jaxscale.models.decoder import Decoder
+from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Model, Stack, split_stream
@@ -48,8 +49,14 @@ def example_of(model: Model, seq_len: int, output_len: int) -> Batch:
     return Batch(ints, ints, ints, ints, floats, extras or ())
 
 
-def gathered_params(model: Model) -> Tree:
-    """The shapes of a model's parameters as layers read them, in the compute type."""
+@functools.lru_cache(maxsize=64)
+def gathered_params(settings: ModelSettings, make: MakeModel | None = None) -> Tree:
+    """The shapes of a model's parameters as layers read them, in the compute type.
+
+    Args:
+      make: what makes the model; None is `settings.family`.
+    """
+    model = (make or find_model(settings))(settings, plain_kernels())
     return jax.eval_shape(
         lambda: weights_in_use(
             model.axes, model.init(jax.random.key(0)), model.settings.compute_dtype

@@ -1,5 +1,7 @@
 """Traces a model for the planner: abstractly, without a device, an array or a program."""
 
+import functools
+
 import jax
 
 from jaxscale.config.model import ModelSettings
@@ -9,6 +11,7 @@ from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.training.tracing.abstract_model import MakeModel, find_model
 
 
+@functools.lru_cache(maxsize=64)
 def trace_model(settings: ModelSettings, make: MakeModel | None = None) -> ModelTrace:
     """The trace of a model.
 

@@ -27,6 +27,7 @@ from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.pipeline.backward_split import TracedFunction, shapes_of, split
 from jaxscale.sharding.model_trace import SavedValue, SavedValues, StackSaved
+from jaxscale.sharding.resolve import is_axes
 from jaxscale.training.remat import rematerialised, rematerialised_attention
 from jaxscale.training.tracing.abstract_model import (
     MakeModel,
@@ -38,7 +39,6 @@ from jaxscale.training.tracing.abstract_model import (
 )
 from jaxscale.training.tracing.liveness import peak_bytes
 from jaxscale.training.tracing.plain_matmuls import plain_matmuls
-from jaxscale.training.tracing.trace_model import trace_model
 
 GATHERED = "operand of columns"
 """The name of what ranks of tensor gather before a matmul."""
@@ -62,7 +62,7 @@ def trace_saved(
     """
     policy, given, heads = parse_remat(remat), [], []
     model = (make or find_model(settings))(settings, _saving_kernels(policy, given, heads))
-    params, held = gathered_params(model), trace_model(settings, make)
+    params = gathered_params(settings, make)
     one = example_of(model, seq_len, output_len)
     sequences = _unused_size((params, one))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((sequences, *x.shape[1:]), x.dtype), one)
@@ -70,7 +70,8 @@ def trace_saved(
     for stack, stream, arguments in layer_arguments(model, params, batch):
         length, width = carried_tokens(stack, stream, output_len)
         widths = {(*x.shape,) for x in stream.values()}
-        experts = any(held.experts_of(stack.name))
+        axes = jax.tree.leaves(model.axes[stack.name], is_leaf=is_axes)
+        experts = any("experts" in names for names in axes)
         kinds = [0] if piped else range(stack.period)
         counts: dict[SavedValue, float] = collections.defaultdict(float)
         rows = 0

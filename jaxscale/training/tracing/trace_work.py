@@ -60,7 +60,7 @@ def trace_work(
     held = trace_model(settings, make)
     model = (make or find_model(settings))(settings, _recording(recorded))
     batch = example_of(model, seq_len, output_len)
-    params, stream, stacks, width = gathered_params(model), {}, [], 0
+    params, stream, stacks, width = gathered_params(settings, make), {}, [], 0
     for stack, stream, arguments in layer_arguments(model, params, batch):
         trace = functools.partial(_trace_layer, stack, arguments, recorded)
         length, width = carried_tokens(stack, stream, output_len)

@@ -93,7 +93,7 @@ def traced(settings: ModelSettings, remat: str) -> tuple[float, float]:
         return backward(weights, shared, context, residuals, (y, loss))
 
     batch = example_of(model, *LENGTHS)
-    for stack, _, arguments in layer_arguments(model, gathered_params(model), batch):
+    for stack, _, arguments in layer_arguments(model, gathered_params(model.settings), batch):
         for kind in range(stack.period):
             layer = layer_function(stack, kind)
             share = len(range(kind, stack.num_layers, stack.period))
