@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import shutil
 import typing
 from collections.abc import Callable
 from importlib import metadata
@@ -27,6 +28,8 @@ with epy.lazy_imports():  # it imports JAX: only a model that was not traced bef
 PACKAGE = pathlib.Path(__file__).parents[2]
 SOURCES = ("config", "models", "ops", "pipeline", "sharding", "training")
 """Folders of the package on which a trace depends."""
+VERSIONS = 4
+"""Versions of the package whose traces are kept."""
 
 
 def model_trace(settings: ModelSettings) -> ModelTrace:
@@ -80,16 +83,25 @@ def _trace(record: type, settings: ModelSettings, make: Any, *more: Any) -> Any:
         folder = cache_folder()
     if folder is None or make:
         return _make(record)(settings, *more, make=make)
-    key = f"{_sources()} {record.__name__} {read_settings(settings)} {more}"
+    key = f"{record.__name__} {read_settings(settings)} {more}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
-    path = folder / "traces" / f"{digest}.json"
+    path = folder / "traces" / _sources()[:16] / f"{digest}.json"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # none, or damaged
         return _from_json(record, load_json(path))
     trace = _make(record)(settings, *more)
     with contextlib.suppress(OSError):  # a folder that cannot be written to: traced again then
+        if not path.parent.exists():
+            _remove_oldest(folder / "traces")
         path.parent.mkdir(parents=True, exist_ok=True)
         durable.replace_file(path, json.dumps(dataclasses.asdict(trace)).encode())
     return trace
+
+
+def _remove_oldest(folder: pathlib.Path) -> None:
+    """Removes the traces of versions of the package, but for the last ones in use."""
+    versions = sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime)
+    for path in versions[: 1 - VERSIONS]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _make(record: type) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ def test_a_model_is_traced_once_and_then_read_without_jax(tmp_path, monkeypatch)
     monkeypatch.setenv("JAXSCALE_CACHE", str(tmp_path))
     traces._trace.cache_clear()
     made = traces.model_trace(SETTINGS)
-    (file,) = tmp_path.glob("traces/*.json")
+    (file,) = tmp_path.glob("traces/*/*.json")
     work = traces.model_work(SETTINGS, 64, 64)
     traces._trace.cache_clear()
     assert traces.model_trace(SETTINGS) == made  # read: the same to every field
@@ -32,8 +32,13 @@ def test_a_model_is_traced_once_and_then_read_without_jax(tmp_path, monkeypatch)
     assert traces.model_trace(SETTINGS) == made  # a damaged file is made anew
     traces._trace.cache_clear()
     assert traces.model_trace(SETTINGS) == made
+    for n in range(traces.VERSIONS):
+        monkeypatch.setattr(traces, "_sources", lambda n=n: f"{n}" * 16)
+        traces._trace.cache_clear()
+        assert traces.model_trace(SETTINGS) == made
+    kept = {path.name for path in (tmp_path / "traces").iterdir()}
+    assert kept == {f"{n}" * 16 for n in range(traces.VERSIONS)}  # the first version's are gone
     monkeypatch.setenv("JAXSCALE_CACHE", "")
     traces._trace.cache_clear()
-    file.unlink()
     assert traces.model_trace(SETTINGS) == made
     assert not file.exists()
