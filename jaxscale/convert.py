@@ -66,22 +66,12 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     model = model_folder.open_model(options.from_hf, adapters=peft)
     # That of the adapters, where they have one: it has the tokens that were added for them.
     beside = peft if peft and _tokenizers(peft) else model.directory
-    causal, files = model.config.causal, _tokenizers(beside)
+    files = _tokenizers(beside)
     # Where there is none, this is where the run looks for one.
     own = str(output / (*files, *run_folder.TOKENIZERS)[0])
-    settings = dict(model.settings)
-    if peft and model.dtype == "float32":
-        settings["param_dtype"] = model.dtype  # exactly, whatever a run may begin with
-    data = {"tokenizer": own, **_data_of(model.config)}
-    config = configs.from_dict({"model": settings, "data": data}, overrides)
+    config = _config_of(model, own, overrides, adapted=bool(peft))
     if depth := config.model.prediction_depth:
         model = model_folder.open_model(options.from_hf, prediction_depth=depth, adapters=peft)
-    if config.model.lora_rank and not peft:
-        raise ValueError(
-            f"model.lora_rank = {config.model.lora_rank}: --from_hf reads the adapters of "
-            "--from_peft DIR; new ones begin with training: convert without, and train with "
-            "--config.model.init_from and --config.model.lora_rank"
-        )
     initial_weights.check_settings(config.model, model, "--config.model", config.data.seq_len)
     tokenizer = None
     if files or config.data.tokenizer != own:
@@ -96,21 +86,13 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     run_folder.copy_tokenizer(beside, output)
     model_folder.copy_special_ids(model.directory, output)
     host_gb = max(leaf.nbytes for leaf in jax.tree.leaves(params)) // 10**9 + 1
-    checkpoints = save.CheckpointWriter(output / CHECKPOINTS, host_gb=host_gb)
-    data = {"fingerprint": "", "next_example": 0}
-    metadata = {"config": configs.to_dict(config), "data": data}
-    checkpoints.save(0, {"params": params}, metadata)
-    checkpoints.close()
-    if problem := checkpoints.outcome():
-        raise ValueError(problem)
-    # Written last: without it the folder is not a run.
-    text = json.dumps(configs.to_dict(config), indent=2)
-    (output / "config.json").write_text(text + "\n")
+    _write_run(output, config, params, host_gb)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     log.info(
         f"{model.directory}: {len(model.tensors)} tensors, {num_params:,} parameters "
         f"(padding rows included), read with at most {human_bytes(model.largest_tensor_bytes)} in "
-        f"host memory at a time, and written {host_gb} GB at a time\n{_next_steps(output, causal)}"
+        f"host memory at a time, and written {host_gb} GB at a time\n"
+        f"{_next_steps(output, model.config.causal)}"
     )
     if not tokenizer:
         log.warning(
@@ -119,6 +101,40 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
             f"--config.data.tokenizer={'esm2' if model.config.family == 'esm' else 'FILE'}"
         )
     return {"tensors": len(model.tensors), "parameters": num_params}
+
+
+def _config_of(
+    model: "model_folder.HuggingFaceModel", tokenizer: str, overrides: list[str], *, adapted: bool
+) -> configs.Config:
+    """The run's.
+
+    Raises:
+      ValueError: it has adapters, and none are given.
+    """
+    settings = dict(model.settings)
+    if adapted and model.dtype == "float32":
+        settings["param_dtype"] = model.dtype  # exactly, whatever a run may begin with
+    data = {"tokenizer": tokenizer, **_data_of(model.config)}
+    config = configs.from_dict({"model": settings, "data": data}, overrides)
+    if config.model.lora_rank and not adapted:
+        raise ValueError(
+            f"model.lora_rank = {config.model.lora_rank}: --from_hf reads the adapters of "
+            "--from_peft DIR; new ones begin with training: convert without, and train with "
+            "--config.model.init_from and --config.model.lora_rank"
+        )
+    return config
+
+
+def _write_run(output: pathlib.Path, config: configs.Config, params: Any, host_gb: int) -> None:
+    """Checkpoint 0, and then config.json: without it the folder is not a run."""
+    checkpoints, settings = output / CHECKPOINTS, configs.to_dict(config)
+    writer = save.CheckpointWriter(checkpoints, host_gb=host_gb)
+    data = {"fingerprint": "", "next_example": 0}
+    writer.save(0, {"params": params}, {"config": settings, "data": data})
+    writer.close()
+    if problem := writer.outcome():
+        raise ValueError(problem)
+    (output / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _data_of(model: ModelConfig) -> dict[str, Any]:

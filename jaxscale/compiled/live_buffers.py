@@ -79,6 +79,7 @@ def _total(buffers: Sequence[Buffer]) -> float:
 class _Replay:
     """The state of the replay of a computation."""
 
+    entry: bool  # whether it is the program's
     lives: list[_Life] = field(default_factory=list)
     holds: dict[str, Places] = field(default_factory=dict)  # result -> places in `lives`
     begins: dict[str, int] = field(default_factory=dict)  # where it, or its start, stands
@@ -89,42 +90,49 @@ class _Replay:
         self.lives.append(_Life(buffer, start, start, outside, kept))
         return len(self.lives) - 1
 
+    def read(self, places: Places, at: int) -> None:
+        """Keeps buffers live up to an instruction."""
+        for place in _flat(places):
+            self.lives[place].end = at
+
 
 def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool) -> list[_Life]:
     """The live ranges of the buffers that a computation itself allocates."""
-    replay = _Replay()
+    replay = _Replay(entry)
     for i, instruction in enumerate(instructions):
         operands = [replay.holds.get(operand, []) for operand in instruction.operands]
-        read = _flat(operands)
         if instruction.opcode != "get-tuple-element":  # it names an array and reads none
-            for place in read:
-                replay.lives[place].end = i
+            replay.read(operands, i)
         replay.begins[instruction.name] = i
         if instruction.opcode.endswith(("-update", "-done")):
             replay.begins[instruction.name] = replay.begins[instruction.operands[0]]
-        if instruction.opcode == "parameter":
-            kept = entry and int(instruction.rest.split(")")[0]) not in program.donated
-            new = functools.partial(replay.add, start=0, outside=not entry, kept=kept)
-            held = _leaves(instruction, new)
-        elif instruction.opcode == "get-tuple-element":
-            held = operands[0][int(instruction.attribute(r"index=(\d+)"))]
-        elif instruction.opcode == "tuple":
-            held = operands
-        elif instruction.opcode in SAME:
-            held = operands[0]
-        elif instruction.opcode.endswith(("-start", "-update")):
-            held = read  # the result of a start belongs to its `-done`
-        else:
-            new = functools.partial(_place, program, replay, i, instruction, read)
-            held = _leaves(instruction, new)
-        replay.holds[instruction.name] = held
-    for place in _flat(replay.holds[instructions[-1].name]):
-        replay.lives[place].end = len(instructions)
+        replay.holds[instruction.name] = _result(program, replay, i, instruction, operands)
+    replay.read(replay.holds[instructions[-1].name], len(instructions))
     for life in replay.lives:
         if life.kept:
             life.end = len(instructions)
     _share(replay)
     return [life for life in replay.lives if not life.outside and life.buffer.num_bytes]
+
+
+def _result(
+    program: Program, replay: _Replay, i: int, instruction: Instruction, operands: list[Places]
+) -> Places:
+    """The buffers of an instruction's result: those of its operands, or new ones."""
+    if instruction.opcode == "parameter":
+        kept = replay.entry and int(instruction.rest.split(")")[0]) not in program.donated
+        new = functools.partial(replay.add, start=0, outside=not replay.entry, kept=kept)
+        return _leaves(instruction, new)
+    if instruction.opcode == "get-tuple-element":
+        return operands[0][int(instruction.attribute(r"index=(\d+)"))]
+    if instruction.opcode == "tuple":
+        return operands
+    if instruction.opcode in SAME:
+        return operands[0]
+    read = _flat(operands)
+    if instruction.opcode.endswith(("-start", "-update")):
+        return read  # the result of a start belongs to its `-done`
+    return _leaves(instruction, functools.partial(_place, program, replay, i, instruction, read))
 
 
 def _place(

@@ -5,19 +5,19 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
-from jaxscale.config import Config, zero_stage
+from jaxscale.config import DataConfig, zero_stage
 from jaxscale.config.layout import Layout
-from jaxscale.config.model import ModelSettings
+from jaxscale.config.model import ModelConfig, ModelSettings
 from jaxscale.config.optimizer import (
     FACTORED_SIZE,
+    OptimizerConfig,
     ParamGroup,
     check_groups,
     find_group,
     matrix_dims,
 )
-from jaxscale.planner.memory.saved_values import values_of
 from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, itemsize, select
-from jaxscale.training.tracing.traces import model_trace
+from jaxscale.training.tracing.traces import model_trace, saved_values
 
 BATCH_BYTES = 5 * 4  # per token: the fields of `Batch`
 FURTHER_BYTES = 2 * 4  # per token and module that predicts further ones
@@ -30,37 +30,34 @@ learning-rate schedule."""
 MUON_COEFFICIENTS = 3 * 4  # float32, in its state
 
 
-def whole_state_bytes(config: Config) -> Ints:
+def whole_state_bytes(model: ModelSettings, optimizer: OptimizerConfig) -> Ints:
     """Parameters and moments of the whole model, as a checkpoint has them."""
-    whole = dataclasses.replace(config, layout=Layout(data=1))
-    rows = model_trace(config.model).stack_layers
-    return parameter_bytes(whole, rows) + moment_bytes(whole, rows)
+    whole, rows = Layout(data=1), model_trace(model).stack_layers
+    return parameter_bytes(model, whole, rows) + moment_bytes(model, optimizer, whole, rows)
 
 
-def unchanged_bytes(config: Config) -> Ints:
+def unchanged_bytes(model: ModelSettings, groups: tuple[ParamGroup, ...]) -> Ints:
     """Of these, the parameters that no step changes, whose files checkpoints share."""
-    whole = dataclasses.replace(config, layout=Layout(data=1))
-    model, groups = config.model, config.optimizer.groups
     trace = model_trace(model)
     unchanged = [
         array
         for array in trace.parameters
         if find_group(array.path, groups).frozen or (array.frozen and not trace.adjusts)
     ]
-    return _bytes_of(unchanged, whole, model_trace(model).stack_layers)
+    return _bytes_of(unchanged, Layout(data=1), trace.stack_layers)
 
 
-def parameter_bytes(config: Config, rows: Rows) -> Ints:
+def parameter_bytes(model: ModelSettings, layout: Layout, rows: Rows) -> Ints:
     """The parameters, sharded over fsdp from ZeRO stage 1.
 
     Args:
       rows: layers of each stack that a device allocates.
     """
-    return _bytes_of(model_trace(config.model).parameters, config, rows)
+    return _bytes_of(model_trace(model).parameters, layout, rows)
 
 
-def _bytes_of(arrays: Iterable[ParamShape], config: Config, rows: Rows) -> Ints:
-    layout, stage = config.layout, config.layout.zero_stage
+def _bytes_of(arrays: Iterable[ParamShape], layout: Layout, rows: Rows) -> Ints:
+    stage = layout.zero_stage
     return sum(
         itemsize(array.dtype)
         * _repeats(array, rows)
@@ -69,35 +66,35 @@ def _bytes_of(arrays: Iterable[ParamShape], config: Config, rows: Rows) -> Ints:
     )
 
 
-def moment_bytes(config: Config, rows: Rows) -> Ints:
+def moment_bytes(
+    model: ModelSettings, optimizer: OptimizerConfig, layout: Layout, rows: Rows
+) -> Ints:
     """The optimizer's moments, sharded over fsdp from ZeRO stage 1; `rows` as above. Frozen
     parameters have none."""
-    layout, optimizer = config.layout, config.optimizer
     stage, widths = layout.zero_stage, (optimizer.moment_dtype, optimizer.second_moment_dtype)
     return sum(
         itemsize(width)
         * _repeats(moment, rows)
         * moment.shard_size(layout, over_fsdp=zero_stage.shards_state(stage), at_rest=True)
-        for array in _stacks(trained_parameters(config))
+        for array in _stacks(trained_parameters(model, optimizer.groups))
         for width, moments in zip(widths, _moments(optimizer.name, array), strict=True)
         for moment in moments
     )
 
 
-def count_bytes(config: Config) -> int:
-    """The rest of the optimizer's state."""
-    name = config.optimizer.name
-    return COUNT_BYTES * COUNTS[name] + (MUON_COEFFICIENTS if name == "muon" else 0)
+def count_bytes(optimizer: str) -> int:
+    """The rest of an optimizer's state."""
+    return COUNT_BYTES * COUNTS[optimizer] + (MUON_COEFFICIENTS if optimizer == "muon" else 0)
 
 
-def batch_bytes(config: Config) -> Ints:
+def batch_bytes(model: ModelConfig, data: DataConfig, layout: Layout) -> Ints:
     """A device's shard of the batch, and the step counter."""
-    layout, data = config.layout, config.data
     shards = layout.batch_shards * layout.context
     tokens = data.global_batch_size * data.output_len // shards
-    found = (BATCH_BYTES + FURTHER_BYTES * config.model.prediction_depth) * tokens + COUNT_BYTES
-    if not config.model.num_encoder_layers:
-        return found + data.global_batch_size * values_of(config, "full").extra_bytes // shards
+    found = (BATCH_BYTES + FURTHER_BYTES * model.prediction_depth) * tokens + COUNT_BYTES
+    if not model.num_encoder_layers:
+        saved = saved_values(model, data.seq_len, data.output_len, "full", piped=False)
+        return found + data.global_batch_size * saved.extra_bytes // shards
     source = data.global_batch_size * data.seq_len // shards
     # Nothing reads positions but barriers: before the layer loop gathers weights, and between
     # accumulation groups of which the first gathers, or the last reduces, what others do not.
@@ -109,25 +106,23 @@ def batch_bytes(config: Config) -> Ints:
     return found + SOURCE_BYTES * source - select(read, 0, POSITION_BYTES * (tokens + source))
 
 
-def check_param_groups(config: Config) -> None:
+def check_param_groups(model: ModelSettings, groups: tuple[ParamGroup, ...]) -> None:
     """Refuses groups of the optimizer that a run would refuse.
 
     Raises:
       ValueError: one changes nothing, or all is frozen.
     """
-    arrays = model_trace(config.model).parameters
+    arrays = model_trace(model).parameters
     moved = [array.path for array in arrays if array.frozen]
-    check_groups(config.optimizer.groups, sorted(array.path for array in arrays), moved)
-
-
-def trained_parameters(config: Config) -> tuple[ParamShape, ...]:
-    """Those that no group of the optimizer freezes, nor the model itself: the biases of routers,
-    and with adapters all others."""
-    return _trained(config.model, config.optimizer.groups)
+    check_groups(groups, sorted(array.path for array in arrays), moved)
 
 
 @functools.lru_cache(maxsize=64)
-def _trained(model: ModelSettings, groups: tuple[ParamGroup, ...]) -> tuple[ParamShape, ...]:
+def trained_parameters(
+    model: ModelSettings, groups: tuple[ParamGroup, ...]
+) -> tuple[ParamShape, ...]:
+    """Those that no group of the optimizer freezes, nor the model itself: the biases of routers,
+    and with adapters all others."""
     return tuple(
         array
         for array in model_trace(model).parameters

@@ -4,82 +4,84 @@ import math
 
 import numpy as np
 
-from jaxscale.config import Config, zero_stage
-from jaxscale.planner.memory.at_rest import sides, trained_parameters
-from jaxscale.planner.memory.layer_loop import LayerLoop, gradient_elements
+from jaxscale.config import zero_stage
+from jaxscale.planner.memory.at_rest import sides
+from jaxscale.planner.memory.layer_loop import LayerLoop, Shards
 from jaxscale.planner.memory.transients import Transients
 from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, maximum, select
 from jaxscale.sharding.rules import LAYER_SHARD_AXES, shards_layers
 from jaxscale.training.tracing.traces import model_trace
 
 
-def reduction_bytes(config: Config, loop: LayerLoop, transients: Transients, rows: Rows) -> Ints:
+def reduction_bytes(loop: LayerLoop, transients: Transients, rows: Rows) -> Ints:
     """Outputs of reductions over replicas."""
-    layout, stage = config.layout, config.layout.zero_stage
+    layout, stage = loop.layout, loop.layout.zero_stage
     shards = zero_stage.shards_state(stage)
 
     def largest(rows: Rows) -> Ints:
         return maximum(
             *(
                 rows.get(array.part, 1) * array.shard_size(layout, over_fsdp=shards)
-                for array in trained_parameters(config)
+                for array in loop.trained.arrays
             )
         )
 
     # Inputs and outputs of the reductions of the last layer, embedding and head; where whole
     # gradients are summed in place, two of the largest are in flight.
-    last = loop.gradients + gradient_elements(config, "embed head")
+    last = loop.gradients + loop.trained.elements("embed head")
     if transients.in_place:
         last = select(loop.single, last, largest({}))
     once = select(loop.reduces & np.logical_not(shards), 2 * loop.accumulated * last)
     # In a pipeline, the stacks that are not reduced per visit.
     left = zero_stage.remains(stage, layout.zero_ranks, layout.data)
     parts = {**rows, "embed head": 1}
-    sums = [count * gradient_elements(config, part, shards) for part, count in parts.items()]
+    sums = [count * loop.trained.elements(part, shards) for part, count in parts.items()]
     stacks = loop.accumulated * sum(sums)
     if transients.in_place:
         stacks = 2 * loop.accumulated * largest(rows)
     return select(layout.pipeline == 1, once, select(left, stacks))
 
 
-def update_bytes(config: Config, rows: Rows) -> Ints:
+def update_bytes(optimizer: str, loop: LayerLoop, rows: Rows) -> Ints:
     """Temporaries of the optimizer; AdamW and Lion are elementwise and have none."""
-    layout, wide = config.layout, 4
-    if config.optimizer.name == "adafactor":
+    layout, wide = loop.layout, 4
+    if optimizer == "adafactor":
         # All squared gradients, before the means over rows and columns.
         over_fsdp = zero_stage.shards_state(layout.zero_stage)
-        counts = model_trace(config.model).stack_layers
+        counts = model_trace(loop.model).stack_layers
         return wide * sum(
             counts.get(array.part, 1) * array.shard_size(layout, over_fsdp=over_fsdp)
-            for array in trained_parameters(config)
+            for array in loop.trained.arrays
         )
-    if config.optimizer.name == "muon":
-        return wide * sum(_orthogonalised(config, part, count) for part, count in rows.items())
+    if optimizer == "muon":
+        return wide * sum(
+            _orthogonalised(loop.trained, part, count) for part, count in rows.items()
+        )
     return 0
 
 
-def _matrices(config: Config, array: ParamShape) -> Ints:
+def _matrices(array: ParamShape, expert_ranks: Ints) -> Ints:
     """Of a layer, on a device: one, or one for each of its experts."""
     if "experts" not in array.axes:
         return 1
-    return array.shape[array.axes.index("experts")] // config.layout.expert
+    return array.shape[array.axes.index("experts")] // expert_ranks
 
 
-def _orthogonalised(config: Config, part: str, rows: Ints) -> Ints:
+def _orthogonalised(trained: Shards, part: str, rows: Ints) -> Ints:
     """Elements of the matrices of a stack that a rank makes orthogonal (see
     `sharding.layer_rules`): input and output of a Newton-Schulz iteration, and two products of the
     largest with itself. Where they are not sharded those of all layers are gathered beside the
     gradients."""
-    layout, ranks = config.layout, 1
+    layout, ranks = trained.layout, 1
     for axis in LAYER_SHARD_AXES:
         size = getattr(layout, axis)
         more = shards_layers(rows, layout.pipeline, ranks, size)
         ranks = np.where(more, ranks * size, ranks)
-    matrices = [one for one in trained_parameters(config) if one.part == part and sides(one)]
+    matrices = [one for one in trained.arrays if one.part == part and sides(one)]
     if not matrices:
         return 0
     squares = [
-        min(math.prod(side) for side in sides(one)) ** 2 * _matrices(config, one)
+        min(math.prod(side) for side in sides(one)) ** 2 * _matrices(one, layout.expert)
         for one in matrices
     ]
     whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.config import Config
 from jaxscale.config.model import ModelConfig
 from jaxscale.sharding.model_trace import Ints, maximum, select
 from jaxscale.training.tracing.traces import model_trace
@@ -84,7 +83,7 @@ PIPED = RowArrays(3, 3)
 for 16 to 64 H100."""
 
 
-def row_bytes(config: Config, loop: Any, head: Ints, *, blocks: bool) -> Ints:
+def row_bytes(loop: Any, head: Ints, *, blocks: bool) -> Ints:
     """Bytes of the rows that are live at once in a layer's backward pass, beside saved ones, and of
     gradients on their way.
 
@@ -93,10 +92,10 @@ def row_bytes(config: Config, loop: Any, head: Ints, *, blocks: bool) -> Ints:
       head: bytes of the gradients of the head, whole.
       blocks: whether the back end's matmuls of experts are loops over blocks.
     """
-    model, remat = config.model, config.layout.remat_policy
+    model, remat = loop.model, loop.layout.remat_policy
     matmuls = ("mlp_up", "mlp_gate")[: 1 + model.gated]
     saved = RowArrays(sum(name in remat.names for name in matmuls), int(not remat.by_names))
-    hidden = loop.compute * loop.rows * hidden_features(model) // config.layout.tensor
+    hidden = loop.compute * loop.rows * hidden_features(model) // loop.layout.tensor
     stream = loop.compute * loop.rows * model.d_model
     # Those of several micro-batches together wait in accumulators of their own.
     gradients = select(loop.scatters & (loop.group == 1), loop.accumulated * loop.unreduced)
@@ -110,7 +109,7 @@ def row_bytes(config: Config, loop: Any, head: Ints, *, blocks: bool) -> Ints:
         ]
         return maximum(*each)
 
-    pipelined = config.layout.pipeline > 1
+    pipelined = loop.layout.pipeline > 1
     slots = PIPED.hidden * hidden + PIPED.stream * stream
     if not blocks or model.capacity_factor:
         return select(pipelined, slots, live(WHOLE))
@@ -132,12 +131,12 @@ def row_bytes(config: Config, loop: Any, head: Ints, *, blocks: bool) -> Ints:
     return select(pipelined, slots, found)
 
 
-def restacked_bytes(config: Config, loop: Any, layers: Ints) -> Ints:
+def restacked_bytes(loop: Any, layers: Ints) -> Ints:
     """Gradients of all of a device's layers' experts once more: a GPU's reduce-scatter wants the
     dimension that it scatters to be the first, and the accumulators are laid out both ways."""
     mine = sum(
-        array.shard_size(config.layout, over_fsdp=True)
-        for array in model_trace(config.model).parameters
+        array.shard_size(loop.layout, over_fsdp=True)
+        for array in model_trace(loop.model).parameters
         if array.part == loop.part and "experts" in array.axes
     )
     return select(loop.scatters, layers * loop.accumulated * mine)

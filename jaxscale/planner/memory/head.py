@@ -2,13 +2,9 @@
 
 from typing import Any
 
-from jaxscale.config import Config
 from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
-    gradient_elements,
-    head_elements,
-    head_gradient_elements,
     stream_bytes,
 )
 from jaxscale.planner.memory.transients import Transients
@@ -16,26 +12,26 @@ from jaxscale.sharding.model_trace import Ints, maximum, select
 from jaxscale.training.tracing.traces import model_trace
 
 
-def head_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+def head_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """Logits of a chunk, the output matrix with its gradient, and the stream."""
-    model, layout = config.model, config.layout
+    model, layout = loop.model, loop.layout
     vocab = model_trace(model).vocab_rows // layout.tensor_columns
-    matrix = head_elements(config)
-    gradient = head_gradient_elements(config)
+    matrix = loop.parameters.head_elements()
+    gradient = loop.trained.head_elements()
     features = loop.width if transients.in_place else 0  # as `training.kernels` has it on a GPU
     chunks = -(-loop.tokens // loss_chunk_tokens(vocab, features))
     logits = loop.tokens * vocab // chunks
     together = loop.group > 1
     # Input, normalised, transposed, and its gradient; gathered over tensor.
     stream = 5 * loop.compute * loop.tokens * loop.width // layout.tensor_rows
-    stream = stream + select(together, 2 * loop.group * stream_bytes(config, loop))
+    stream = stream + select(together, 2 * loop.group * stream_bytes(loop))
     group_sum = select(together, loop.accumulated * gradient)
     if transients.in_place:
         # In each of several passes the loop over chunks begins with zeros that the embedding's
         # gradient begins with, too: the compiler keeps them. Not where the two are tied.
         again = loop.scatters & loop.repeats & (layout.pipeline == 1)
         again = again & (chunks > 1) & (not model_trace(model).borrowed)
-        zeros = select(again, loop.accumulated * gradient_elements(config, "embed"))
+        zeros = select(again, loop.accumulated * loop.trained.elements("embed"))
         piped = layout.pipeline > 1
         fused = _fused_bytes(loop, chunks, logits, matrix, gradient, piped)
         return fused + zeros + group_sum + stream

@@ -1,33 +1,17 @@
 """Bytes that a layer saves for its backward pass, in a layout: of the values that tracing found."""
 
-from typing import Any
-
-from jaxscale.config import Config
-from jaxscale.config.layout import Layout, parse_remat
+from jaxscale.config.layout import Layout
 from jaxscale.ops.sizes import LANES
-from jaxscale.sharding.model_trace import Ints, SavedValue, SavedValues, maximum, select
-from jaxscale.training.tracing.traces import saved_values
+from jaxscale.planner.memory.layer_loop import LayerLoop
+from jaxscale.sharding.model_trace import Ints, SavedValue, maximum, select
 
 SUBLANES = 8
 """Rows of a tile of LANES columns in a TPU's memory."""
 
 
-def values_of(config: Config, remat: str, *, piped: bool = False) -> SavedValues:
-    """What the layers save under a policy; in a pipeline whose table recomputes passes, what they
-    save without one."""
-    if piped and parse_remat(remat).kept_passes is not None:
-        remat = "none"
-    data = config.data
-    return saved_values(config.model, data.seq_len, data.output_len, remat, piped=piped)
-
-
-def layer_bytes(config: Config, loop: Any, remat: str) -> Ints:
-    """Of a layer of a loop and a micro-batch, under a policy.
-
-    Args:
-      loop: a `LayerLoop`.
-    """
-    layout, values = config.layout, values_of(config, remat).of(loop.part).values
+def layer_bytes(loop: LayerLoop, remat: str) -> Ints:
+    """Of a layer of a loop and a micro-batch, under a policy."""
+    layout, values = loop.layout, loop.saved(remat).values
     gathered = select(layout.tensor_rows > 1, layout.tensor_columns, 1)
     per = {
         unit: sum(_bytes(one, layout, gathered) for one in values if one.per == unit)
@@ -36,7 +20,19 @@ def layer_bytes(config: Config, loop: Any, remat: str) -> Ints:
     return (loop.tokens * per["sequence"] // loop.length + loop.rows * per["row"]) // layout.tensor
 
 
-def buffer_bytes(config: Config, loop: Any, held: str, *, tiled: bool) -> Ints:
+def layer_saved_bytes(loop: LayerLoop) -> Ints:
+    """Saved activations of a layer and a micro-batch."""
+    return layer_bytes(loop, loop.layout.remat)
+
+
+def recomputed_bytes(loop: LayerLoop) -> Ints:
+    """Of a layer, what its backward pass recomputes."""
+    if not loop.layout.remat_policy.by_names:
+        return 0
+    return layer_bytes(loop, "none") - layer_saved_bytes(loop)
+
+
+def buffer_bytes(loop: LayerLoop, held: str, *, tiled: bool) -> Ints:
     """Of a layer in a slot of a pipeline's buffer, and a micro-batch: what matmuls gathered over
     columns of tensor is saved whole.
 
@@ -44,8 +40,8 @@ def buffer_bytes(config: Config, loop: Any, held: str, *, tiled: bool) -> Ints:
       held: of `SavedValue`.
       tiled: whether heads and their features are padded to whole tiles, as in a TPU's memory.
     """
-    layout, total = config.layout, {"sequence": 0, "row": 0}
-    for one in values_of(config, layout.remat, piped=True).of(loop.part).values:
+    layout, total = loop.layout, {"sequence": 0, "row": 0}
+    for one in loop.saved(layout.remat, piped=True).values:
         if one.held == held:
             each = _tiled_bytes if tiled and one.heads > 1 else _bytes
             total[one.per] = total[one.per] + each(one, layout, layout.tensor_columns)

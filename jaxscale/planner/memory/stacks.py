@@ -6,34 +6,29 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.config import Config
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
-    gradient_elements,
-    head_gradient_elements,
-    layer_saved_bytes,
     stream_bytes,
 )
+from jaxscale.planner.memory.saved_values import layer_saved_bytes
 from jaxscale.planner.memory.transients import Transients
 from jaxscale.sharding.model_trace import Ints, select
 
 
-def held_between_bytes(config: Config, loops: list[LayerLoop]) -> Ints:
+def held_between_bytes(loops: list[LayerLoop]) -> Ints:
     """Of the stacks before the last of `loops`: the output as it leaves the layers and as the
     decoder reads it, with its gradient; the last layer, whose backward pass reuses its weights and
     whose activations are outside the loop."""
     held: Ints = 0
     for loop in loops[:-1]:
         gradient = max(4 // loop.compute, 1)
-        held = held + (2 + gradient) * loop.group * stream_bytes(config, loop)
-        held = held + loop.beside * loop.group * layer_saved_bytes(config, loop)
+        held = held + (2 + gradient) * loop.group * stream_bytes(loop)
+        held = held + loop.beside * loop.group * layer_saved_bytes(loop)
         held = held + select(loop.gathers, loop.compute * loop.weights)
     return held
 
 
-def stacks_outer_gradients(
-    config: Config, loop: LayerLoop, transients: Transients, *, is_last: bool
-) -> Ints:
+def stacks_outer_gradients(loop: LayerLoop, transients: Transients, *, is_last: bool) -> Ints:
     """Gradients of the head during the decoder, and of the embedding, by the decoder's tokens,
     during the encoder: whole, unless they are added to whole accumulators in place; and likewise
     those of layers with experts and of the ones before them.
@@ -42,12 +37,12 @@ def stacks_outer_gradients(
     and those of the head are reduced during the layers, or during the modules that predict further
     tokens, whose working set has them."""
     wide = max(loop.compute, 4)
-    embed = 0 if is_last else wide * gradient_elements(config, "embed")
-    whole = loop.accumulated * head_gradient_elements(config)
-    shard = loop.single * loop.accumulated * head_gradient_elements(config, loop.scatters)
+    embed = 0 if is_last else wide * loop.trained.elements("embed")
+    whole = loop.accumulated * loop.trained.head_elements()
+    shard = loop.single * loop.accumulated * loop.trained.head_elements(loop.scatters)
     if not transients.late:
         return shard + embed
-    if transients.in_place and config.model.prediction_depth:
+    if transients.in_place and loop.model.prediction_depth:
         return shard
     # While weights are gathered the head's are reduced.
     head = whole if is_last else select(loop.gathers, shard, whole)

@@ -13,6 +13,7 @@ import functools
 import numpy as np
 
 from jaxscale.config import Config
+from jaxscale.config.layout import Layout
 from jaxscale.config.model import is_own_family
 from jaxscale.planner.memory.at_rest import (
     batch_bytes,
@@ -25,18 +26,11 @@ from jaxscale.planner.memory.experts import restacked_bytes
 from jaxscale.planner.memory.head import head_bytes
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
-    elements,
-    gradient_elements,
-    head_elements,
-    head_gradient_elements,
     hidden_values,
-    layer_saved_bytes,
     message_bytes,
-    mlp_gradients,
-    mlp_weights,
     stream_bytes,
 )
-from jaxscale.planner.memory.saved_values import buffer_bytes, layer_bytes
+from jaxscale.planner.memory.saved_values import buffer_bytes, layer_bytes, layer_saved_bytes
 from jaxscale.planner.memory.stacks import (
     held_between_bytes,
     larger,
@@ -54,7 +48,7 @@ from jaxscale.planner.memory.transients import (
     walk_end_bytes,
     working_set_bytes,
 )
-from jaxscale.planner.tables.pipeline_slots import RankBuffers, config_buffers
+from jaxscale.planner.tables.pipeline_slots import RankBuffers, layout_buffers
 from jaxscale.sharding.model_trace import Ints, Rows, maximum, select
 from jaxscale.training.tracing.traces import model_trace
 
@@ -66,27 +60,31 @@ def step_memory(
     config: Config,
     back_end: str = "cpu",
     *,
+    layout: Layout | None = None,
     own_host: bool = False,
     buffers: RankBuffers | None = None,
 ) -> Memory:
-    """Memory of a step of a config.
+    """Memory of a step: fields are int, or int [N].
 
     Args:
-      config: its layout resolved.
       back_end: whose `TRANSIENTS` to use.
+      layout: resolved; one, or a batch of them, whose fields are arrays; by default the config's.
       own_host: whether offloaded arrays leave device memory. On a CPU they do not.
       buffers: of a pipeline's busiest rank; by default from the schedule's table.
 
     Raises:
       ValueError: an unknown back end, or no such pipeline exists.
     """
-    buffers = buffers or config_buffers(config)
+    layout = layout or config.layout
+    buffers = buffers or layout_buffers(config.model, config.data, layout)
     custom = is_own_family(config.model.family)
     transients = _transients(back_end, gated=custom or config.model.gated)
     sizes = model_trace(config.model).stacks
     rows = {stack.name: count for stack, count in zip(sizes, buffers.rows)}
     capacity = buffers.capacity or (0,) * len(sizes)
-    loops = [LayerLoop.of(config, rows, stack, room) for stack, room in zip(sizes, capacity)]
+    loops = [
+        LayerLoop.of(config, layout, rows, stack, room) for stack, room in zip(sizes, capacity)
+    ]
     passes = [
         _stack_memory(config, loops, n, rows, transients, buffers, own_host)
         for n in range(len(loops))
@@ -109,77 +107,76 @@ def _stack_memory(
       loops: of all stacks.
       number: of this one.
     """
-    model, layout, loop = config.model, config.layout, loops[number]
+    model, optimizer, loop = config.model, config.optimizer, loops[number]
+    layout = loop.layout
     # While the layers of one stack compute, those of the stacks after it are done; but a rank of a
     # pipeline has buffers for the chunks of each.
     before, is_last = loops[: number + 1], number == len(loops) - 1
-    moments = moment_bytes(config, rows)
+    moments = moment_bytes(model, optimizer, layout, rows)
     host_optimizer = moments if layout.offloads("optimizer") else 0
-    stash, host_stash = (sum(each) for each in zip(*(_stash(config, one) for one in before)))
+    stash, host_stash = (sum(each) for each in zip(*(_stash(one) for one in before)))
     pipelined = layout.pipeline > 1
-    message = message_bytes(config, loops)
+    message = message_bytes(loops)
     attention = 0 if loop.is_custom else (model.num_heads + model.num_kv_heads) * model.head_dim
-    gradients = loop.accumulated * (loop.sums + _tied_sums(config, loop))
+    gradients = loop.accumulated * (loop.sums + _tied_sums(loop))
     return Memory(
-        parameters=parameter_bytes(config, rows),
-        optimizer=moments + count_bytes(config) - own_host * host_optimizer,
-        batch=batch_bytes(config),
+        parameters=parameter_bytes(model, layout, rows),
+        optimizer=moments + count_bytes(optimizer.name) - own_host * host_optimizer,
+        batch=batch_bytes(model, config.data, layout),
         gradients=gradients,
-        stash=select(
-            pipelined, _slots(config, loops, buffers, transients), stash - own_host * host_stash
-        ),
-        layer_weights=_layer_weights(config, loop, loops, transients),
+        stash=select(pipelined, _slots(loops, buffers, transients), stash - own_host * host_stash),
+        layer_weights=_layer_weights(loop, loops, transients),
         zeros=loop.beside
         * transients.zeros
         * max(loop.compute, 4)
         * loop.tokens
         * attention
         // layout.tensor_columns,
-        outer_gradients=_outer_gradients(config, loop, transients)
+        outer_gradients=_outer_gradients(loop, transients)
         if len(rows) == 1
-        else select(
-            pipelined, 0, stacks_outer_gradients(config, loop, transients, is_last=is_last)
-        ),
-        group=_group(config, loop),
-        working_set=working_set_bytes(config, loop, transients),
-        attention=biased_attention_bytes(config, loop, transients),
+        else select(pipelined, 0, stacks_outer_gradients(loop, transients, is_last=is_last)),
+        group=_group(loop),
+        working_set=working_set_bytes(loop, transients),
+        attention=biased_attention_bytes(loop, transients),
         layer_gradients=select(
             pipelined,
             (loop.compute if transients.carries else loop.accumulated) * loop.gradients,
-            _layer_gradients(config, loop, transients),
+            _layer_gradients(loop, transients),
         ),
-        forward_loop=_forward_loop(config, loop, transients),
-        head=head_bytes(config, loop, transients) if is_last else 0,
+        forward_loop=_forward_loop(loop, transients),
+        head=head_bytes(loop, transients) if is_last else 0,
         # In a single visit nothing is added to them before the layers' backward pass.
         head_sums=select(loop.single & transients.in_place, 0, gradients),
-        end=maximum(reduction_bytes(config, loop, transients, rows), update_bytes(config, rows)),
-        moments_copy=moments if config.optimizer.name == "lion" else 0,
+        end=maximum(
+            reduction_bytes(loop, transients, rows), update_bytes(optimizer.name, loop, rows)
+        ),
+        moments_copy=moments if optimizer.name == "lion" else 0,
         host_optimizer=host_optimizer,
         host_stash=host_stash,
         messages=select(pipelined, (buffers.inbox + buffers.input + 2) * message),
         received=select(pipelined & (len(loops) > 1), buffers.residual_w * message),
-        outer_weights=select(pipelined, _held_weights(config, loop, buffers)),
-        pending=select(pipelined & loop.scatters, _pending(config, loop, loops, buffers)),
+        outer_weights=select(pipelined, _held_weights(loop, buffers)),
+        pending=select(pipelined & loop.scatters, _pending(loop, loops, buffers)),
         reduced_gradients=loop.accumulated * loop.reduced,
         kept_weights=loop.compute
         * select(
             loop.keeps,
-            _kept(config, loop, rows),
-            _cast_once(config, rows) * (not transients.ahead),
+            _kept(loop, rows),
+            _cast_once(loop, rows) * (not transients.ahead),
         ),
         # Those that a pipeline keeps are gathered at once.
         converted=select(loop.keeps & pipelined, 0, transients.ahead)
         * loop.compute
         * sum(
-            count * elements(config, part, loop.gathers | loop.keeps)
+            count * loop.parameters.elements(part, loop.gathers | loop.keeps)
             for part, count in rows.items()
         ),
-        carried=carried_bytes(config, loop, transients),
-        walk_end=walk_end_bytes(config, loop, transients),
-        restacked=restacked_bytes(config, loop, rows[loop.part])
+        carried=carried_bytes(loop, transients),
+        walk_end=walk_end_bytes(loop, transients),
+        restacked=restacked_bytes(loop, rows[loop.part])
         if transients.in_place and loop.has_experts
         else 0,
-        between_stacks=select(pipelined, 0, held_between_bytes(config, before)),
+        between_stacks=select(pipelined, 0, held_between_bytes(before)),
     )
 
 
@@ -190,137 +187,131 @@ def _transients(back_end: str, *, gated: bool) -> Transients:
     return TRANSIENTS[back_end, "llama" if gated else "gpt"]
 
 
-def _layer_weights(
-    config: Config, loop: LayerLoop, loops: list[LayerLoop], transients: Transients
-) -> Ints:
+def _layer_weights(loop: LayerLoop, loops: list[LayerLoop], transients: Transients) -> Ints:
     """Of the current layer, and prefetched; in a pipeline those of a chunk of each stack, or of
     the current layer."""
     held = sum(one.capacity * one.weights for one in loops)
-    if config.layout.pipeline_gather == "layer":
+    if loop.layout.pipeline_gather == "layer":
         held = loop.weights
     layers = min(loop.num_layers, 2)  # a single one prefetches nothing
-    gathered = select(config.layout.pipeline > 1, held, layers * loop.weights)
+    gathered = select(loop.layout.pipeline > 1, held, layers * loop.weights)
     # An all-gather of shards that are not whole tiles pads every row with an empty one.
-    gathered = gathered + select(ragged(config, loop, transients), mlp_weights(config, loop.part))
+    gathered = gathered + select(ragged(loop, transients), loop.parameters.mlp_elements(loop.part))
     return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)
 
 
-def _kept(config: Config, loop: LayerLoop, rows: Rows) -> Ints:
+def _kept(loop: LayerLoop, rows: Rows) -> Ints:
     """Weights that are gathered once a step; of a pipeline those outside the layers are counted
     elsewhere. An embedding that is not the head's is not read again in a single visit."""
-    layers = sum(count * elements(config, part) for part, count in rows.items())
-    again = elements(config, "embed head") - head_elements(config)
-    outer = head_elements(config) + select(loop.single, 0, again)
-    return layers + select(config.layout.pipeline == 1, outer)
+    layers = sum(count * loop.parameters.elements(part) for part, count in rows.items())
+    again = loop.parameters.elements("embed head") - loop.parameters.head_elements()
+    outer = loop.parameters.head_elements() + select(loop.single, 0, again)
+    return layers + select(loop.layout.pipeline == 1, outer)
 
 
-def _cast_once(config: Config, rows: Rows) -> Ints:
+def _cast_once(loop: LayerLoop, rows: Rows) -> Ints:
     """Weights of layers that are cast once a step, of which their vectors are too few to matter, or
     quantised once, to two arrays of half the bytes."""
-    quantised = (config.model.matmul_dtype == "float8") & (config.layout.tensor == 1)
-    casts = quantised | (config.model.compute_dtype != config.model.param_dtype)
-    layers = sum(count * elements(config, part) for part, count in rows.items())
-    return select(config.layout.casts_once, layers * casts)
+    quantised = (loop.model.matmul_dtype == "float8") & (loop.layout.tensor == 1)
+    casts = quantised | (loop.model.compute_dtype != loop.model.param_dtype)
+    layers = sum(count * loop.parameters.elements(part) for part, count in rows.items())
+    return select(loop.layout.casts_once, layers * casts)
 
 
-def _slots(
-    config: Config, loops: list[LayerLoop], buffers: RankBuffers, transients: Transients
-) -> Ints:
+def _slots(loops: list[LayerLoop], buffers: RankBuffers, transients: Transients) -> Ints:
     """Saved activations of a rank's chunks between operations: each slot has room for a chunk of
     every stack."""
     total, tiled = 0, transients.tile > 1
-    if not np.any(config.layout.pipeline > 1):
+    if not np.any(loops[0].layout.pipeline > 1):
         return 0
     for loop in loops:
         for held in HELD:
             slots = getattr(buffers, held)
-            total = total + slots * loop.capacity * buffer_bytes(config, loop, held, tiled=tiled)
+            total = total + slots * loop.capacity * buffer_bytes(loop, held, tiled=tiled)
     return total
 
 
-def _held_weights(config: Config, loop: LayerLoop, buffers: RankBuffers) -> Ints:
+def _held_weights(loop: LayerLoop, buffers: RankBuffers) -> Ints:
     """Gathered weights of embedding and head and, where a rank has several, of the next chunk."""
-    outer = elements(config, "embed") + head_elements(config)
-    several = (buffers.chunks > 1) & (config.layout.pipeline_gather == "chunk")
+    outer = loop.parameters.elements("embed") + loop.parameters.head_elements()
+    several = (buffers.chunks > 1) & (loop.layout.pipeline_gather == "chunk")
     next_chunk = select(loop.gathers & several, loop.capacity * loop.weights)
     return loop.compute * (outer + next_chunk)
 
 
-def _pending(config: Config, loop: LayerLoop, loops: list[LayerLoop], buffers: RankBuffers) -> Ints:
+def _pending(loop: LayerLoop, loops: list[LayerLoop], buffers: RankBuffers) -> Ints:
     """Gradients of a chunk of each stack before their reduce-scatter, and of one after it; those
     of an only chunk are reduced after the last tick, those of a layer at once."""
-    if config.layout.pipeline_gather == "layer":
+    if loop.layout.pipeline_gather == "layer":
         return 0
     whole = sum(one.capacity * one.gradients for one in loops)
-    shards = gradient_elements(config, loop.part, True)
+    shards = loop.trained.elements(loop.part, True)
     reduced = select(buffers.chunks > 1, loop.capacity * shards)
     return loop.accumulated * (whole + reduced)
 
 
-def _tied_sums(config: Config, loop: LayerLoop) -> Ints:
+def _tied_sums(loop: LayerLoop) -> Ints:
     """A pipeline accumulates the gradients of a tied head separately from the embedding's."""
-    own = gradient_elements(config, "head", loop.scatters)
-    tied = head_gradient_elements(config, loop.scatters) - own
-    return select(config.layout.pipeline > 1, tied)
+    own = loop.trained.elements("head", loop.scatters)
+    tied = loop.trained.head_elements(loop.scatters) - own
+    return select(loop.layout.pipeline > 1, tied)
 
 
-def _stash(config: Config, loop: LayerLoop) -> tuple[Ints, Ints]:
+def _stash(loop: LayerLoop) -> tuple[Ints, Ints]:
     """Saved activations of all layers, and the part in host memory. Those of a layer outside the
     loop are freed before the loop runs backward."""
-    layout, layers = config.layout, loop.num_layers - loop.beside
-    stash = layers * loop.group * layer_saved_bytes(config, loop)
+    layout, layers = loop.layout, loop.num_layers - loop.beside
+    stash = layers * loop.group * layer_saved_bytes(loop)
     if layout.offloads("activations"):
         return stash, stash
     if not layout.remat_policy.offloads:
         return stash, 0
-    stays = layer_bytes(config, loop, "full")
+    stays = layer_bytes(loop, "full")
     return stash, stash - layers * loop.group * stays
 
 
-def _outer_gradients(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+def _outer_gradients(loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients of head and embedding; with several passes over the layers both are among the
     accumulators. `late` ones are live whole, before reduction."""
-    head = loop.accumulated * head_gradient_elements(config, loop.scatters)
-    whole = loop.accumulated * head_gradient_elements(config)
-    embed = gradient_elements(config, "embed")
+    head = loop.accumulated * loop.trained.head_elements(loop.scatters)
+    whole = loop.accumulated * loop.trained.head_elements()
+    embed = loop.trained.elements("embed")
     if not transients.late:
         return select(loop.single, head + max(loop.compute, 4) * embed)
     # On a TPU, whose loop carries gradients, those of the head are reduced before.
     whole = select(loop.early & transients.carries, 0, whole)
-    several = select(config.layout.pipeline == 1, whole + loop.accumulated * embed)
+    several = select(loop.layout.pipeline == 1, whole + loop.accumulated * embed)
     return select(loop.single, head + whole, several)
 
 
-def _group(config: Config, loop: LayerLoop) -> Ints:
+def _group(loop: LayerLoop) -> Ints:
     # Saved activations of one layer, and stream gradients: in, out, and (outside the loop) next.
-    activations = layer_saved_bytes(config, loop) + (2 + loop.beside) * stream_bytes(config, loop)
+    activations = layer_saved_bytes(loop) + (2 + loop.beside) * stream_bytes(loop)
     # Gradient accumulators of the layer, and of the last one outside the loop; attention's
     # weights, which the CPU back end transposes in every micro-batch.
     sums = loop.accumulated * loop.gradients * (1 + loop.beside)
-    transposed = loop.compute * (loop.weights - mlp_weights(config, loop.part))
+    transposed = loop.compute * (loop.weights - loop.parameters.mlp_elements(loop.part))
     return select(loop.group == 1, 0, loop.group * activations + sums + transposed)
 
 
-def _layer_gradients(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+def _layer_gradients(loop: LayerLoop, transients: Transients) -> Ints:
     # Gradients to be reduced are live until all of them are computed.
     waiting = select(loop.reduces & (not transients.carries), loop.accumulated * loop.unreduced)
     waiting = waiting * (1 + transients.queued)
     # The MLP's weights are freed by then; gathered ones stay in the loop's carry.
-    done = select(loop.gathers, 0, loop.compute * mlp_weights(config, loop.part))
-    alone = waiting - done + 4 * stream_bytes(config, loop)
-    rest = working_set_bytes(config, loop, transients) - hidden_bytes(config, loop, transients)
-    sums = loop.accumulated * mlp_gradients(config, loop.part)
+    done = select(loop.gathers, 0, loop.compute * loop.parameters.mlp_elements(loop.part))
+    alone = waiting - done + 4 * stream_bytes(loop)
+    rest = working_set_bytes(loop, transients) - hidden_bytes(loop, transients)
+    sums = loop.accumulated * loop.trained.mlp_elements(loop.part)
     return select(loop.group == 1, alone, sums + rest)
 
 
-def _forward_loop(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+def _forward_loop(loop: LayerLoop, transients: Transients) -> Ints:
     # Saved activations of a layer before they are copied to the stash, and space for the last
     # layer's; the stream in and out, and its zero gradients.
-    activations = (1 + loop.beside) * layer_saved_bytes(config, loop) + 5 * stream_bytes(
-        config, loop
-    )
+    activations = (1 + loop.beside) * layer_saved_bytes(loop) + 5 * stream_bytes(loop)
     if loop.is_custom:
-        hidden = live_bytes(config, loop, transients, forward=True)
+        hidden = live_bytes(loop, transients, forward=True)
     else:
-        hidden = 3 * loop.compute * hidden_values(config, loop) // config.layout.tensor_columns
+        hidden = 3 * loop.compute * hidden_values(loop) // loop.layout.tensor_columns
     return select(loop.group == 1, 0, loop.group * activations + hidden)

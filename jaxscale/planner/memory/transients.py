@@ -6,17 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.config import Config
 from jaxscale.ops.sizes import BLOCK_SCORES, LANES
 from jaxscale.planner.memory.experts import row_bytes
 from jaxscale.planner.memory.layer_loop import (
     LayerLoop,
-    gradient_elements,
-    head_gradient_elements,
-    mlp_gradients,
-    recomputed_bytes,
 )
-from jaxscale.planner.memory.saved_values import layer_bytes, values_of
+from jaxscale.planner.memory.saved_values import layer_saved_bytes, recomputed_bytes
 from jaxscale.sharding.model_trace import Ints, maximum, select
 
 
@@ -101,11 +96,11 @@ TRANSIENTS = {
 }
 
 
-def hidden_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+def hidden_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """The part of the working set that is as wide as the MLP."""
     if loop.is_custom:
         return 0
-    model, layout = config.model, config.layout
+    model, layout = loop.model, loop.layout
     matmuls = ("mlp_up", "mlp_gate") if model.gated else ("mlp_up",)
     recomputed = sum(name not in layout.remat_policy.names for name in matmuls)
     arrays = transients.hidden + min(recomputed, transients.matmuls)
@@ -114,51 +109,49 @@ def hidden_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Int
     return loop.compute * loop.tokens * arrays * wide // layout.tensor_columns
 
 
-def working_set_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+def working_set_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """Activations of a micro-batch and their gradients. In a turn of several layers, of the layer
     where they are most, with what was recomputed of those before it."""
     if loop.is_custom:
         # Those of the last layer, outside the loop, are not in the stash.
-        share = select(loop.beside, 1.0, select(config.layout.pipeline == 1, transients.copied))
-        copied = share * layer_bytes(config, loop, config.layout.remat)
-        more = copied + transients.score_blocks * _scores(config, loop)
-        more = more + _spread_streams(config, loop, transients)
-        return live_bytes(config, loop, transients) + np.asarray(more).astype(int)[()]
+        share = select(loop.beside, 1.0, select(loop.layout.pipeline == 1, transients.copied))
+        copied = share * layer_saved_bytes(loop)
+        more = copied + transients.score_blocks * _scores(loop)
+        more = more + _spread_streams(loop, transients)
+        return live_bytes(loop, transients) + np.asarray(more).astype(int)[()]
     found, before = [], 0
-    recomputed = recomputed_bytes(config, loop) // len(loop.turn)
+    recomputed = recomputed_bytes(loop) // len(loop.turn)
     for one in loop.layers_of_turn:
-        found.append(_layer_working_set(config, one, transients) + before)
+        found.append(_layer_working_set(one, transients) + before)
         before = before + recomputed
     return maximum(*found)
 
 
-def _spread_streams(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+def _spread_streams(loop: LayerLoop, transients: Transients) -> Ints:
     """Of a custom model, what attention has in blocks, and what is whole on each rank of tensor."""
-    layout = config.layout
-    attended = values_of(config, "full").of(loop.part).attended
+    layout = loop.layout
+    attended = loop.saved("full").attended
     whole = (transients.whole + 1) * loop.width * (layout.tensor_columns - 1)
     each = transients.attended * attended + whole
     return loop.compute * loop.tokens * each // layout.tensor
 
 
-def live_bytes(
-    config: Config, loop: LayerLoop, transients: Transients, *, forward: bool = False
-) -> Ints:
+def live_bytes(loop: LayerLoop, transients: Transients, *, forward: bool = False) -> Ints:
     """What a pass over a layer of a custom model has at once of a micro-batch, by liveness."""
 
     def of(piped: bool) -> Ints:
-        saved = values_of(config, config.layout.remat, piped=piped).of(loop.part)
+        saved = loop.saved(loop.layout.remat, piped=piped)
         each = round(transients.live * (saved.live_forward if forward else saved.live))
-        return loop.tokens * each // loop.length // config.layout.tensor
+        return loop.tokens * each // loop.length // loop.layout.tensor
 
-    piped = np.asarray(config.layout.pipeline) > 1
+    piped = np.asarray(loop.layout.pipeline) > 1
     if not piped.any():
         return of(False)
     return of(True) if piped.all() else select(piped, of(True), of(False))
 
 
-def _layer_working_set(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
-    model, layout = config.model, config.layout
+def _layer_working_set(loop: LayerLoop, transients: Transients) -> Ints:
+    model, layout = loop.model, loop.layout
     # A pipeline may recompute in R operations instead.
     by_table = layout.remat_policy.kept_passes is not None
     named = layout.remat_policy.by_names & ((layout.pipeline == 1) | (not by_table))
@@ -181,7 +174,7 @@ def _layer_working_set(config: Config, loop: LayerLoop, transients: Transients) 
     each = each + transients.sums * 4 * LANES * model.num_heads * layout.tensor_rows
     # The input of the MLP, its gradient, and the input of attention; on a GPU also transposed.
     each = each + (transients.whole + named) * width * model.d_model * (layout.tensor_columns - 1)
-    hidden = hidden_bytes(config, loop, transients)
+    hidden = hidden_bytes(loop, transients)
     if transients.in_place and model.relative_bias != "none":
         # No fused kernel of a GPU has the bias. Attention in blocks begins when the MLP is done,
         # during which of its arrays only queries, keys, values and the output are there.
@@ -190,25 +183,25 @@ def _layer_working_set(config: Config, loop: LayerLoop, transients: Transients) 
         hidden = maximum(hidden - loop.tokens * ours // layout.tensor, 0)
     return (
         loop.tokens * each // layout.tensor
-        + cross_bytes(config, loop)
+        + cross_bytes(loop)
         + hidden
-        + _scores(config, loop)
-        + _rows(config, loop, transients)
+        + _scores(loop)
+        + _rows(loop, transients)
     )
 
 
-def _rows(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+def _rows(loop: LayerLoop, transients: Transients) -> Ints:
     """What the rows of experts add."""
     if not loop.has_experts:
         return 0
-    head = loop.accumulated * head_gradient_elements(config)
-    return row_bytes(config, loop, head, blocks=transients.blocks)
+    head = loop.accumulated * loop.trained.head_elements()
+    return row_bytes(loop, head, blocks=transients.blocks)
 
 
-def biased_attention_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+def biased_attention_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """Activations of a micro-batch and their gradients at the kernel of attention, where the bias
     of positions has it keep more blocks than the MLP has hidden values."""
-    model, layout = config.model, config.layout
+    model, layout = loop.model, loop.layout
     stream, heads, hidden = transients.biased
     if model.relative_bias == "none" or not stream:
         return 0
@@ -218,24 +211,23 @@ def biased_attention_bytes(config: Config, loop: LayerLoop, transients: Transien
     # As in the working set: round the ring, and the input of attention as it was gathered.
     each = each + transients.ring * keys * (layout.context > 1)
     each = each + transients.whole * model.d_model * (layout.tensor_columns - 1)
-    return loop.compute * loop.tokens * each // layout.tensor + cross_bytes(config, loop)
+    return loop.compute * loop.tokens * each // layout.tensor + cross_bytes(loop)
 
 
-def cross_bytes(config: Config, loop: LayerLoop) -> Ints:
+def cross_bytes(loop: LayerLoop) -> Ints:
     """What cross attention adds to a layer's working set."""
     if loop.part != "decoder":
         return 0
-    model, width = config.model, loop.compute
+    model, width = loop.model, loop.compute
     here = 2 * model.d_model + 2 * model.num_heads * model.head_dim
     there = 2 * model.num_kv_heads * model.head_dim
-    return width * (loop.tokens * here + loop.source * there) // config.layout.tensor
+    return width * (loop.tokens * here + loop.source * there) // loop.layout.tensor
 
 
-def _scores(config: Config, loop: LayerLoop) -> Ints:
+def _scores(loop: LayerLoop) -> Ints:
     """A block of attention scores (`ops.attention.blocks.block_size`)."""
-    layout = config.layout
-    sequences = config.data.global_batch_size // (layout.batch_shards * layout.microbatches)
-    heads = sequences * loop.heads // layout.tensor_columns
+    layout = loop.layout
+    heads = loop.sequences * loop.heads // layout.tensor_columns
     time = loop.length // select(layout.context > 1, 2 * layout.context, 1)
     block: Ints = 64
     for size in (128, 256, 512):
@@ -243,44 +235,42 @@ def _scores(config: Config, loop: LayerLoop) -> Ints:
     return 4 * heads * maximum(-block, -time) ** 2  # the smaller of the two
 
 
-def ragged(config: Config, loop: LayerLoop, transients: Transients) -> Any:
+def ragged(loop: LayerLoop, transients: Transients) -> Any:
     """Whether shards are not whole tiles: an all-gather then pads rows, and a reduce-scatter
     materialises whole gradients. Observed for gpt_175b with 4 layers on v5p:8x8x16, 12 rows a
     chip."""
-    return loop.width % (transients.tile * config.layout.zero_ranks) != 0
+    return loop.width % (transients.tile * loop.layout.zero_ranks) != 0
 
 
-def carried_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+def carried_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients of the previous layer during a layer's backward pass: as the loop carries them, and
     as they are reduced. Where rows of experts are most of memory, without a capacity, the peak
     comes later: counted in steps of Mixtral, Qwen3-MoE and DeepSeek-V3 for v5p."""
-    if loop.has_experts and not config.model.capacity_factor:
+    if loop.has_experts and not loop.model.capacity_factor:
         return 0
-    carries = _carries(config, loop, transients)
+    carries = _carries(loop, transients)
     widened = select(loop.early_layers, 0, loop.accumulated)
     return select(carries, (loop.compute + widened) * loop.unreduced)
 
 
-def walk_end_bytes(config: Config, loop: LayerLoop, transients: Transients) -> Ints:
+def walk_end_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients at the end of the loop: with no compute left to overlap, reductions queue up."""
-    embed = gradient_elements(config, "embed")
-    outer = embed + select(loop.early, 0, gradient_elements(config, "head"))
+    embed = loop.trained.elements("embed")
+    outer = embed + select(loop.early, 0, loop.trained.elements("head"))
     layers = select(loop.gathers, 2, 1)
     # Attention's are never ragged: heads are a dimension of their own.
-    mlp = mlp_gradients(config, loop.part)
-    results = select(ragged(config, loop, transients), outer + layers * mlp)
+    mlp = loop.trained.mlp_elements(loop.part)
+    results = select(ragged(loop, transients), outer + layers * mlp)
     # The embedding's also before the cast. And the loop's carry leaves fragments too small for a
     # whole matrix: 8 GB for gpt_175b.
     narrow = embed + select(loop.gathers, 2 * loop.gradients)
     # Two matrices out of the stream before the compiler reduces them over context.
-    gated = loop.is_custom or config.model.gated
+    gated = loop.is_custom or loop.model.gated
     matrices = mlp * (1 + gated) // (2 + gated)
     crossing = select(loop.unreduced != loop.gradients, matrices)
     wide = layers * loop.unreduced + crossing + outer + results
-    return select(
-        _carries(config, loop, transients), loop.accumulated * wide + loop.compute * narrow
-    )
+    return select(_carries(loop, transients), loop.accumulated * wide + loop.compute * narrow)
 
 
-def _carries(config: Config, loop: LayerLoop, transients: Transients) -> Any:
-    return transients.carries & loop.reduces & (loop.group == 1) & (config.layout.pipeline == 1)
+def _carries(loop: LayerLoop, transients: Transients) -> Any:
+    return transients.carries & loop.reduces & (loop.group == 1) & (loop.layout.pipeline == 1)

@@ -2,7 +2,8 @@
 
 import math
 
-from jaxscale.config import Config
+from jaxscale.config.model import ModelSettings
+from jaxscale.config.optimizer import ParamGroup
 from jaxscale.planner.memory.at_rest import sides, trained_parameters
 from jaxscale.planner.model.parallelism import WholeMatrices
 from jaxscale.training.tracing.traces import model_trace
@@ -11,12 +12,14 @@ STEPS = 5
 """Of the Newton-Schulz iteration (`training.optimizer.MUON_STEPS`)."""
 
 
-def muon_matrices(config: Config) -> tuple[WholeMatrices, ...]:
+def muon_matrices(
+    model: ModelSettings, groups: tuple[ParamGroup, ...]
+) -> tuple[WholeMatrices, ...]:
     """The matrices of the layers, each step of which has three matmuls: with s the shorter and l
     the longer side, s s l twice, which ranks of tensor share, and s s s, which they repeat."""
-    counts = model_trace(config.model).stack_layers
+    counts = model_trace(model).stack_layers
     found = []
-    for array in trained_parameters(config):
+    for array in trained_parameters(model, groups):
         if not (array.in_layers and sides(array)):
             continue
         short, long = sorted(math.prod(side) for side in sides(array))

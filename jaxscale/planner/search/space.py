@@ -96,7 +96,7 @@ class Query:
         """
         if isinstance(self.model, Config):
             self._check_matmuls(self.model.model.matmul_dtype)
-            check_param_groups(self.model)
+            check_param_groups(self.model.model, self.model.optimizer.groups)
         return TrainableModel(self.model) if isinstance(self.model, Config) else self.model
 
     def _check_matmuls(self, dtype: str) -> None:

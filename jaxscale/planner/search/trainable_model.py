@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import OFFLOADS, Layout, parse_remat
@@ -110,7 +109,8 @@ class TrainableModel:
         casts = itemsize(model.param_dtype) > itemsize(model.compute_dtype)
         traits = dataclasses.replace(JAXSCALE, gradient_bytes=width, casts_weights=casts)
         if self.config.optimizer.name == "muon":
-            traits = dataclasses.replace(traits, whole_matrices=muon_matrices(self.config))
+            matrices = muon_matrices(model, self.config.optimizer.groups)
+            traits = dataclasses.replace(traits, whole_matrices=matrices)
         if self.config.model.lora_rank:
             traits = dataclasses.replace(traits, frozen=True)
         if self.config.model.matmul_dtype:
@@ -265,7 +265,8 @@ class TrainableModel:
         Args:
           buffers: of a pipeline's busiest rank; None without a pipeline.
         """
-        return batch_memory(self.config, layouts, buffers, back_end, own_host=True)
+        buffers = buffers or RankBuffers.whole(self.config.model)
+        return step_memory(self.config, back_end, layout=layouts, own_host=True, buffers=buffers)
 
 
 def check_parameters(config: Config) -> None:
@@ -280,31 +281,3 @@ def check_parameters(config: Config) -> None:
         axes = with_whole_kv_heads(array.axes, array.shape, layout.sizes)
         known = {**rules, **dict(array.own_rules)}
         mesh_axes(axes, known, layout.sizes, array.shape, name=array.path)
-
-
-@dataclass(frozen=True)
-class _ConfigBatch:
-    """A config with a batch of layouts: the fields that the memory formulas read."""
-
-    model: Any
-    data: Any
-    optimizer: Any
-    layout: Any
-
-
-def batch_memory(
-    config: Config,
-    layouts: Layout,
-    buffers: RankBuffers | None,
-    back_end: str,
-    *,
-    own_host: bool,
-) -> Memory:
-    """`step_memory` of a config with one layout or a batch: fields are int, or int [N].
-
-    Args:
-      buffers: of a pipeline's busiest rank; None without a pipeline.
-    """
-    many: Any = _ConfigBatch(config.model, config.data, config.optimizer, layouts)
-    buffers = buffers or RankBuffers.whole(config.model)
-    return step_memory(many, back_end, own_host=own_host, buffers=buffers)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.config import Config
+from jaxscale.config import DataConfig
+from jaxscale.config.layout import Layout
 from jaxscale.config.model import ModelConfig
 from jaxscale.pipeline.buffer_slots import count_slots
 from jaxscale.pipeline.partition import (
@@ -143,17 +144,16 @@ def stages_by_rank(schedule: str, ranks: int, virtual_stages: int) -> np.ndarray
     return chunk_stages(pipeline_table(TableSpec(schedule, ranks, 2 * ranks, virtual_stages)).order)
 
 
-def config_buffers(config: Config) -> RankBuffers:
-    """Buffers of a rank for a config with a resolved layout.
+def layout_buffers(model: ModelConfig, data: DataConfig, layout: Layout) -> RankBuffers:
+    """Buffers of a rank for a resolved layout.
 
     Raises:
       ValueError: no such pipeline exists.
     """
-    model, layout = config.model, config.layout
     if layout.pipeline == 1:
         return RankBuffers.whole(model)
     stacks = stack_layers(model)
-    work = model_work(model, config.data.seq_len, config.data.output_len)
+    work = model_work(model, data.seq_len, data.output_len)
     head_cost = work.head_cost(sum(stack.num_layers for stack in stacks))
     stages = open_stages(layout, stacks, head_cost)
     held = [(stages.chunks["stack"] == n).sum(axis=1).max() for n in range(len(stacks))]

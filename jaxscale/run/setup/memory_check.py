@@ -30,7 +30,7 @@ def check_host_room(config: Config) -> None:
     if jax.default_backend() != "cpu" or not isinstance(config.model, ModelConfig):
         return
     limit, processes_here = host_memory_bytes(), jax.process_count()
-    state = whole_state_bytes(config)
+    state = whole_state_bytes(config.model, config.optimizer)
     # Tokens, positions, segments and weights.
     batch = config.data.tokens_per_step * 4 * jnp.dtype(jnp.int32).itemsize
     for name, needs, settings in (

@@ -57,7 +57,10 @@ class Finding:
 def examine_run(config: Config, workdir: pathlib.Path) -> list[Finding]:
     """All checks, for a run of this config in this folder; every process makes the same call."""
     counted = isinstance(config.model, ModelConfig)  # there are formulas
-    whole, once = (whole_state_bytes(config), unchanged_bytes(config)) if counted else (0, 0)
+    whole, once = 0, 0
+    if counted:
+        whole = whole_state_bytes(config.model, config.optimizer)
+        once = unchanged_bytes(config.model, config.optimizer.groups)
     return [
         *_hosts(),
         *_collectives(config.layout, config.data.global_batch_size),

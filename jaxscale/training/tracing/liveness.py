@@ -1,5 +1,6 @@
 """Values of a traced program that are in memory at once."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,17 +20,29 @@ def peak_bytes(eqns: Sequence[Any], outputs: Sequence[Any], counts: Callable[[An
     Args:
       counts: whether a shape is among those that are counted.
     """
+    made, last = _lifetimes(eqns, outputs)
+    change = [0.0] * (len(eqns) + 2)
+    for v, index in made.items():
+        if v in last and counts(v.aval):
+            size = math.prod(v.aval.shape) * v.aval.dtype.itemsize
+            change[index] += size
+            change[last[v] + 1] -= size
+    return max(itertools.accumulate(change, initial=0.0))
+
+
+def _lifetimes(
+    eqns: Sequence[Any], outputs: Sequence[Any]
+) -> tuple[dict[Any, int], dict[Any, int]]:
+    """The equation that makes each value, but for views of others, and the last that reads it."""
     views: dict[Any, Any] = {}
 
-    def base(v: Any) -> Any:
-        while v in views:
-            v = views[v]
-        return v
+    def read_from(atoms: Sequence[Any]) -> list[Any]:
+        return [views.get(atom, atom) for atom in atoms if not isinstance(atom, Literal)]
 
     last, made = {}, {}
     filled: dict[Any, int] = {}
     for index, eqn in enumerate(eqns):
-        read = [base(atom) for atom in eqn.invars if not isinstance(atom, Literal)]
+        read = read_from(eqn.invars)
         last |= dict.fromkeys(read, index)
         if any(True for _ in jaxprs_in_params(eqn.params)):
             made |= {v: filled[v] for v in read if v in filled}
@@ -40,15 +53,4 @@ def peak_bytes(eqns: Sequence[Any], outputs: Sequence[Any], counts: Callable[[An
             filled[first] = index
         else:
             made |= dict.fromkeys(eqn.outvars, index)
-    last |= {base(v): len(eqns) for v in outputs if not isinstance(v, Literal)}
-    change = [0.0] * (len(eqns) + 2)
-    for v, index in made.items():
-        if v in last and counts(v.aval):
-            size = math.prod(v.aval.shape) * v.aval.dtype.itemsize
-            change[index] += size
-            change[last[v] + 1] -= size
-    most = live = 0.0
-    for one in change:
-        live += one
-        most = max(most, live)
-    return most
+    return made, last | dict.fromkeys(read_from(outputs), len(eqns))

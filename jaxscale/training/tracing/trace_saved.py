@@ -213,8 +213,8 @@ def _value(held: str, leaf: Any, name: str, shape: _Shape) -> SavedValue | None:
     dims, rows = leaf.shape, shape.rows
     if rows and dims[:1] == (1,) and rows in dims:
         features = math.prod(dims) // rows
-        wide = {dim[-1] for dim in shape.stream}
-        spread = "whole" if features == 1 or features in wide else "features"
+        whole = features in {1, *(dim[-1] for dim in shape.stream)}
+        spread = "whole" if whole else "features"
         return SavedValue(held, "row", spread, 1, features, 1.0, size)
     if not shape.scales(leaf):
         return None

@@ -89,16 +89,16 @@ def _held(trace: ModelTrace, vocab_size: int) -> dict[str, Any]:
     """The parameters of a model's parts, and its rows of the vocabulary."""
     layers, arrays = trace.stack_layers, trace.parameters
 
-    def count(chosen: Iterable[ParamShape]) -> int:
-        return sum(one.size * layers.get(one.part, 1) for one in chosen)
+    def count(chosen: Callable[[ParamShape], bool]) -> int:
+        return sum(one.size * layers.get(one.part, 1) for one in arrays if chosen(one))
 
     rows = [one.shape[one.axes.index("vocab")] for one in arrays if "vocab" in one.axes]
     return {
         "vocab": max(rows, default=vocab_size),
-        "block_params": count(one for one in arrays if one.in_layers),
-        "routed_params": count(one for one in arrays if one.in_layers and "experts" in one.axes),
-        "embedding_params": count(one for one in arrays if one.part == "embed"),
-        "head_params": count(one for one in arrays if one.part == "head"),
+        "block_params": count(lambda one: one.in_layers),
+        "routed_params": count(lambda one: one.in_layers and "experts" in one.axes),
+        "embedding_params": count(lambda one: one.part == "embed"),
+        "head_params": count(lambda one: one.part == "head"),
         "tied": bool(trace.borrowed),
     }
 
@@ -194,9 +194,11 @@ def _trace_layer(
     return events, others
 
 
-def _stack_work(
+def _shares(
     stack: Stack, length: int, expert_layers: int, trace: Callable[[int], tuple[list, list]]
-) -> StackWork:
+) -> tuple[list[Any], float]:
+    """What the layers of a stack compute, each with the share of the layers that do, and the
+    features that a mean layer rotates."""
     found: dict[Any, float] = collections.defaultdict(float)
     rotated = 0.0
     for kind in range(stack.period):
@@ -207,9 +209,18 @@ def _stack_work(
                 rotated += share * one
             else:
                 found[one] += share
-    each = [dataclasses.replace(one, share=share) for one, share in found.items()]
-    matmuls = tuple(one for one in each if isinstance(one, Matmul))
-    experts = tuple(one for one in each if isinstance(one, RoutedExperts))
+    return [dataclasses.replace(one, share=share) for one, share in found.items()], rotated
+
+
+def _stack_work(
+    stack: Stack, length: int, expert_layers: int, trace: Callable[[int], tuple[list, list]]
+) -> StackWork:
+    each, rotated = _shares(stack, length, expert_layers, trace)
+
+    def of(record: type) -> tuple[Any, ...]:
+        return tuple(one for one in each if isinstance(one, record))
+
+    matmuls, experts = of(Matmul), of(RoutedExperts)
 
     def total(over: str, features: Callable[[Matmul], int], *names: str) -> float:
         chosen = [one for one in matmuls if over in ("", one.over)]
@@ -225,7 +236,7 @@ def _stack_work(
         stack.num_layers * stack.turn,
         length,
         matmuls,
-        tuple(one for one in each if isinstance(one, AttentionCall)),
+        of(AttentionCall),
         experts,
         branches=attended + fed,
         sent=attended + fed,

@@ -95,7 +95,7 @@ def test_groups_of_the_optimizer_are_for_adapters():
         groups = (ParamGroup(pattern, learning_rate_scale=16.0),)
         config = Config(model=model, optimizer=OptimizerConfig(groups=groups))
         with pytest.raises(ValueError, match="moves or freezes") if refused else nullcontext():
-            check_param_groups(config)
+            check_param_groups(config.model, config.optimizer.groups)
         with pytest.raises(ValueError, match="moves or freezes") if refused else nullcontext():
             frozen_params(groups, decoder.axes, decoder.frozen)
 

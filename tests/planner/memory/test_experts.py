@@ -10,7 +10,8 @@ from typing import NamedTuple
 import pytest
 
 from jaxscale import config as configs
-from jaxscale.planner.memory.layer_loop import LayerLoop, recomputed_bytes
+from jaxscale.planner.memory.layer_loop import LayerLoop
+from jaxscale.planner.memory.saved_values import recomputed_bytes
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.training.tracing.traces import model_trace
 
@@ -206,6 +207,6 @@ def test_a_turn_holds_what_it_recomputed_of_its_first_layer(remat):
         configs.load(QWEN, [f"model.expert_pattern={pattern}", *layout]) for pattern in ("", "DE")
     )
     trace = model_trace(half.model)
-    loop = LayerLoop.of(half, trace.stack_layers, trace.stacks[-1])
+    loop = LayerLoop.of(half, half.layout, trace.stack_layers, trace.stacks[-1])
     more = step_memory(half, "gpu").working_set - step_memory(every, "gpu").working_set
-    assert more == recomputed_bytes(half, loop) // 2
+    assert more == recomputed_bytes(loop) // 2

@@ -21,8 +21,8 @@ from jaxscale.ops.attention.attention import attention
 from jaxscale.ops.experts.dispatch import capacity_of
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.planner.memory.experts import expert_capacity, rows_of_token
-from jaxscale.planner.memory.layer_loop import LayerLoop, layer_saved_bytes
-from jaxscale.planner.memory.saved_values import buffer_bytes, values_of
+from jaxscale.planner.memory.layer_loop import LayerLoop
+from jaxscale.planner.memory.saved_values import buffer_bytes, layer_saved_bytes
 from jaxscale.planner.memory.step import HELD, step_memory
 from jaxscale.run.setup import layout_bytes
 from jaxscale.run.setup.layout import open_engine
@@ -62,12 +62,11 @@ def config_of(model: ModelConfig, remat: str = "none", **layout) -> Config:
 
 def loop_of(config: Config, stack: int = -1) -> LayerLoop:
     trace = model_trace(config.model)
-    return LayerLoop.of(config, trace.stack_layers, trace.stacks[stack])
+    return LayerLoop.of(config, config.layout, trace.stack_layers, trace.stacks[stack])
 
 
 def token_bytes(model: ModelConfig, remat: str) -> float:
-    config = config_of(model, remat)
-    return layer_saved_bytes(config, loop_of(config)) / (ROWS * TIME)
+    return layer_saved_bytes(loop_of(config_of(model, remat))) / (ROWS * TIME)
 
 
 def test_bytes_of_a_token():
@@ -86,7 +85,7 @@ def test_bytes_of_a_token():
 def test_ranks_of_tensor_share_what_they_do_not_gather():
     whole = config_of(GPT)
     rows = dataclasses.replace(whole, layout=Layout(data=1, tensor=4, tensor_rows=2))
-    values = values_of(whole, "none").of("layers").values
+    values = loop_of(whole).saved("none").values
     sizes = {
         spread: sum(one.num_bytes for one in values if one.spread == spread)
         for spread in ("stream", "gathered", "features")
@@ -95,19 +94,19 @@ def test_ranks_of_tensor_share_what_they_do_not_gather():
     assert sizes["gathered"] == sizes["stream"] == 2 * 24 * 2 * TIME
     # Two columns have what was gathered, and two rows the heads and the hidden features.
     total = sizes["stream"] + 2 * sizes["gathered"] + 2 * sizes["features"]
-    assert layer_saved_bytes(rows, loop_of(rows)) == ROWS * total // 4
+    assert layer_saved_bytes(loop_of(rows)) == ROWS * total // 4
 
 
 def test_rows_of_experts_are_whole_on_ranks_of_tensor_but_for_hidden_features():
     model = ModelConfig(**SIZES, **MIXTRAL)
-    (stack,) = values_of(config_of(model), "none").stacks
+    stack = loop_of(config_of(model)).saved("none")
     assert stack.rows == 2
     of_rows = {(one.spread, one.heads * one.features, one.element_bytes) for one in stack.values
                if one.per == "row"}  # fmt: skip
     # The rows that arrived, the gate of each and whose it is; up and gate.
     assert of_rows == {("whole", 24, 2), ("whole", 1, 4), ("features", 28, 2)}
     limited = dataclasses.replace(model, capacity_factor=1.3)
-    (stack,) = values_of(config_of(limited), "none").stacks
+    stack = loop_of(config_of(limited)).saved("none")
     assert stack.rows == 8 * math.ceil(1.3 * TIME * 2 / 8) / TIME
 
 
@@ -190,8 +189,7 @@ def test_a_tpu_pads_heads_to_whole_tiles():
     config = config_of(model, pipeline=2, microbatches=2, schedule="1f1b")
     loop = loop_of(config)
     plain, tiled = (
-        sum(buffer_bytes(config, loop, held, tiled=tiled) for held in HELD)
-        for tiled in (False, True)
+        sum(buffer_bytes(loop, held, tiled=tiled) for held in HELD) for tiled in (False, True)
     )
     # Queries, the kernel's output and its gradient; keys, values and theirs.
     more = 3 * (16 * 128 - 12 * 80) + 4 * (8 * 128 - 4 * 80)

@@ -8,7 +8,8 @@ import pytest
 
 from jaxscale.config import from_dict
 from jaxscale.config.layout import Layout
-from jaxscale.planner.memory import at_rest, layer_loop
+from jaxscale.planner.memory import at_rest
+from jaxscale.planner.memory.layer_loop import Shards
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
@@ -56,6 +57,11 @@ def config(layout: dict, *, model: dict = MODEL, **optimizer):
     )
 
 
+def parameters(config) -> Shards:
+    trace = model_trace(config.model)
+    return Shards(trace.parameters, trace.borrowed, config.layout)
+
+
 FROZEN = ({"params": "layers/mlp/*", "frozen": True}, {"params": "embed/*", "frozen": True})
 
 
@@ -98,12 +104,13 @@ def check_state(one):
         )
 
     rows, state = model_trace(one.model).stack_layers, engine.abstract_state
-    assert at_rest.parameter_bytes(one, rows) == device_bytes(state.params)
-    moments = at_rest.moment_bytes(one, rows) + at_rest.count_bytes(one)
+    counts = at_rest.count_bytes(one.optimizer.name)
+    assert at_rest.parameter_bytes(one.model, one.layout, rows) == device_bytes(state.params)
+    moments = at_rest.moment_bytes(one.model, one.optimizer, one.layout, rows) + counts
     assert moments == device_bytes(state.opt_state)
     arrays = jax.tree.leaves((state.params, state.opt_state))
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
-    assert at_rest.whole_state_bytes(one) + at_rest.count_bytes(one) == whole
+    assert at_rest.whole_state_bytes(one.model, one.optimizer) + counts == whole
 
 
 def test_every_stage_needs_less_than_the_one_before():
@@ -138,7 +145,7 @@ def test_ranks_of_tensor_and_context_share_what_layers_keep():
 def test_what_waits_in_host_memory_leaves_the_device():
     here = step_memory(config({}))
     there = step_memory(config({"offload": "optimizer,activations"}), own_host=True)
-    assert there.optimizer == at_rest.count_bytes(config({}))
+    assert there.optimizer == at_rest.count_bytes("adamw")
     assert there.optimizer + there.host_optimizer == here.optimizer
     assert (there.stash, there.host_stash) == (0, here.stash)
     named = step_memory(config({"remat": "offload:query,mlp_up"}), own_host=True)
@@ -170,7 +177,7 @@ def test_a_tpu_converts_the_weights_of_all_layers_before_it_walks():
     halves = {"model": MODEL | {"compute_dtype": "bfloat16"}}
     for stage, shards in ((0, 1), (1, 4), (3, 4)):
         one = dataclasses.replace(config({"zero_stage": stage}), model=from_dict(halves).model)
-        layers = MODEL["num_layers"] * layer_loop.elements(one, "layers")
+        layers = MODEL["num_layers"] * parameters(one).elements("layers")
         assert step_memory(one, "tpu").converted == 2 * layers // shards
         assert step_memory(one, "gpu").converted == 0
 
@@ -179,9 +186,10 @@ def test_shards_that_end_within_a_tile_leave_whole_gradients():
     tidy, ragged = (step_memory(config({"fsdp": fsdp}), "tpu") for fsdp in (16, 32))
     one = config({"fsdp": 16})
     # Those of the head are reduced before the loop.
-    results = layer_loop.elements(one, "embed") + 2 * layer_loop.mlp_weights(one)
+    mlp = parameters(one).mlp_elements()
+    results = parameters(one).elements("embed") + 2 * mlp
     assert ragged.walk_end - tidy.walk_end == 4 * results
-    assert ragged.layer_weights - tidy.layer_weights == 4 * layer_loop.mlp_weights(one)
+    assert ragged.layer_weights - tidy.layer_weights == 4 * mlp
     assert step_memory(config({"fsdp": 32}), "gpu").walk_end == 0
 
 

@@ -11,8 +11,7 @@ from jaxscale.config import Config, from_dict
 from jaxscale.config.layout import Layout
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.model.layout_batch import stack_layouts
-from jaxscale.planner.search.trainable_model import batch_memory
-from jaxscale.planner.tables.pipeline_slots import config_buffers, stack_buffers
+from jaxscale.planner.tables.pipeline_slots import layout_buffers, stack_buffers
 
 CONFIG = from_dict(
     {
@@ -65,9 +64,11 @@ def check(layouts: list[Layout], optimizer: str, config: Config = CONFIG) -> Non
         config, optimizer=dataclasses.replace(config.optimizer, name=optimizer)
     )
     configs = [dataclasses.replace(config, layout=one) for one in layouts]
-    buffers = [config_buffers(one) for one in configs]
+    buffers = [layout_buffers(one.model, one.data, one.layout) for one in configs]
     together = stack_buffers(buffers, np.arange(len(buffers)))
-    many = batch_memory(config, stack_layouts(layouts), together, "cpu", own_host=True)
+    many = step_memory(
+        config, "cpu", layout=stack_layouts(layouts), own_host=True, buffers=together
+    )
     for n, one in enumerate(configs):
         alone = step_memory(one, own_host=True)
         for name, value in vars(alone).items():

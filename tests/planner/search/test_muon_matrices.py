@@ -50,7 +50,7 @@ def test_steps_of_newton_schulz_take_seconds_that_adamw_does_not():
 
 def test_ranks_of_expert_have_matrices_of_their_own():
     config = with_muon("mixtral_8x7b")
-    routed = [one for one in muon_matrices(config) if one.of_experts]
+    routed = [one for one in muon_matrices(config.model, ()) if one.of_experts]
     assert len(routed) == 3
     one, two = (
         update_flops(TrainableModel(config).parallelism(Layout(data=1, fsdp=8, expert=experts)))

@@ -79,7 +79,8 @@ def test_the_state_between_steps(config, offload):
     config = with_layout(config, offload=offload)
     engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
     needs = step_memory(config, "cpu", own_host=True)
-    assert state_bytes(engine.abstract_state) + batch_bytes(config) - COUNT_BYTES == needs.arguments
+    batch = batch_bytes(config.model, config.data, config.layout)
+    assert state_bytes(engine.abstract_state) + batch - COUNT_BYTES == needs.arguments
 
 
 @pytest.mark.proof
