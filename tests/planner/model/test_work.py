@@ -33,15 +33,13 @@ def plain(stack):
 def flops_of_weights(model):
     """Of all layers, for a token: two for each weight of a matrix that it meets."""
     trace = model_trace(model)
-    matrices = [
+    matrices = tuple(
         one
         for one in trace.parameters
         if one.in_layers and "embed" in one.axes and len({*one.axes} - {"experts"}) > 1
-    ]
-    return 2 * sum(
-        one.share("experts", model.experts_per_token) * one.size * trace.stack_layers[one.part]
-        for one in matrices
     )
+    met = dataclasses.replace(trace, parameters=matrices)
+    return 2 * met.num_active_params(model.experts_per_token)
 
 
 @pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b"])
