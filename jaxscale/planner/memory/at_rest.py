@@ -20,9 +20,7 @@ from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, itemsize, sele
 from jaxscale.training.tracing.traces import model_trace, saved_values
 
 BATCH_BYTES = 5 * 4  # per token: the fields of `Batch`
-FURTHER_BYTES = 2 * 4  # per token and module that predicts further ones
-SOURCE_BYTES = 3 * 4  # per token of an encoder: those of `Batch.extras`
-POSITION_BYTES = 4  # per token, of these
+POSITION_BYTES = 4  # per token, of these and of an encoder's
 COUNT_BYTES = 4  # an int32 scalar
 COUNTS = {"adamw": 2, "lion": 2, "adafactor": 2, "muon": 3}
 """Scalars of an optimizer's state: step counts of its own (Muon uses AdamW for vectors), and of the
@@ -91,10 +89,11 @@ def batch_bytes(model: ModelConfig, data: DataConfig, layout: Layout) -> Ints:
     """A device's shard of the batch, and the step counter."""
     shards = layout.batch_shards * layout.context
     tokens = data.global_batch_size * data.output_len // shards
-    found = (BATCH_BYTES + FURTHER_BYTES * model.prediction_depth) * tokens + COUNT_BYTES
+    saved = saved_values(model, data.seq_len, data.output_len, "full", piped=False)
+    extras = data.global_batch_size * saved.extra_bytes // shards
+    found = BATCH_BYTES * tokens + extras + COUNT_BYTES
     if not model.num_encoder_layers:
-        saved = saved_values(model, data.seq_len, data.output_len, "full", piped=False)
-        return found + data.global_batch_size * saved.extra_bytes // shards
+        return found
     source = data.global_batch_size * data.seq_len // shards
     # Nothing reads positions but barriers: before the layer loop gathers weights, and between
     # accumulation groups of which the first gathers, or the last reduces, what others do not.
@@ -103,7 +102,7 @@ def batch_bytes(model: ModelConfig, data: DataConfig, layout: Layout) -> Ints:
     apart = (gathers | zero_stage.reduces_last(layout)) & (layout.num_groups > 1)
     each = several & zero_stage.gathers_each_pass(stage)
     read = (each | apart) & (layout.pipeline == 1)
-    return found + SOURCE_BYTES * source - select(read, 0, POSITION_BYTES * (tokens + source))
+    return found - select(read, 0, POSITION_BYTES * (tokens + source))
 
 
 def check_param_groups(model: ModelSettings, groups: tuple[ParamGroup, ...]) -> None:

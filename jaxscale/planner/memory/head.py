@@ -3,10 +3,7 @@
 from typing import Any
 
 from jaxscale.ops.sizes import loss_chunk_tokens
-from jaxscale.planner.memory.layer_loop import (
-    LayerLoop,
-    stream_bytes,
-)
+from jaxscale.planner.memory.layer_loop import LayerLoop, stream_bytes
 from jaxscale.planner.memory.transients import Transients
 from jaxscale.sharding.model_trace import Ints, maximum, select
 from jaxscale.training.tracing.traces import model_trace
@@ -14,8 +11,8 @@ from jaxscale.training.tracing.traces import model_trace
 
 def head_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """Logits of a chunk, the output matrix with its gradient, and the stream."""
-    model, layout = loop.model, loop.layout
-    vocab = model_trace(model).vocab_rows // layout.tensor_columns
+    layout = loop.layout
+    vocab = model_trace(loop.model).vocab_rows // layout.tensor_columns
     matrix = loop.parameters.head_elements()
     gradient = loop.trained.head_elements()
     features = loop.width if transients.in_place else 0  # as `training.kernels` has it on a GPU
@@ -30,7 +27,7 @@ def head_bytes(loop: LayerLoop, transients: Transients) -> Ints:
         # In each of several passes the loop over chunks begins with zeros that the embedding's
         # gradient begins with, too: the compiler keeps them. Not where the two are tied.
         again = loop.scatters & loop.repeats & (layout.pipeline == 1)
-        again = again & (chunks > 1) & (not model_trace(model).borrowed)
+        again = again & (chunks > 1) & (not loop.parameters.borrowed)
         zeros = select(again, loop.accumulated * loop.trained.elements("embed"))
         piped = layout.pipeline > 1
         fused = _fused_bytes(loop, chunks, logits, matrix, gradient, piped)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from jaxscale.choices import divisors
 from jaxscale.config import Config
+from jaxscale.config.model import is_own_family
 from jaxscale.formatting import gigabytes
 from jaxscale.planner.memory.experts import rows_of_token
 from jaxscale.planner.memory.step import step_memory
@@ -14,6 +15,9 @@ from jaxscale.sharding.model_trace import itemsize
 MARGIN = 1.15
 """By how much a predicted peak must exceed the limit to be refused: the planner's largest error on
 compiled steps is 12.3 % (docs/planning.md), and the suite holds each to 15 %."""
+CUSTOM_MARGIN = 1.5
+"""The same of a custom model: that of a block that writes out its attention scores was 44 % too
+high."""
 
 
 def check_room(config: Config, back_end: str, limit_bytes: float, device: str) -> None:
@@ -30,7 +34,8 @@ def check_room(config: Config, back_end: str, limit_bytes: float, device: str) -
         where there are some.
     """
     needs = _needs(config, back_end)
-    if needs.peak <= MARGIN * limit_bytes:
+    margin = CUSTOM_MARGIN if is_own_family(config.model.family) else MARGIN
+    if needs.peak <= margin * limit_bytes:
         return
     layout = config.layout
     each = config.data.global_batch_size // (layout.batch_shards * layout.microbatches)

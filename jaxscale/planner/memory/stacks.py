@@ -6,10 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.planner.memory.layer_loop import (
-    LayerLoop,
-    stream_bytes,
-)
+from jaxscale.planner.memory.layer_loop import LayerLoop, stream_bytes
 from jaxscale.planner.memory.saved_values import layer_saved_bytes
 from jaxscale.planner.memory.transients import Transients
 from jaxscale.sharding.model_trace import Ints, select

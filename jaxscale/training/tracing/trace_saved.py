@@ -118,7 +118,7 @@ class _Shape:
 def _unused_size(tree: Any) -> int:
     """A number of sequences that no dimension of these arrays has."""
     used = {size for leaf in jax.tree.leaves(tree) for size in leaf.shape}
-    return next(n for n in (3, 5, 7, 11, 13, 17, 19, 23) if n not in used)
+    return next(n for n in itertools.count(3, 2) if n not in used)
 
 
 def _saving_kernels(policy: RematPolicy, given: list[Any], heads: list[tuple[int, int]]) -> Kernels:
@@ -175,11 +175,8 @@ def _saved(
     program = TracedFunction.of(lambda *given: forward(*given)[2], *arguments)
     # XLA makes what follows from weights alone, such as a scale for each token, where it is read.
     varies = program.dependent(itertools.chain(*program.inputs[1:]))
-    kept = [
-        v
-        for v in dict.fromkeys(v for v in program.outputs if not isinstance(v, Literal))
-        if v in varies
-    ]
+    found = (v for v in program.outputs if not isinstance(v, Literal) and v in varies)
+    kept = list(dict.fromkeys(found))
     yield from _values("", shapes_of(kept), [program.names.get(v, "") for v in kept], shape)
 
 

@@ -86,15 +86,15 @@ def trace_work(
 
 
 def _held(trace: ModelTrace, vocab_size: int) -> dict[str, Any]:
-    """The parameters of a model's parts, and its rows of the vocabulary."""
+    """The parameters of a model's parts, and its rows of the vocabulary; of a model without an axis
+    of that name, its entries."""
     layers, arrays = trace.stack_layers, trace.parameters
 
     def count(chosen: Callable[[ParamShape], bool]) -> int:
         return sum(one.size * layers.get(one.part, 1) for one in arrays if chosen(one))
 
-    rows = [one.shape[one.axes.index("vocab")] for one in arrays if "vocab" in one.axes]
     return {
-        "vocab": max(rows, default=vocab_size),
+        "vocab": trace.vocab_rows or vocab_size,
         "block_params": count(lambda one: one.in_layers),
         "routed_params": count(lambda one: one.in_layers and "experts" in one.axes),
         "embedding_params": count(lambda one: one.part == "embed"),

@@ -6,13 +6,15 @@ import math
 import jax
 import pytest
 
-from jaxscale.config import from_dict
+from jaxscale.config import from_dict, load
 from jaxscale.config.layout import Layout
+from jaxscale.models.decoder import plain_kernels
 from jaxscale.planner.memory import at_rest
 from jaxscale.planner.memory.layer_loop import Shards
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
+from jaxscale.training.tracing.abstract_model import example_of, find_model
 from jaxscale.training.tracing.traces import model_trace
 
 MODEL = {
@@ -111,6 +113,26 @@ def check_state(one):
     arrays = jax.tree.leaves((state.params, state.opt_state))
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
     assert at_rest.whole_state_bytes(one.model, one.optimizer) + counts == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("deepseek_v3", {"prediction_depth": 1, "num_layers": 4, "dense_layers": 1}),
+        ("mt5_small", {}),
+        ("tiny", {}),
+    ],
+)
+def test_the_batch_is_the_models_to_the_byte(name, settings):
+    """With the targets of modules for further tokens, or the tokens of an encoder, once."""
+    config = load(name, [f"model.{key}={value}" for key, value in settings.items()])
+    model, data, layout = config.model, config.data, Layout(data=4)
+    batch = example_of(find_model(model)(model, plain_kernels()), data.seq_len, data.output_len)
+    # Nothing reads positions here, and the compiler drops them.
+    unread = (data.seq_len + data.output_len) * (model.num_encoder_layers > 0)
+    each = sum(leaf.size for leaf in jax.tree.leaves(batch)) - unread
+    found = at_rest.batch_bytes(model, data, layout) - at_rest.COUNT_BYTES
+    assert found == 4 * each * data.global_batch_size // 4
 
 
 def test_every_stage_needs_less_than_the_one_before():
