@@ -216,7 +216,7 @@ def open_adapters(
         "lora_rank": rank,
         # Rank-stabilised adapters are times alpha over the square root of the rank.
         "lora_alpha": float(alpha * math.sqrt(rank) if peft.get("use_rslora") else alpha),
-        "lora_targets": ",".join(sorted(adapted, key=every.index)) * (adapted != {*every}),
+        "lora_targets": "" if adapted == {*every} else ",".join(sorted(adapted, key=every.index)),
     }
     written = _further_ranks(dataclasses.replace(model, **settings), rules)
     _refuse_others(peft, path, {} if ours is None else written)
