@@ -9,7 +9,7 @@ SUBLANES = 8
 """Rows of a tile of LANES columns in a TPU's memory."""
 
 
-def layer_bytes(loop: LayerLoop, remat: str) -> Ints:
+def remat_saved_bytes(loop: LayerLoop, remat: str) -> Ints:
     """Of a layer of a loop and a micro-batch, under a policy."""
     layout, values = loop.layout, loop.saved(remat).values
     gathered = select(layout.tensor_rows > 1, layout.tensor_columns, 1)
@@ -22,17 +22,17 @@ def layer_bytes(loop: LayerLoop, remat: str) -> Ints:
 
 def layer_saved_bytes(loop: LayerLoop) -> Ints:
     """Saved activations of a layer and a micro-batch."""
-    return layer_bytes(loop, loop.layout.remat)
+    return remat_saved_bytes(loop, loop.layout.remat)
 
 
 def recomputed_bytes(loop: LayerLoop) -> Ints:
     """Of a layer, what its backward pass recomputes."""
     if not loop.layout.remat_policy.by_names:
         return 0
-    return layer_bytes(loop, "none") - layer_saved_bytes(loop)
+    return remat_saved_bytes(loop, "none") - layer_saved_bytes(loop)
 
 
-def buffer_bytes(loop: LayerLoop, held: str, *, tiled: bool) -> Ints:
+def slot_bytes(loop: LayerLoop, held: str, *, tiled: bool) -> Ints:
     """Of a layer in a slot of a pipeline's buffer, and a micro-batch: what matmuls gathered over
     columns of tensor is saved whole.
 

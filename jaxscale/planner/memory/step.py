@@ -30,7 +30,7 @@ from jaxscale.planner.memory.layer_loop import (
     message_bytes,
     stream_bytes,
 )
-from jaxscale.planner.memory.saved_values import buffer_bytes, layer_bytes, layer_saved_bytes
+from jaxscale.planner.memory.saved_values import layer_saved_bytes, remat_saved_bytes, slot_bytes
 from jaxscale.planner.memory.stacks import (
     held_between_bytes,
     larger,
@@ -227,7 +227,7 @@ def _slots(loops: list[LayerLoop], buffers: RankBuffers, transients: Transients)
     for loop in loops:
         for held in HELD:
             slots = getattr(buffers, held)
-            total = total + slots * loop.capacity * buffer_bytes(loop, held, tiled=tiled)
+            total = total + slots * loop.capacity * slot_bytes(loop, held, tiled=tiled)
     return total
 
 
@@ -266,7 +266,7 @@ def _stash(loop: LayerLoop) -> tuple[Ints, Ints]:
         return stash, stash
     if not layout.remat_policy.offloads:
         return stash, 0
-    stays = layer_bytes(loop, "full")
+    stays = remat_saved_bytes(loop, "full")
     return stash, stash - layers * loop.group * stays
 
 

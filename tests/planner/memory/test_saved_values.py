@@ -22,7 +22,7 @@ from jaxscale.ops.experts.dispatch import capacity_of
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.planner.memory.experts import expert_capacity, rows_of_token
 from jaxscale.planner.memory.layer_loop import LayerLoop
-from jaxscale.planner.memory.saved_values import buffer_bytes, layer_saved_bytes
+from jaxscale.planner.memory.saved_values import layer_saved_bytes, slot_bytes
 from jaxscale.planner.memory.step import HELD, step_memory
 from jaxscale.run.setup import layout_bytes
 from jaxscale.run.setup.layout import open_engine
@@ -189,7 +189,7 @@ def test_a_tpu_pads_heads_to_whole_tiles():
     config = config_of(model, pipeline=2, microbatches=2, schedule="1f1b")
     loop = loop_of(config)
     plain, tiled = (
-        sum(buffer_bytes(loop, held, tiled=tiled) for held in HELD) for tiled in (False, True)
+        sum(slot_bytes(loop, held, tiled=tiled) for held in HELD) for tiled in (False, True)
     )
     # Queries, the kernel's output and its gradient; keys, values and theirs.
     more = 3 * (16 * 128 - 12 * 80) + 4 * (8 * 128 - 4 * 80)
