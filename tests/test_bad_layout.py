@@ -90,7 +90,7 @@ REFUSED = [
         "28 or 32",
     ),
     # attention that cannot be had
-    ("layout.context=2 model.attention=reference", "attends within one device, and layout.context"),
+    ("layout.context=2 model.attention=reference", "needs whole sequences on a device, and layout"),
     ("layout.context=2 model.attention=splash", "or layout.context_method = 'ulysses'"),
     (
         "layout.context=4 layout.fsdp=2 layout.context_method=ulysses "

@@ -34,7 +34,7 @@ Shapes = list[jax.ShapeDtypeStruct]
 CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
 """Equations that only group others."""
 
-PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add")
+MATMUL_PRIMITIVES = ("dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add")
 """Equations that W is for and that are not recomputed; also those with others inside, as loops."""
 
 
@@ -170,17 +170,17 @@ def _divide(
     # Values that follow from residuals without a matmul are cheaper to recompute than to save.
     cheap = {*shared_in, *context_in, *kept_in}
     for eqn in program.eqns:
-        if not _is_product(eqn) and all(v in cheap for v in _variables(eqn.invars)):
+        if not _is_matmul(eqn) and all(v in cheap for v in _variables(eqn.invars)):
             cheap |= set(eqn.outvars)
 
     def rest(b_wanted: list, wanted: list) -> list[JaxprEqn]:
         made = {v for eqn in program.needed(b_wanted) for v in eqn.outvars}
-        return program.needed(wanted, at_hand=(made | set(dy)) - cheap)
+        return program.needed(wanted, available=(made | set(dy)) - cheap)
 
     # B computes the gradients of scales and biases too: sums of values that it has, and that would
     # take more memory if W needed them.
     b_wanted = [*gradients]
-    b_wanted += [v for v in dweights if not any(map(_is_product, rest(gradients, [v])))]
+    b_wanted += [v for v in dweights if not any(map(_is_matmul, rest(gradients, [v])))]
     while True:
         w_eqns = rest(b_wanted, dweights)
         reading = [e for e in w_eqns if not set(weights_in).isdisjoint(_variables(e.invars))]
@@ -210,10 +210,10 @@ class TracedFunction:
         eqns, outputs, names = _without_names(flat.jaxpr)
         return cls(eqns, inputs, outputs, constants, names)
 
-    def needed(self, wanted: Iterable, at_hand: Iterable = ()) -> list[JaxprEqn]:
+    def needed(self, wanted: Iterable, available: Iterable = ()) -> list[JaxprEqn]:
         """The equations that some variables need; of those with others inside, the needed parts."""
-        at_hand = set(at_hand)
-        missing, found = set(_variables(wanted)) - at_hand, []
+        available = set(available)
+        missing, found = set(_variables(wanted)) - available, []
         for eqn in reversed(self.eqns):
             used = [v in missing for v in eqn.outvars]
             if not any(used):
@@ -221,7 +221,7 @@ class TracedFunction:
             if not all(used):
                 eqn = _part(eqn, used)
             missing -= set(eqn.outvars)
-            missing |= set(_variables(eqn.invars)) - at_hand
+            missing |= set(_variables(eqn.invars)) - available
             found.append(eqn)
         return found[::-1]
 
@@ -297,8 +297,10 @@ def _read(known: Mapping, atom: Any) -> Any:
     return atom.val if isinstance(atom, Literal) else known[atom]
 
 
-def _is_product(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params))
+def _is_matmul(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in MATMUL_PRIMITIVES or any(
+        True for _ in jaxprs_in_params(eqn.params)
+    )
 
 
 def _variables(atoms: Iterable) -> Iterable:

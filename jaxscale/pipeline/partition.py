@@ -17,7 +17,7 @@ class StackLayers:
     name: str
     num_layers: int
     period: int = 1
-    turn: int = 1  # layers of the model in one of the stack
+    model_layers: int = 1  # of the model, in one layer of the stack
 
 
 def check_enough(stacks: Sequence[StackLayers], order: Order) -> None:
@@ -32,13 +32,13 @@ def check_enough(stacks: Sequence[StackLayers], order: Order) -> None:
     if len(stacks) == 1 and stacks[0].period == 1:
         (stack,) = stacks
         if stack.num_layers < order.stages:
-            got, least = f"model.num_layers = {stack.turn * stack.num_layers}", "layer"
-            if stack.turn > 1:
+            got, least = f"model.num_layers = {stack.model_layers * stack.num_layers}", "layer"
+            if stack.model_layers > 1:
                 got += f", {stack.num_layers} turns of model.expert_pattern,"
-                least = f"turn of {stack.turn} layers"
+                least = f"turn of {stack.model_layers} layers"
             raise ValueError(
                 f"{got} is less than the {order.stages} stages of {stages}; each has at least one "
-                f"{least}: set model.num_layers = {stack.turn * order.stages}, or "
+                f"{least}: set model.num_layers = {stack.model_layers * order.stages}, or "
                 f"layout.pipeline = {max(1, stack.num_layers // order.virtual_stages)}"
             )
     shares = assign_stages([stack.num_layers for stack in stacks], order.stages)

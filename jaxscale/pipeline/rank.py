@@ -130,7 +130,7 @@ class Rank:
                 else forward_only(one)
                 for one in layer_functions(stack)
             )
-            _check_alike(stack, kinds)
+            _check_same_shapes(stack, kinds)
             parts.append(StackPart(number, stack, kinds, layers))
         held = {name: jnp.asarray(values[0]) for name, values in chunks.items()}
         zero = zero.kept
@@ -218,7 +218,7 @@ class Rank:
         axes = {part.name: zero.axes[part.name] for part in parts}
         gathers = zero.gathers and not self.only_chunk
         return (
-            zero.room(chunk, axes) if gathers else None,
+            zero.empty_weights(chunk, axes) if gathers else None,
             zero.accumulators(chunk, axes) if zero.reduces else None,
         )
 
@@ -410,7 +410,7 @@ def _union(
     return {**union, **stream}
 
 
-def _check_alike(stack: Stack, kinds: Sequence[Split]) -> None:
+def _check_same_shapes(stack: Stack, kinds: Sequence[Split]) -> None:
     """Refuses kinds of layers that keep arrays of other shapes: they share buffers.
 
     Raises:

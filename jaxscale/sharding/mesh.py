@@ -1,4 +1,4 @@
-"""The only place where a device mesh is built."""
+"""Device mesh construction, the only one in the package."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -62,13 +62,14 @@ def _slices(devices: Sequence[Any]) -> int:
 
 
 def over_slices(sizes: Mapping[str, int], slices: int) -> list[int]:
-    """Parts of the axes' sizes that multiply to the number of slices, of the first axes first.
+    """Splits axes over TPU slices: parts of their sizes whose product is the number of slices, from
+    the first axes.
 
     >>> over_slices({"data": 4, "fsdp": 16, "tensor": 2}, slices=8)
     [4, 2, 1]
 
     Raises:
-      ValueError: there are none.
+      ValueError: no parts multiply to it.
     """
     parts, left = [], slices
     for size in sizes.values():

@@ -111,7 +111,7 @@ def make_accumulation(
                 # Otherwise a compiler could begin with the forward pass of the last group, or with
                 # empty arrays for residuals, and hold them beside those of the groups before.
                 others = some, done._replace(grads=None), nothing
-                grads, (some, done, nothing) = zero.hold(done.grads, zero.frozen, others)
+                grads, (some, done, nothing) = zero.barrier(done.grads, zero.frozen, others)
                 done = done._replace(grads=grads)
             if visit.last_of_several and zero.scatters_last:
                 grads = zero.zeros(params, zero.axes, finished=True)
@@ -132,7 +132,7 @@ def make_accumulation(
 def _first_grads(model: Model, zero: Zero, form: LoopForm, params: Tree, count: int) -> Tree:
     """The accumulators of a step of `count` groups, before the first."""
     grads = zero.zeros(params, zero.axes, finished=count == 1)
-    if form.unfilled and count == 1 and not (zero.reduces or zero.remains):
+    if form.unfilled and count == 1 and not (zero.reduces or zero.reduces_over_replicas_at_end):
         # Every layer's gradients are written, and nothing is added (`Loop.writes_once`).
         grads |= {stack.name: _unfilled(grads[stack.name]) for stack in model.stacks}
     return grads
@@ -179,7 +179,7 @@ def _unfilled(like: Tree) -> Tree:
 def _visits(zero: Zero, count: int) -> list[tuple[Visit, slice]]:
     """The visits of a step's groups, in order, each with the groups that one loop goes through."""
     apart = {1} if zero.keeps else set()
-    apart |= {count - 1} if zero.remains else set()
+    apart |= {count - 1} if zero.reduces_over_replicas_at_end else set()
     bounds = itertools.pairwise(sorted({0, count, *apart}))
     return [
         (Visit(first=begin == 0, last=end == count == begin + 1), slice(begin, end))
@@ -385,5 +385,7 @@ def _head_pass(
     (sums, total), dstream = each(one, carry, (stream, batch))
     dhead = zero.reduce(total, axes)
     if early:
-        dhead, dstream = zero.hold(dhead, zero.frozen and head_params(model, zero.frozen), dstream)
+        dhead, dstream = zero.barrier(
+            dhead, zero.frozen and head_params(model, zero.frozen), dstream
+        )
     return sums, dhead, dstream

@@ -353,7 +353,9 @@ def _abstract_batch(model: Model, data: DataConfig, sharding: NamedSharding) -> 
 
 
 def _open_stages(config: Config, built: Model, make: MakeModel | None) -> PipelineStages:
-    stacks = [StackLayers(one.name, one.num_layers, one.period, one.turn) for one in built.stacks]
+    stacks = [
+        StackLayers(one.name, one.num_layers, one.period, one.model_layers) for one in built.stacks
+    ]
     work = model_work(config.model, config.data.seq_len, config.data.output_len, make)
     layers = sum(stack.num_layers for stack in stacks)
     return open_stages(config.layout, stacks, work.head_cost(layers))

@@ -185,7 +185,7 @@ def _manually(
 def _param_specs(zero: Zero) -> Tree:
     """Over the manual axes, of parameters inside the `shard_map`, and of their gradients."""
     return jax.tree.map(
-        lambda axes: manual_part(zero.apart_spec(axes, zero.state_rules)),
+        lambda axes: manual_part(zero.blocked_spec(axes, zero.state_rules)),
         zero.axes,
         is_leaf=is_axes,
     )

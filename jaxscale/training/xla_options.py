@@ -128,7 +128,7 @@ _TPU_SPARSE_CORES = (
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
         True,
         "and all-reduces, such as XLA makes of a reduce-scatter where the other dimension in tiles "
-        "of 128 does not divide by the sides of the torus (`Zero.ranks_apart` avoids most)",
+        "of 128 does not divide by the sides of the torus (`Zero.ranks_as_dimension` avoids most)",
     ),
     XlaFlag(
         "xla_tpu_enable_sparse_core_offload_queuing_in_lhs",

@@ -68,14 +68,14 @@ REFUSED = [
     (
         {"context": 2},
         {"attention": "reference"},
-        "model.attention = 'reference' attends within one "
-        "device, and layout.context = 2 spreads a sequence over several; set model.attention",
+        "model.attention = 'reference' needs whole "
+        "sequences on a device, and layout.context = 2 shards them; set model.attention = 'auto'",
     ),
     (
         {"context": 4, "context_method": "ulysses", "tensor": 2},
         {"num_kv_heads": 6, "num_heads": 12},
-        "layout.context_method = 'ulysses' with layout.context = 4 divides heads, and there are 6 "
-        "and 3 of keys on each of 2 ranks of tensor; set layout.context = 3, or "
+        "layout.context_method = 'ulysses' cannot divide 6 heads and 3 key/value heads on each of "
+        "2 ranks of tensor over layout.context = 4; set layout.context = 3, or "
         "layout.context_method = 'ring'",
     ),
 ]

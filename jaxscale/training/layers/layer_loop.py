@@ -111,7 +111,7 @@ class Loop:
     @property
     def reduces(self) -> bool:
         """Whether a layer's gradients are reduced over ranks, during the layer below."""
-        return self.zero.reduces or (self.visit.last and self.zero.remains)
+        return self.zero.reduces or (self.visit.last and self.zero.reduces_over_replicas_at_end)
 
     @property
     def writes_once(self) -> bool:
@@ -226,7 +226,9 @@ def _room(loop: Loop, layers: Tree) -> Tree:
     if not loop.zero.keeps:
         return None
     axes = loop.zero.axes[loop.stack.name]
-    return loop.zero.room(jax.eval_shape(lambda x: loop.zero.gather(x, axes), layers), axes)
+    return loop.zero.empty_weights(
+        jax.eval_shape(lambda x: loop.zero.gather(x, axes), layers), axes
+    )
 
 
 def backward_pass(loop: Loop, inputs: Inputs, carry: Carry) -> tuple[Stream, Stream, Tree]:
@@ -332,7 +334,7 @@ def _layer_backward(
         grads = _accumulate(loop, inputs, grads, index + 1, unreduced)
         if loop.form.early.layers:
             # The layer is recomputed meanwhile, which does not need dx.
-            grads, dx = loop.zero.hold(grads, loop.frozen, dx)
+            grads, dx = loop.zero.barrier(grads, loop.frozen, dx)
     here = Place(now, place.kind)
     dweights, dx, dshared = _sum_gradients(loop, weights, inputs, residuals, dx, dshared, here)
     # The compiler would compute the gradients of many layers' weights later, and hold what they are

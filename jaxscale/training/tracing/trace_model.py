@@ -41,7 +41,7 @@ def trace_model(settings: ModelSettings, make: MakeModel | None = None) -> Model
             )
         )
     stacks = [
-        StackTrace(one.name, one.num_layers, one.period, one.turn, tuple(one.tensors))
+        StackTrace(one.name, one.num_layers, one.period, one.model_layers, tuple(one.tensors))
         for one in model.stacks
     ]
     paths = {"/".join(path) for path in model.borrows.values()}

@@ -202,7 +202,9 @@ def _shares(
     found: dict[Any, float] = collections.defaultdict(float)
     rotated = 0.0
     for kind in range(stack.period):
-        share = len(range(kind, stack.num_layers, stack.period)) / stack.num_layers / stack.turn
+        share = (
+            len(range(kind, stack.num_layers, stack.period)) / stack.num_layers / stack.model_layers
+        )
         events, others = trace(kind)
         for one in (*_joined(events, length), *_others(others, length, expert_layers)):
             if isinstance(one, int):
@@ -233,7 +235,7 @@ def _stack_work(
     fed = max(fed, min(1.0, fed + sum(one.share for one in experts)))
     return StackWork(
         stack.name,
-        stack.num_layers * stack.turn,
+        stack.num_layers * stack.model_layers,
         length,
         matmuls,
         of(AttentionCall),

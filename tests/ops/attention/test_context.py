@@ -115,7 +115,9 @@ def test_whole_sequences_for_some_heads_are_the_reference(ranks, case):
 
 @pytest.mark.proof
 def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"4 heads and 2 key heads do not divide among 8 ranks"):
+    with pytest.raises(
+        ValueError, match=r"4 heads and 2 key/value heads do not divide over 8 ranks"
+    ):
         spread(8, ULYSSES)(*arguments(48, 4, 2))
 
 
