@@ -243,11 +243,11 @@ class MLP(nnx.Module):
         self, x_BTD: jax.Array, columns: Callable = columns, rows: Callable = rows
     ) -> jax.Array:
         matrices = [self.up, self.gate][: 1 + self.config.gated]
-        products = columns(x_BTD, tuple(weight[...] for weight in matrices if weight is not None))
+        projected = columns(x_BTD, tuple(weight[...] for weight in matrices if weight is not None))
         inputs = tuple(
             named(y_BTF if adapter is None else y_BTF + adapter(x_BTD), name)
             for y_BTF, adapter, name in zip(
-                products, (self.up_lora, self.gate_lora), ("mlp_up", "mlp_gate")
+                projected, (self.up_lora, self.gate_lora), ("mlp_up", "mlp_gate")
             )
         )
         if self.biased:

@@ -79,7 +79,7 @@ class Experts(nnx.Module):
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
     def _route(self, x_BTD: jax.Array, valid_BT: jax.Array, dispatch: Dispatch) -> "Routed":
-        """The router: each token's experts and gates; padding has none."""
+        """The router: each token's experts and gates; no expert for padding."""
         router = router_of(self.config)
         with jax.named_scope("router"):
             logits_BTE = routing.router_logits(x_BTD, self.router[...])

@@ -62,7 +62,7 @@ class Kernels:
 
     attend: Callable[..., jax.Array]
     # XLA's partitioner fails on a gather of operands sharded over an automatic axis while other
-    # axes are manual, so a sharded table has a lookup of its own (`ops.embedding.spread_lookup`).
+    # axes are manual, so a sharded table needs `ops.embedding.spread_lookup`.
     lookup: Callable[[jax.Array, jax.Array, str, DTypeLike], jax.Array] = plain_lookup
     # Left to the partitioner, tensor parallel matmuls all-reduce each partial result separately:
     # three times for queries, keys and values (`ops.tensor_parallel.spread_columns`).

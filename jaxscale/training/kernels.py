@@ -95,7 +95,7 @@ def make_kernels(
         replaced["key_heads"] = functools.partial(_key_heads, layout)
     if implementation == "splash":
         # The splash kernel does not scale scores. Scaling bfloat16 queries first would round them
-        # once more; RoPE scales in float32, before its one rounding.
+        # a second time; RoPE scales in float32, before its one rounding.
         replaced |= {"rotary": _rotary(layout), "rotary_scales": True}
     return Kernels(
         attend=_attend(layout, implementation, one_document),

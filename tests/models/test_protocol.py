@@ -136,7 +136,7 @@ def test_a_model_that_says_so_has_noise():
 def test_a_model_that_does_not_say_so_is_told(monkeypatch):
     monkeypatch.setattr(Noisy, "draws_noise", False)
     engine = open_custom(custom(NoisySettings()), Noisy)
-    with pytest.raises(ValueError, match=r"batch.noise is \(\), .* whose draws_noise is True"):
+    with pytest.raises(ValueError, match=r"batch.noise is \(\), .* set draws_noise = True"):
         engine.step.trace(engine.abstract_state, engine.abstract_batch)
 
 

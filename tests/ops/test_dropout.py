@@ -68,7 +68,7 @@ def test_masks_of_other_integers_are_independent():
 @pytest.mark.proof
 def test_what_is_kept_is_scaled_and_the_backward_pass_drops_the_same():
     x = jax.random.normal(jax.random.key(1), (BATCH, TIME, WIDTH), jnp.bfloat16)
-    run = functools.partial(dropout, noise_B=NOISE, layer=3, site=0, rate=0.25, place_T=PLACES)
+    run = functools.partial(dropout, noise_B=NOISE, layer=3, site=0, rate=0.25, position_T=PLACES)
     out, pullback = jax.vjp(run, x)
     assert out.dtype == x.dtype
     mask = np.asarray(kept())

@@ -48,6 +48,7 @@ def flash_forward(settings: Settings, *refs) -> None:
         new_high_t = jnp.maximum(high_t, jnp.max(scores_ts, axis=1))
         shrink_t = jnp.exp(high_t - new_high_t)
         p_ts = jnp.exp(scores_ts - new_high_t[:, None])
+        # Rounded to the values' type, for 16-bit tensor cores; sums stay in `wide`.
         more_tH = _dot(p_ts.astype(v_ref.dtype), v_ref[keys, :], wide)
         out_tH = out_tH * shrink_t[:, None] + more_tH
         return out_tH, new_high_t, total_t * shrink_t + jnp.sum(p_ts, axis=1)
