@@ -134,8 +134,8 @@ REFUSED = [
     (
         "model.family=qwen3_moe model.num_layers=4 model.expert_pattern=DE layout.pipeline=4 "
         "layout.microbatches=4",
-        "4, 2 turns of model.expert_pattern, is less than the 4 stages of layout.pipeline = 4 x 1 "
-        "chunks; each has at least one turn of 2 layers: set model.num_layers = 8, or layout.pipe",
+        "4, 2 periods of model.expert_pattern, is less than the 4 stages of layout.pipeline = 4 x "
+        "1 chunks; each needs at least one period of 2 layers: set model.num_layers = 8, or layout",
     ),
     ("model.family=mixtral layout.expert=0", "layout.expert = 0; an axis has a size of at least 1"),
     (

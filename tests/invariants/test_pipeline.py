@@ -287,7 +287,7 @@ def test_places_and_back_to_the_bit(layout, monkeypatch, capfd):
     assert next(shardings) == next(shardings)
     again = placement.from_canonical(canonical, donate=True)
     jax.tree.map(np.testing.assert_array_equal, again, on_ranks(engine, fresh))
-    with pytest.raises(ValueError, match=r"in canonical form; pass a state as"):
+    with pytest.raises(ValueError, match=r"in canonical form it is .*: pass a state from"):
         placement.from_canonical(jax.tree.map(lambda x: np.stack([x, x]), fresh))
     assert INVOLUNTARY not in capfd.readouterr().err
 
