@@ -150,7 +150,7 @@ def test_a_rank_near_the_end_makes_less_again():
 
 
 def test_keeping_all_is_no_recomputing():
-    with pytest.raises(ValueError, match="keep = 4, and no rank has more than that in flight"):
+    with pytest.raises(ValueError, match="keep = 4, and no rank has more passes in flight"):
         make_order("1f1b", 4, 32, keep=4)
 
 

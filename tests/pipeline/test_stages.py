@@ -112,7 +112,7 @@ REFUSED = [
     ),
     (("zb_v", 4, 6, 8), {}, "needs microbatches >= 2 \\* pipeline - 1.*microbatches = 7"),
     (("1f1b", 2, 4, 8, 2), {}, "1f1b needs virtual_stages = 1"),
-    (("zb_h1:fused", 2, 4, 8), {}, "made of separate input and weight gradients"),
+    (("zb_h1:fused", 2, 4, 8), {}, "has separate input and weight gradients"),
     (("1f1b:4,4,4", 2, 4, 8), {}, "2: layout.pipeline = 2 x 1 chunks; give 2 numbers"),
     (("1f1b:4,3", 2, 4, 8), {}, "7 in all, and model.num_layers = 8; give numbers that sum"),
     (("missing.csv", 2, 4, 8), {}, "missing.csv"),
