@@ -152,7 +152,7 @@ REFUSED = [
     ),
     (
         "layout.overlap_tensor=True",
-        "layout.overlap_tensor = True with layout.tensor = 1: matmuls have no collectives to overlap",
+        "layout.overlap_tensor = True with layout.tensor = 1: matmuls have no collectives to",
     ),
     (
         "layout.overlap_tensor=True layout.tensor=4 layout.tensor_rows=2",

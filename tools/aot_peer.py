@@ -1,13 +1,12 @@
-"""Sets our compiled steps beside MaxText's in docs/compile_ahead.md: memory, and the estimate.
+"""Compares our compiled steps with MaxText's in docs/compile_ahead.md: memory and estimated time.
 
 python tools/aot_peer.py [--environment DIR] [--fresh]
 
-MaxText has an environment of its own, which `python tools/bench/peers.py --install` makes, and
-compiles with its own `train_compile`, by the same libtpu as ours: from one to the next the same
-program may need a third less. Temporaries of ours are those of tools/aot_table.json. The estimate
-is XLA's own, which counts the body of a loop once, so that it means something only for a program
-whose loops are written out: of ours, programs of 4 and 6 layers are compiled, and each layer more
-costs half of what they differ by. What was compiled is kept in tools/aot_peer.json.
+MaxText runs in a separate environment, made by `python tools/bench/peers.py --install`, and
+compiles with its `train_compile` by the same libtpu: between versions the same program may need a
+third less. Our temporaries are from tools/aot_table.json. XLA's estimate counts the body of a loop
+once, so it is valid only for unrolled programs: ours are compiled with 4 and 6 layers and
+extrapolated linearly. Results are stored in tools/aot_peer.json.
 """
 
 import argparse
@@ -35,7 +34,7 @@ ESTIMATE = "estimate"
 
 
 class Case(NamedTuple):
-    """A step of both, of 4 sequences of 4,096 tokens a chip."""
+    """A step of both, with 4 sequences of 4,096 tokens a chip."""
 
     text: str
     ours: str  # its name in the table
@@ -77,7 +76,7 @@ WRITTEN_OUT = f"{CASES[0].settings} scan_layers=false"
 
 
 def main() -> int:
-    """Compiles what is missing, prints, and returns 1 where we need more than MaxText."""
+    """Compiles missing cases, prints, and returns 1 if ours needs more than MaxText in any."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--environment", metavar="DIR", type=pathlib.Path, default=ENVIRONMENT)
     parser.add_argument("--fresh", action="store_true", help="compile again")
@@ -87,8 +86,8 @@ def main() -> int:
     other = {compiled[case.ours]["libtpu"] for case in CASES} - {version}
     if other:
         parser.error(
-            f"libtpu {version} is installed, and tools/aot_table.json is of {', '.join(other)}: "
-            "install that one, or take the table again"
+            f"libtpu {version} is installed, and tools/aot_table.json is of {', '.join(other)}; "
+            "install that version, or run tools/aot_table.py --fresh"
         )
     kept: dict[str, Any] = (
         {} if options.fresh or not KEPT.exists() else json.loads(KEPT.read_text())
@@ -110,10 +109,10 @@ def main() -> int:
 
 
 def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
-    """Bytes of temporaries, and XLA's estimate of seconds, of MaxText's step.
+    """Temporaries in bytes, and XLA's estimate in seconds, of MaxText's step.
 
     Raises:
-      RuntimeError: it did not compile; with the end of what it printed.
+      RuntimeError: it did not compile; with the end of its output.
     """
     python = environment / "bin" / "python"
     (package,) = environment.glob("lib/python*/site-packages/maxtext")
@@ -122,7 +121,7 @@ def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
     assert spec.submodule_search_locations
     libtpu = pathlib.Path(spec.submodule_search_locations[0])
     with tempfile.TemporaryDirectory() as folder:
-        # Only this package of ours: MaxText keeps its own JAX.
+        # Only libtpu is ours: MaxText uses the JAX of its environment.
         for found in libtpu.parent.glob("libtpu*"):
             (pathlib.Path(folder) / found.name).symlink_to(found)
         command = [
@@ -156,7 +155,7 @@ def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
 
 
 def written_out(num_layers: int) -> float:
-    """Seconds of XLA's estimate for our model of some layers, loops written out."""
+    """XLA's estimate in seconds for our model with some layers, unrolled."""
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "numbers.json"
         command = [
@@ -180,25 +179,25 @@ def written_out(num_layers: int) -> float:
 
 
 def of_all_layers(shallow: float, deep: float) -> float:
-    """The estimate for `NUM_LAYERS` layers from those for `SHALLOW` and `DEEP`."""
+    """Extrapolates the estimate to `NUM_LAYERS` layers from `SHALLOW` and `DEEP`."""
     return shallow + (NUM_LAYERS - SHALLOW) / (DEEP - SHALLOW) * (deep - shallow)
 
 
 def pairs(compiled: Mapping[str, Any], kept: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """MaxText's number and ours: bytes of each case, and seconds."""
+    """MaxText's and our numbers: bytes of each case, and seconds."""
     sizes = [(kept[case.settings], compiled[case.ours]["temp_bytes"]) for case in CASES]
     return [*sizes, tuple(kept[ESTIMATE])]
 
 
 def table(compiled: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
-    """Both, in Markdown."""
+    """The comparison in Markdown."""
     *sizes, seconds = pairs(compiled, kept)
     rows = [
         f"| {case.text} | {theirs / 1e9:.2f} GB | {ours / 1e9:.2f} GB |"
         for case, (theirs, ours) in zip(CASES, sizes)
     ]
     estimate = " | ".join(f"{value:.3f} s" for value in seconds)
-    last = f"| estimate of the first, its loops written out | {estimate} |"
+    last = f"| estimate of the first, unrolled | {estimate} |"
     return "\n".join(["| temporaries | MaxText | jaxscale |", "|---|---|---|", *rows, last])
 
 

@@ -1,10 +1,10 @@
-"""Compiles our models for machines that are not there, and puts the tables into
+"""Compiles our models ahead of time for absent hardware, and writes the tables in
 docs/compile_ahead.md.
 
 python tools/aot_table.py [--only WORD] [--fresh]
 
-Each case is a run of `python -m jaxscale.aot` of its own. Its numbers are kept in
-tools/aot_table.json, so that a run that was stopped goes on and one case can be taken again.
+Each case is a separate run of `python -m jaxscale.aot`. Its numbers are stored in
+tools/aot_table.json, so that a stopped run can continue and a single case can be repeated.
 """
 
 import argparse
@@ -24,23 +24,23 @@ PAGE = ROOT / "docs" / "compile_ahead.md"
 BEGIN, END = "<!-- aot table -->", "<!-- end of aot table -->"
 BEGIN_STAGES, END_STAGES = "<!-- zero stages -->", "<!-- end of zero stages -->"
 MINIMAL = "save:query,key,value,attention_out,mlp_gate,mlp_up"
-"""Remat that keeps every product of a layer, as the peer's "minimal" does."""
+"""Remat policy that saves every matmul of a layer, as MaxText's "minimal" does."""
 
 
 ADAMW = "optimizer.name=adamw"
 
 
 class Case(NamedTuple):
-    """A model, a machine, sequences a device and step, and the rest of the layout."""
+    """A model, a topology, sequences per device and step, and the rest of the layout."""
 
     model: str
     topology: str
     sequences: float
-    layout: str  # "tensor=4 remat=full"; settings of other sections with theirs: "run.steps=1"
+    layout: str  # "tensor=4 remat=full"; with the section if it is another: "run.steps=1"
 
     @property
     def name(self) -> str:
-        """Its key in the file of results."""
+        """The key in the file of results."""
         return f"{self.model} {self.topology} {self.sequences:g} {self.layout}"
 
 
@@ -138,20 +138,20 @@ STAGES = tuple(
     Case("mt5_xxl", "a100-80:8x8", 16, f"remat=full microbatches=8 zero_stage={stage} {ADAMW}")
     for stage in range(4)
 )
-"""Beside the study of ZeRO stages on mT5 (arXiv 2310.05350): its largest model, its GPUs and the
-largest of its numbers of nodes."""
+"""Cases of the study of ZeRO stages on mT5 (arXiv 2310.05350): its largest model, on its GPUs and
+its largest number of nodes."""
 STUDY_SECONDS = ("-", "-", "31.4 s", "38.9 s")
-"""Of a step on 8 nodes, as quoted second-hand; the study gives no bytes."""
+"""Seconds of a step on 8 nodes, from a secondary source; the study has no bytes."""
 
 
 def main() -> int:
-    """Compiles what has no result yet, and writes the tables."""
+    """Compiles cases without a result, and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has it")
-    parser.add_argument("--fresh", action="store_true", help="take them again")
+    parser.add_argument("--only", default="", metavar="WORD", help="cases with WORD in their name")
+    parser.add_argument("--fresh", action="store_true", help="compile cases with a result again")
     options = parser.parse_args()
     if not any(options.only in case.name for case in (*CASES, *STAGES)):
-        parser.error(f"--only {options.only} is in the name of no case")
+        parser.error(f"--only {options.only} matches no case; give a part of a name in CASES")
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     for case in (*CASES, *STAGES):
         if options.only in case.name and (options.fresh or case.name not in kept):
@@ -164,7 +164,7 @@ def main() -> int:
 
 
 def put(text: str, begin: str, table: str, end: str) -> str:
-    """The text with a table between two marks."""
+    """Replaces the table between two marks."""
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
     return f"{before}{begin}\n{table}\n{end}{after}"
@@ -195,16 +195,16 @@ def compiled(case: Case) -> dict[str, Any]:
         ]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if not written.exists():
-            return {"refusal": (run.stderr.strip().splitlines() or ["nothing was said"])[-1]}
+            return {"refusal": (run.stderr.strip().splitlines() or ["no message"])[-1]}
         numbers = json.loads(written.read_text())
-    said = {"config": case.model, "global_batch_size": batch, "others": others}
+    about = {"config": case.model, "global_batch_size": batch, "others": others}
     if platform_of(case.topology) == "tpu":
-        said["libtpu"] = importlib.metadata.version("libtpu")
-    return said | {key: numbers[key] for key in numbers if key != "buffers"}
+        about["libtpu"] = importlib.metadata.version("libtpu")
+    return about | {key: numbers[key] for key in numbers if key != "buffers"}
 
 
 def num_devices(topology: str) -> int:
-    """Of a name with one device a chip."""
+    """Devices of a topology with one device per chip."""
     count = 1
     for size in topology.split(":")[1].split("x"):
         count *= int(size)
@@ -215,7 +215,7 @@ def table(kept: dict[str, dict[str, Any]]) -> str:
     """The results as a table in Markdown."""
     lines = [
         "| model | machine | devices | sequences a device | layout | arguments | temporaries "
-        "| limit | verdict | estimate | bytes beside matmuls | seconds hidden | libtpu |",
+        "| limit | verdict | estimate | bytes overlapped | seconds hidden | libtpu |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     shown = [case for case in CASES if case.name in kept]
@@ -224,7 +224,7 @@ def table(kept: dict[str, dict[str, Any]]) -> str:
 
 
 def stage_table(kept: dict[str, dict[str, Any]]) -> str:
-    """The steps of `STAGES` as a table in Markdown, beside ZeRO's formulas and the study."""
+    """The steps of `STAGES` as a Markdown table, with ZeRO's formulas and the study's times."""
     lines = [
         "| ZeRO stage | arguments | temporaries | together | limit | verdict "
         "| states, 16 B a parameter | the study |",
@@ -242,14 +242,14 @@ def stage_table(kept: dict[str, dict[str, Any]]) -> str:
 
 
 def zero_bytes(params: int, stage: int, ranks: int) -> float:
-    """Weights and gradients in 16 bits, master weights and Adam's moments in 32, as ZeRO shards
-    them (arXiv 1910.02054, section 3.1)."""
+    """Bytes of state per device by ZeRO's formulas (arXiv 1910.02054, section 3.1): weights and
+    gradients in 16 bits, master weights and Adam's moments in 32."""
     whole = (16, 4, 2, 0)[stage]
     return params * (whole + (16 - whole) / ranks)
 
 
 def verdict(numbers: dict[str, Any]) -> str:
-    """Whether a step fits, or by how much it does not."""
+    """Whether a step fits, or the missing memory."""
     missing = numbers["peak_bytes"] - numbers["limit_bytes"]
     return "fits" if numbers["fits"] else f"{missing / 1e9:.1f} GB too much"
 
@@ -276,15 +276,14 @@ def row(case: Case, numbers: dict[str, Any]) -> list[str]:
 
 
 def hidden(numbers: dict[str, Any]) -> tuple[str, str]:
-    """The share of the bytes of collectives that travel while matmuls run, and of their seconds on
-    the links, that matmuls hide; run by run.
+    """The fraction of collectives' bytes that overlap matmuls, and of their seconds on the links
+    that matmuls hide; counted run by run.
 
-    A result from before runs were counted one by one has neither, unless no kind of collective has
-    a matmul beside it; "?" then.
+    An older result without these counts has "?", or 0 % if no collective overlaps a matmul.
     """
     if "beside_bytes" not in numbers:
-        beside = any(one["async"] and one["beside_flops"] for one in numbers["collectives"])
-        return ("?", "?") if beside else ("0 %", "0 %") if numbers["collectives"] else ("-", "-")
+        overlaps = any(one["async"] and one["beside_flops"] for one in numbers["collectives"])
+        return ("?", "?") if overlaps else ("0 %", "0 %") if numbers["collectives"] else ("-", "-")
     return (
         share(numbers["beside_bytes"], numbers["collective_bytes"]),
         share(max(0, numbers["link_seconds"] - numbers["wait_seconds"]), numbers["link_seconds"]),
@@ -292,7 +291,7 @@ def hidden(numbers: dict[str, Any]) -> tuple[str, str]:
 
 
 def share(part: float, whole: float) -> str:
-    """In percent."""
+    """A fraction in percent."""
     return f"{100 * part / whole:.0f} %" if whole else "-"
 
 

@@ -1,12 +1,11 @@
 """python tools/matrix.py [--model KIND ...] [--whole] [--page docs/correctness.md]
 
-Runs the layouts that are proven and writes what they gave as a table: how far the worst was from
-one device after some steps in float64.
+Runs layouts and tabulates their largest difference from one device after some steps in float64.
 
-Without --model, those of a decoder that the suite runs: for each way to write eight devices as
-data x fsdp x context x tensor, how many layouts ran (ZeRO stages, accumulations, remat policies,
-offload). With --model, those of other kinds of models, of which the suite runs a few: every pair of
-axes of the mesh, a pipeline's among them, ZeRO stage, accumulation or schedule, and remat policy.
+Without --model, the layouts of a decoder that the suite runs: for each mesh of eight devices as
+data x fsdp x context x tensor, the number of layouts that ran (ZeRO stages, accumulations, remat
+policies, offload). With --model, layouts of other models, of which the suite runs a few: every pair
+of mesh axes (pipelines included), ZeRO stage, accumulation or schedule, and remat policy.
 """
 
 import argparse
@@ -34,7 +33,7 @@ ALL = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table; with `--page` puts it between that file's marks."""
+    """Prints the table; with `--page` replaces the table between that file's marks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -43,10 +42,12 @@ def main(argv: Sequence[str]) -> int:
         "--model",
         metavar="KIND",
         nargs="*",
-        help="kinds of models, named in tests/invariants/models.py; without names, one of each: "
+        help="models named in tests/invariants/models.py; without names, one of each type: "
         f"{', '.join(ALL)}",
     )
-    parser.add_argument("--whole", action="store_true", help="the whole product, not pairs: hours")
+    parser.add_argument(
+        "--whole", action="store_true", help="all combinations instead of pairs; takes hours"
+    )
     options = parser.parse_args(argv)
     if options.page:  # before hours of work
         try:
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         except (OSError, ValueError) as error:
             parser.error(f"--page: {error}")
     os.environ |= {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
-    # Steps run for milliseconds and compile for seconds.
+    # Unoptimised: steps run for milliseconds and compile for seconds.
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     if options.model is None:
         return _decoder(options)
@@ -92,7 +93,7 @@ def _decoder(options: argparse.Namespace) -> int:
 
 
 def _model(kind: str, options: argparse.Namespace) -> int:
-    """One row of the table of models; the others stay."""
+    """Updates one row of the table of models."""
     from tests.invariants import matrix, models  # noqa: PLC0415 - as above
 
     axes, every = models.KINDS[kind].axes, models.KINDS[kind].every_mesh
@@ -117,7 +118,7 @@ def _model(kind: str, options: argparse.Namespace) -> int:
 
 
 def _run(layouts: Sequence[dict], check: Callable[[dict], dict]) -> tuple[list, int]:
-    """Each layout that passed with its errors; others are named, and make the status 1."""
+    """Each layout that passed with its errors, and a status: 1 if any failed."""
     from tests.invariants import matrix  # noqa: PLC0415 - as above
 
     found, status, begin = [], 0, time.monotonic()
@@ -125,13 +126,13 @@ def _run(layouts: Sequence[dict], check: Callable[[dict], dict]) -> tuple[list, 
         try:
             errors = check(layout)
         except Exception as error:
-            said, status = f"FAILED: {error}", 1
+            outcome, status = f"FAILED: {error}", 1
         else:
-            said = f"{max(errors.values()):.0e}"
+            outcome = f"{max(errors.values()):.0e}"
             found.append((layout, errors))
         seconds = time.monotonic() - begin
         print(
-            f"{number} of {len(layouts)}, {seconds:.0f} s: {matrix.name(layout)}: {said}",
+            f"{number} of {len(layouts)}, {seconds:.0f} s: {matrix.name(layout)}: {outcome}",
             file=sys.stderr,
             flush=True,
         )
@@ -153,7 +154,7 @@ def _today() -> str:
 
 
 def _write(page: str | None, name: str, make: Callable[[str], str]) -> int:
-    """Prints a table, made from the one on the page, and puts it there."""
+    """Prints a table, made from the one on the page, and writes it there."""
     if not page:
         print(make(""))
         return 0
@@ -166,7 +167,7 @@ def _write(page: str | None, name: str, make: Callable[[str], str]) -> int:
 
 
 def _marked(path: pathlib.Path, name: str) -> tuple[str, str, str]:
-    """A page up to a table, the table between its marks, and what follows it.
+    """Splits a page: the part before a table, the table between its marks, the part after.
 
     Raises:
       ValueError: the page has no such marks.

@@ -180,7 +180,7 @@ def test_what_is_caught_is_a_success_and_lists_run_nothing(checkout):
     listed = run(checkout, "--list", "--folder", "other")
     assert listed.returncode == 0
     assert listed.stdout.count("\n") == 2 + 4
-    assert "no mutant is called that" in run(checkout, "--only", "nothing").stderr
+    assert "no mutant matches" in run(checkout, "--only", "nothing").stderr
 
 
 @pytest.mark.proof
