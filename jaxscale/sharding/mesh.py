@@ -62,7 +62,7 @@ def _slices(devices: Sequence[Any]) -> int:
 
 
 def over_slices(sizes: Mapping[str, int], slices: int) -> list[int]:
-    """Splits axes over TPU slices: parts of their sizes whose product is the number of slices, from
+    """Splits axes over TPU slices: parts of their sizes that multiply to the number of slices, from
     the first axes.
 
     >>> over_slices({"data": 4, "fsdp": 16, "tensor": 2}, slices=8)

@@ -22,7 +22,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ("library", "script", "wrong"),
     [
         ("torch", "tools/hf_goldens.py", ("gpt3", "no case is called gpt3; there are llama, ")),
-        ("nbformat", "tools/notebooks/execute.py", ("no.ipynb", "there is no file no.ipynb")),
+        ("nbformat", "tools/notebooks/execute.py", ("no.ipynb", "no.ipynb does not exist")),
     ],
 )
 def test_help_needs_no_optional_library(library, script, wrong):
@@ -33,7 +33,7 @@ def test_help_needs_no_optional_library(library, script, wrong):
         return done
 
     assert run("--help").stdout.startswith("usage: ")
-    for words, said in (((), f"{library} is not installed here"), ((wrong[0],), wrong[1])):
+    for words, said in (((), f"{library} is not installed"), ((wrong[0],), wrong[1])):
         done = run(*words)
         assert done.returncode == 2
         assert f"error: {said}" in done.stderr

@@ -155,7 +155,7 @@ def test_a_step_that_sends_nothing_has_a_row():
 )
 def test_a_figure_of_nothing_is_refused(figure, arguments):
     """As after a cell that failed before it had filled them."""
-    with pytest.raises(ValueError, match="is empty; a figure needs at least one entry"):
+    with pytest.raises(ValueError, match="is empty; pass at least one entry"):
         figure(*arguments)
 
 
