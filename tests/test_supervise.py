@@ -169,7 +169,7 @@ def test_layouts_are_tried_in_turn_at_each_attempt(tmp_path):
 
 
 @pytest.mark.proof
-def test_a_command_that_is_not_there_is_one_line(tmp_path):
+def test_a_missing_command_is_one_line(tmp_path):
     for words, said in ((["no-such-program"], "No such file"), ([], "expected -- and a command")):
         done = subprocess.run(
             [sys.executable, "-m", "jaxscale.supervise", f"--log={tmp_path / 'log'}", "--", *words],

@@ -69,7 +69,7 @@ def split(function: Callable, weights: Tree, x: Tree, shared: Tree, context: Tre
     program = TracedFunction.of(backward, weights, shared, context, kept, x)
     weights_in, shared_in, context_in, kept_in, dy = program.inputs
     dweights = program.outputs[: len(weights_in)]
-    gradients = program.outputs[len(weights_in) :]  # of x and of what is shared
+    gradients = program.outputs[len(weights_in) :]  # of x and of shared arrays
     b_wanted, w_eqns = _divide(program, dweights, gradients)
     w_reads = _given(w_eqns, dweights)
     b_eqns = program.needed(b_wanted)

@@ -146,7 +146,7 @@ def _explain_deadlock(order: Order, ops: Ops, needs: np.ndarray, ends: np.ndarra
     ticks = {every[n]: int(ends[n]) - 1 for n in np.flatnonzero(np.isfinite(ends))}
     waits = {}
     for r in range(order.ranks):
-        # A pair may wait for what its second half needs.
+        # A pair also waits for the needs of its second half.
         for n in np.flatnonzero((ops.rank == r) & np.isinf(ends))[:2]:
             blocking = [int(need) for need in needs[n] if need >= 0 and np.isinf(ends[need])]
             if blocking:

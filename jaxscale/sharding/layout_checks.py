@@ -17,7 +17,7 @@ def check_divides(layout: Layout, batch: int) -> None:
     """Refuses a batch that does not split evenly over replicas and micro-batches.
 
     Raises:
-      ValueError: with the settings to change.
+      ValueError: names the settings to change.
     """
     parts = layout.batch_shards * layout.microbatches
     if batch % parts:
@@ -35,7 +35,7 @@ def check_overlap(layout: Layout, batch: int) -> None:
     """Refuses `overlap_experts` without expert parallelism, or with one sequence per micro-batch.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     if not layout.overlap_experts:
         return
@@ -63,7 +63,7 @@ def check_ring(layout: Layout) -> None:
     """Refuses `overlap_tensor` without tensor parallelism.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     if layout.overlap_tensor and layout.tensor == 1:
         raise ValueError(
@@ -76,7 +76,7 @@ def check_pipeline_gather(layout: Layout) -> None:
     """Refuses `pipeline_gather = 'layer'` where no weights are gathered or gradients scattered.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     if layout.pipeline == 1 or layout.pipeline_gather == "chunk":
         return
@@ -92,7 +92,7 @@ def check_matmuls(layout: Layout, matmul_dtype: str) -> None:
     """Refuses int8 matmuls with `overlap_tensor`.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     if matmul_dtype == "int8" and layout.overlap_tensor:
         raise ValueError(
@@ -105,7 +105,7 @@ def check_ulysses(layout: Layout, model: ModelSettings) -> None:
     """Refuses heads that ranks of context cannot divide, for Ulysses.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     if not isinstance(model, ModelConfig):  # others are refused by the kernel
         return
@@ -135,7 +135,7 @@ def check_spread_attention(layout: Layout, kernel: str) -> None:
     """Refuses an attention kernel for one device where sequences are sharded over several.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     if spreads_attention(layout) and kernel not in ("auto", *SPREAD_ATTENTIONS):
         raise ValueError(
@@ -149,7 +149,7 @@ def check_tensor_rows(layout: Layout, model: ModelSettings) -> None:
     """Refuses rows of tensor for a model with experts or multi-token prediction.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     rows = layout.tensor_rows
     if rows > 1 and model.num_experts:

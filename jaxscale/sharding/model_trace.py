@@ -25,7 +25,7 @@ Rows = Mapping[str, Ints]
 
 
 def select(condition: Any, yes: Ints, no: Ints = 0) -> Ints:
-    """`yes` where the condition holds, for one layout or many."""
+    """`yes` where the condition is true, else `no`, for one layout or many."""
     if isinstance(condition, bool | np.bool_):
         return yes if condition else no
     return np.where(condition, yes, no)

@@ -1,4 +1,4 @@
-"""Orders from files, what is wrong with them, and the ticks of those that are right."""
+"""Orders from files, errors in them, and the ticks of valid ones."""
 
 import numpy as np
 import pytest

@@ -85,7 +85,7 @@ def summed(zero, each, single):
     ("stage", "single"), list(itertools.product(range(4), (True, False))), ids=str
 )
 def test_gradients_are_summed_once_over_every_rank_and_exactly(stage, single):
-    """Two visits of eight ranks, each with gradients of its own in the compute type, leave their
+    """Two visits of eight ranks, each with separate gradients in the compute type, leave their
     sum in the accumulation type, on the shards that the optimizer sees."""
     each = integers(0, (8, 2))
     # Stage 3 as on TPUs with sparse cores, the others as elsewhere.

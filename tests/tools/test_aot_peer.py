@@ -1,4 +1,4 @@
-"""Our compiled steps beside the peer's: by one compiler, and few layers that stand for many."""
+"""Our compiled steps compared with the peer's: by one compiler, extrapolated from few layers."""
 
 import importlib.metadata
 import json

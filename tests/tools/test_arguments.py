@@ -1,5 +1,5 @@
-"""Programs of tools/ refuse wrong arguments in a line, before they work, from any folder; and those
-that need a library which may be missing still answer --help, and name it."""
+"""Programs of tools/ refuse wrong arguments in a line, before they work, from any folder; without
+an optional library they answer --help, and name it."""
 
 import os
 import pathlib

@@ -26,7 +26,7 @@ SETTINGS = (
 
 @pytest.fixture
 def baseline(monkeypatch):
-    """The module of tools/bench, whose scripts stand beside each other."""
+    """The module of tools/bench, whose scripts import each other."""
     folder = pathlib.Path(__file__).parents[2] / "tools" / "bench"
     monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module("baseline")

@@ -1,4 +1,4 @@
-"""The list of mutants fits the code, and the tool tells those that are caught from the others."""
+"""The list of mutants fits the code, and the tool tells caught mutants from the others."""
 
 import ast
 import collections
@@ -120,7 +120,7 @@ new = "2 + x"
 tests = "tests/test_sums.py -k anyway"
 
 [[other]]
-name = "of a test that is not there"
+name = "of a test that does not exist"
 file = "jaxscale/sums.py"
 old = "2 * x"
 new = "2 + x"
@@ -132,13 +132,13 @@ EXPECTED = {
     "adds, and nobody looks": "survived",
     "of a line that was changed": "not run",
     "of a test that fails anyway": "not run",
-    "of a test that is not there": "not run",
+    "of a test that does not exist": "not run",
 }
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A package of one function, with the tool and mutants of its own."""
+    """A package of one function, with the tool and a separate list of mutants."""
     files = {
         "jaxscale/__init__.py": "",
         "jaxscale/sums.py": PACKAGE,

@@ -159,7 +159,7 @@ def test_a_figure_of_nothing_is_refused(figure, arguments):
         figure(*arguments)
 
 
-def test_losses_and_plans_say_what_they_show(tmp_path):
+def test_losses_and_plans_are_labelled(tmp_path):
     figure = plots.loss_figure({"one": [3.0, 2.0], "two": [3.0, 2.000001]})
     assert next(text.get_text() for text in figure.axes[1].texts) == "5.0e-07"
     for curves in (
@@ -174,7 +174,7 @@ def test_losses_and_plans_say_what_they_show(tmp_path):
         assert right.get_visible() == (len(curves) > 1)
         bars: list = list(right.patches)
         for bar, text in zip(bars, right.texts):
-            assert not text.get_position()[0] <= bar.get_width()  # beside it
+            assert not text.get_position()[0] <= bar.get_width()  # next to it
             assert not bar.get_width() > right.get_xlim()[1]
     answer = plan_layouts("llama2_7b", "H100-SXM", 8, top=1, pins={"pipeline": 1, "tensor": 1})
     (best,) = answer.plans
