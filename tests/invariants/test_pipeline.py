@@ -304,7 +304,7 @@ def test_a_state_goes_to_the_devices_of_another_engine_in_canonical_form_only():
     for other in placements[1:]:
         for place in (other.from_canonical, other.to_canonical):
             with pytest.raises(
-                ValueError, match="ranks of another engine's pipeline, in its order"
+                ValueError, match="another engine's pipeline, in its order"
             ):
                 place(placed)
         taken = other.from_canonical(placements[0].to_canonical(placed))
