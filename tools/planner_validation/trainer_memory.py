@@ -9,8 +9,8 @@ from jaxscale.config import zero_stage
 from jaxscale.config.layout import MESH_AXES
 from jaxscale.planner.cost.communication import local_params
 from jaxscale.planner.memory.layer_activations import layer_bytes
-from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
+from tools.planner_validation.trainer_layout import TrainerLayout
 
 Floats = Any  # a float, or float [N]
 
@@ -57,7 +57,7 @@ class TrainerMemory:
         return self.needed - self.context - self.fragments
 
 
-def passes_in_flight(parallelism: Parallelism, stage: Floats = 0) -> Floats:
+def passes_in_flight(parallelism: TrainerLayout, stage: Floats = 0) -> Floats:
     """Micro-batches in flight on a pipeline rank, in units of all of its layers.
 
     1F1B: p - stage. Interleaved, stage 0: p * (1 + (p - 1) / (p v)).
@@ -70,7 +70,7 @@ def passes_in_flight(parallelism: Parallelism, stage: Floats = 0) -> Floats:
     return np.minimum(m, deep)
 
 
-def published_size(shape: ModelShape, parallelism: Parallelism, name: str) -> float:
+def published_size(shape: ModelShape, parallelism: TrainerLayout, name: str) -> float:
     """A part of the first rank's memory, by its name in published tables.
 
     "state": parameters and optimizer with a 32-bit gradient accumulator. "activations": without
@@ -94,7 +94,7 @@ def published_size(shape: ModelShape, parallelism: Parallelism, name: str) -> fl
 
 
 def trainer_memory(
-    shape: ModelShape, parallelism: Parallelism, stage: int | None = None
+    shape: ModelShape, parallelism: TrainerLayout, stage: int | None = None
 ) -> TrainerMemory:
     """Memory of a run.
 
@@ -116,7 +116,7 @@ def trainer_memory(
     )
 
 
-def _stage(shape: ModelShape, parallelism: Parallelism, stage: Any) -> TrainerMemory:
+def _stage(shape: ModelShape, parallelism: TrainerLayout, stage: Any) -> TrainerMemory:
     traits, zero = parallelism.traits, np.asarray(parallelism.zero_stage)
     p, z = np.asarray(parallelism.pipeline, float), np.asarray(parallelism.zero_ranks, float)
     layers, outer = local_params(shape.work, parallelism)
@@ -160,7 +160,9 @@ def _stage(shape: ModelShape, parallelism: Parallelism, stage: Any) -> TrainerMe
     return TrainerMemory(**parts, fragments=eager * fragments, cached=eager * update)
 
 
-def _gathered(shape: ModelShape, parallelism: Parallelism, layers: Floats, outer: Floats) -> tuple:
+def _gathered(
+    shape: ModelShape, parallelism: TrainerLayout, layers: Floats, outer: Floats
+) -> tuple:
     """Gathered weights during a layer and during the head. Eager FSDP: two layers, and embedding
     and head throughout a step; DeepSpeed: a module and its live parameters; compiled: two
     matrices."""
@@ -176,7 +178,7 @@ def _gathered(shape: ModelShape, parallelism: Parallelism, layers: Floats, outer
     return 2 * largest, 2.0 * outer / (1 if shape.tied else 2)
 
 
-def _boundary(shape: ModelShape, parallelism: Parallelism, stage: Any) -> Floats:
+def _boundary(shape: ModelShape, parallelism: TrainerLayout, stage: Any) -> Floats:
     """Outputs of a stage, saved for each micro-batch in flight."""
     tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
     sent = 2.0 * tokens * shape.d_model / parallelism.tensor
@@ -185,7 +187,7 @@ def _boundary(shape: ModelShape, parallelism: Parallelism, stage: Any) -> Floats
     )
 
 
-def _context(parallelism: Parallelism) -> Floats:
+def _context(parallelism: TrainerLayout) -> Floats:
     if not parallelism.traits.eager:
         return np.zeros(())  # reserved before the compiler sees the memory
     groups = 1 + sum(np.asarray(getattr(parallelism, axis)) > 1 for axis in MESH_AXES)
@@ -197,7 +199,7 @@ LOGIT_BYTES = {"compiled": 2.0, "fused": 4.0, "plain": 10.0}
 fused kernel out of place, and a plain loss also saves logits and softmax in 32 bits."""
 
 
-def _working(shape: ModelShape, parallelism: Parallelism) -> tuple:
+def _working(shape: ModelShape, parallelism: TrainerLayout) -> tuple:
     """Temporaries of a layer's backward pass with recompute, and the logits of the head. The MLP's
     temporaries are freed before attention scores have gradients."""
     layer = layer_bytes(shape, parallelism, "none")
@@ -207,7 +209,7 @@ def _working(shape: ModelShape, parallelism: Parallelism) -> tuple:
     return layer, tokens * shape.vocab / parallelism.tensor * LOGIT_BYTES[parallelism.traits.loss]
 
 
-def _widened(shape: ModelShape, parallelism: Parallelism, is_end: Any) -> Floats:
+def _widened(shape: ModelShape, parallelism: TrainerLayout, is_end: Any) -> Floats:
     """A 32-bit copy of the largest matrix' gradient on its way into the accumulator, for which no
     cached block is large enough."""
     if parallelism.traits.gradient_bytes != 4 or not parallelism.traits.eager:

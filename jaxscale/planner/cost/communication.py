@@ -147,9 +147,8 @@ def _expert(
 
 
 def _message(parallelism: Parallelism, levels: dict[str, Levels], stream: Floats) -> Floats:
-    """A send from one pipeline rank to the next."""
-    scattered = parallelism.tensor if parallelism.traits.scattered_messages else 1
-    return collectives.send_seconds(levels["pipeline"], stream / scattered)
+    """A send from one pipeline rank to the next, split over those of tensor."""
+    return collectives.send_seconds(levels["pipeline"], stream / parallelism.tensor)
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ def state_traffic(
     layers, outer = local_params(work, parallelism)
     held, zero, data = layers + outer, levels["zero"], levels["data"]
     count = np.maximum(1.0, work.layers / np.asarray(parallelism.pipeline))
-    width = 0.0 if parallelism.traits.frozen else parallelism.traits.gradient_bytes
+    width = 0.0 if parallelism.frozen else parallelism.gradient_bytes
     ranks = collectives.group_size(zero)
     both = collectives.reduce_seconds(zero, width * held) + collectives.reduce_seconds(
         data, width * held

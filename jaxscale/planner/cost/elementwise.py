@@ -48,7 +48,7 @@ def elementwise_seconds(
     )
     return tuple(
         kernels.memory_seconds(cluster, tokens * moved, plain=traits.eager)
-        + kernels.cast_seconds(cluster, tokens * elements, traits.matmul)
+        + kernels.cast_seconds(cluster, tokens * elements, parallelism.matmul)
         for moved, elements in zip((forward, backward), casts)
     )
 

@@ -103,7 +103,7 @@ def _stack_compute(
     attention = _attention(stack, cluster, parallelism, tokens)
     elementwise = elementwise_seconds(stack, work.width, cluster, parallelism, tokens)
     launches = _waiting(stack, parallelism)
-    if parallelism.traits.frozen:
+    if parallelism.frozen:
         weights = np.zeros(())
     first = ComputeSeconds(forward, attention[0], elementwise[0])
     second = ComputeSeconds(inputs, attention[1], elementwise[1] * 0.7)
@@ -169,7 +169,7 @@ def _waiting(stack: StackWork, parallelism: Parallelism) -> tuple[Floats, Floats
     moe = sum(one.share for one in stack.experts)
     count = max((one.count for one in stack.experts), default=0)
     local = np.maximum(1, count / np.asarray(parallelism.expert))
-    each = KERNELS["expert" if parallelism.traits.matmul == "bfloat16" else "quantised"]
+    each = KERNELS["expert" if parallelism.matmul == "bfloat16" else "quantised"]
     recorded = graph == "modules"
     dense, experts = (0, 0) if recorded else KERNELS["dense"], KERNELS["experts"]
     experts = KERNELS["between"] if recorded else experts
@@ -263,6 +263,6 @@ def _head(
     matmul = kernels.matmul_seconds(cluster, tokens, local, width)
     width = LOSS_BYTES[parallelism.traits.loss][backward]
     return ComputeSeconds(
-        matmul=matmul * ((1 if parallelism.traits.frozen else 2) if backward else 1),
+        matmul=matmul * ((1 if parallelism.frozen else 2) if backward else 1),
         elementwise=kernels.memory_seconds(cluster, tokens * local * width),
     )

@@ -17,7 +17,7 @@ def matmul_pass_seconds(
     work: StackWork, cluster: Cluster, parallelism: Parallelism, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
     """Seconds of an average layer of a stack: forward, gradients of inputs, of weights."""
-    total, matmul = [np.zeros(())] * 3, parallelism.traits.matmul
+    total, matmul = [np.zeros(())] * 3, parallelism.matmul
     wide = parallelism.traits.wide_layers / work.num_layers
     operands = {matmul: 1.0 - wide, "bfloat16": wide} if wide else {matmul: 1.0}
     for (m, n, k, batch), count in _sizes(work, parallelism, tokens):

@@ -43,7 +43,7 @@ def make_passes(
     of communication overlapped with them, by axis."""
     traits, slow = parallelism.traits, contention(cluster)
     # On TPUs the compiler itself decomposes a matmul and its collective (collective matmul).
-    piecewise = traits.overlap_tensor or parallelism.overlap_tensor or bool(cluster.torus)
+    piecewise = parallelism.overlap_tensor or bool(cluster.torus)
 
     def beside(seconds: Floats, work: Floats, wanted: bool) -> Floats:
         return np.maximum(0.0, seconds - work) if wanted else seconds

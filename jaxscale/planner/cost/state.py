@@ -152,7 +152,7 @@ def update_flops(parallelism: Parallelism) -> Floats:
     dealt, as `training.state_placement` deals them (`sharding.rules.shards_layers`). Where they
     cannot be dealt, in some pipelines, ranks are taken to repeat them."""
     total = np.zeros(())
-    for one in parallelism.traits.whole_matrices:
+    for one in parallelism.whole_matrices:
         rows, ranks = -(-one.layers // np.asarray(parallelism.pipeline)), np.ones((), int)
         for axis in LAYER_SHARD_AXES:
             size = np.asarray(getattr(parallelism, axis))
@@ -166,7 +166,7 @@ def update_flops(parallelism: Parallelism) -> Floats:
 
 def optimizer_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> Floats:
     layers, outer = local_params(work, parallelism)
-    if parallelism.traits.frozen:
+    if parallelism.frozen:
         return np.zeros(())
     shards = zero_stage.shards_state(np.asarray(parallelism.zero_stage))
     ranks = np.where(shards, parallelism.zero_ranks, 1)
@@ -179,7 +179,7 @@ def accumulate_seconds(work: ModelWork, cluster: Cluster, parallelism: Paralleli
     """Gradient accumulation over micro-batches: of shards, where ours are reduced in each."""
     layers, outer = local_params(work, parallelism)
     m = np.asarray(parallelism.microbatches, float)
-    m = np.where((m > 1) & (not parallelism.traits.frozen), m, 0.0)
+    m = np.where((m > 1) & (not parallelism.frozen), m, 0.0)
     by_layer = parallelism.pipeline_gather == "layer"
     reduced = np.where(
         np.asarray(parallelism.pipeline) > 1, by_layer, parallelism.accumulation == "sequential"
@@ -192,7 +192,7 @@ def accumulate_seconds(work: ModelWork, cluster: Cluster, parallelism: Paralleli
 def weight_cast_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> Floats:
     """Casts of weights to the compute type: once a step where they are kept, else in every pass
     over the layers."""
-    if not parallelism.traits.casts_weights:
+    if not parallelism.casts_weights:
         return np.zeros(())
     layers, outer = local_params(work, parallelism)
     zero, ranks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.zero_ranks)

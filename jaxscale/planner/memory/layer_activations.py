@@ -48,7 +48,7 @@ def layer_bytes(shape: ModelShape, parallelism: Parallelism, remat: str | None =
     moe = shape.expert_layers / shape.layers
     dense = (shape.with_mlp - shape.expert_layers) / shape.layers
     # Matmul inputs in 8 bits for low-precision matmuls; the activation's input stays in 16.
-    narrow = 2.0 if traits.matmul == "bfloat16" else 1.0
+    narrow = 2.0 if parallelism.matmul == "bfloat16" else 1.0
     wide = (4 if shape.gated else 2) + narrow + 2 * (shape.gated and not traits.fused)
     shared = shape.shared_width
     # Tensor ranks split the hidden dimension of experts, or fold whole experts.

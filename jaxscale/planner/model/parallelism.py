@@ -41,16 +41,11 @@ class TrainerTraits:
     dropout: bool = False
     overlap_gradients: bool = True  # reduced during the backward pass
     overlap_parameters: bool = True  # all-gathered during compute
-    overlap_tensor: bool = False  # tensor collectives overlap with matmuls
     overlap_pipeline: bool = False  # pipeline sends overlap with compute
     overlap_experts: bool = False  # all-to-alls overlap with compute
-    gather_params: float = 0.0  # live parameters of ZeRO-3 beside the largest matrix; 0: by layers
     keep_gathered: bool = False  # ZeRO-3 keeps weights gathered from forward to backward
     reduce_each: bool = True  # ZeRO-2 and 3 reduce per micro-batch, not per step
-    matmul: str = "bfloat16"  # operands of the layers' matmuls; or "fp8", "fp4"
     wide_layers: int = 0  # layers whose matmuls stay in 16 bits all the same
-    casts_weights: bool = True  # they are in 32 bits between steps, and cast where they are used
-    gradient_bytes: int = 4  # per element in reductions
     attention_seen: bool = True  # attention skips masked blocks
     merged_dispatch: bool = False  # a token is sent once to each node with experts for it
     grouped_experts: bool = True  # the matmuls of local experts are one grouped kernel
@@ -58,14 +53,8 @@ class TrainerTraits:
     masked_dispatch: bool = False  # dispatch by matmuls with one-hot masks (GShard)
     plain_experts: bool = False  # biases and activations of experts are separate kernels
     folded_experts: bool = False  # experts are not split over tensor; see above
-    context_bytes: float = 1.0e9  # GPU memory of the driver and kernel code
-    bucket_bytes: float = 0.0  # buffers of bucketed collectives
     imbalance: float = 1.2  # load imbalance: tokens of the busiest expert rank over the mean
-    frozen: bool = False  # only adapters are trained
     balanced_ends: bool = False  # embedding and head count as layers of their stages
-    scattered_messages: bool = True  # tensor ranks split a pipeline send
-    accumulates: bool = True  # gradient accumulation without a pipeline
-    whole_matrices: tuple[WholeMatrices, ...] = ()  # of the optimizer's update
     graph: str = ""  # CUDA graphs: of the "step", or of "modules" but experts
 
 
@@ -82,6 +71,11 @@ class Parallelism(LayoutBatch):
     fused: bool = False  # the backward pass is one operation
     remat_share: Any = 1.0  # share of layers with the policy; the others save everything
     offload_share: Any = 1.0  # share of layers with offloaded activations, where there are any
+    matmul: str = "bfloat16"  # operands of the layers' matmuls; or "fp8", "fp4"
+    casts_weights: bool = True  # they are in 32 bits between steps, and cast where they are used
+    gradient_bytes: int = 4  # per element in reductions
+    frozen: bool = False  # only adapters are trained
+    whole_matrices: tuple[WholeMatrices, ...] = ()  # of the optimizer's update
     traits: TrainerTraits = field(default=JAXSCALE)
 
     @classmethod

@@ -73,9 +73,7 @@ def test_gradients_that_are_not_scattered_cross_twice():
         parallelism = Parallelism(**sizes)
         sent = state_traffic(work, parallelism, collectives.axis_levels(machine, parallelism))
         assert sent.whole == pytest.approx(2 * sent.scatter, rel=0.01)
-        assert sent.update == pytest.approx(
-            sent.scatter * 2 / parallelism.traits.gradient_bytes, rel=0.01
-        )
+        assert sent.update == pytest.approx(sent.scatter * 2 / parallelism.gradient_bytes, rel=0.01)
 
 
 def test_all_reduces_of_four_nodes_reach_the_measured_bus_bandwidth():

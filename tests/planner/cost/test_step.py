@@ -19,7 +19,6 @@ from jaxscale.planner.search.trainable_model import TrainableModel
 from jaxscale.planner.tables import table_makespan
 from jaxscale.planner.tables.state_ticks import TickCollectives, state_ticks
 from jaxscale.planner.tables.table_makespan import TableSpec
-from tools.planner_validation.trainers import MEGATRON_CORE
 
 LLAMA = TrainableModel(load("llama2_70b")).work
 SMALL = TrainableModel(load("llama2_7b")).work
@@ -212,8 +211,7 @@ def test_weights_are_cast_when_they_are_gathered_and_gradients_summed_where_they
     assert weights(zero_stage=2, fsdp=8) == same((once + sums) / 8)
     assert weights(zero_stage=3, fsdp=8) == same((casts + sums) / 8)
     assert weights(zero_stage=3, fsdp=8, accumulation="layered") == same(casts / 4 / 8 + sums)
-    bf16 = replace(JAXSCALE, casts_weights=False)
-    assert weights(zero_stage=3, fsdp=8, traits=bf16) == same(sums / 8)
+    assert weights(zero_stage=3, fsdp=8, casts_weights=False) == same(sums / 8)
     by = {"pipeline": 2, "fsdp": 4, "zero_stage": 3}
     assert weights(**by, pipeline_gather="layer") < weights(**by)
 
@@ -262,13 +260,11 @@ def test_stages_of_zero_send_more_in_order():
 
 
 def test_experts_send_tokens_to_each_other():
-    dense = step_cost(SMALL, H100, Parallelism(fsdp=64, expert=8, traits=JAXSCALE))
+    dense = step_cost(SMALL, H100, Parallelism(fsdp=64, expert=8))
     assert dense.expert == 0
     near = step_cost(MOE, H100, Parallelism(fsdp=64, expert=8))
     far = step_cost(MOE, H100, Parallelism(fsdp=8, expert=64))
     assert 0 < near.expert < far.expert
-    merged = step_cost(MOE, H100, Parallelism(fsdp=64, expert=64, traits=replace(MEGATRON_CORE)))
-    assert merged.expert < far.expert
 
 
 def test_half_of_an_exchange_hides_behind_matmuls():

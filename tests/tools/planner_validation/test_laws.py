@@ -8,8 +8,8 @@ import pytest
 from jaxscale.planner.cost import energy
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.step import step_cost
-from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
+from tools.planner_validation.trainer_layout import TrainerLayout
 from tools.planner_validation.trainer_memory import trainer_memory
 from tools.planner_validation.trainers import MEGATRON_2021, MEGATRON_DEEPSPEED, TORCH_FSDP
 
@@ -40,7 +40,7 @@ def test_tensor_parallelism_collapses_beyond_the_node():
         step_cost(
             gpt(24, 2112, 24).work,
             make_cluster("mi250x", 32),
-            Parallelism(
+            TrainerLayout(
                 tensor=t,
                 fsdp=32 // t,
                 zero_stage=1,
@@ -63,7 +63,9 @@ def throughput(p, microbatches):
     found = step_cost(
         gpt(96, 12288, 96).work,
         make_cluster("mi250x", 8 * p),
-        Parallelism(tensor=8, pipeline=p, microbatches=microbatches, remat="full", traits=FRONTIER),
+        TrainerLayout(
+            tensor=8, pipeline=p, microbatches=microbatches, remat="full", traits=FRONTIER
+        ),
     )
     return microbatches * 2048 / found.step_seconds / (8 * p)
 
@@ -83,14 +85,14 @@ def test_throughput_is_flat_at_a_fixed_ratio_of_stages_to_microbatches():
     [
         (
             gpt(48, 6144, 48),
-            Parallelism(
+            TrainerLayout(
                 pipeline=8, data=2, zero_stage=0, microbatches=320, remat="full", traits=FRONTIER
             ),
             73.5,
         ),
         (
             gpt(96, 12288, 96),
-            Parallelism(
+            TrainerLayout(
                 tensor=4,
                 pipeline=16,
                 fsdp=2,
@@ -137,7 +139,7 @@ def test_mt5_xxl_is_faster_with_the_second_stage_than_with_the_third(nodes):
         step_cost(
             xxl.work,
             make_cluster("a100-80", 8 * nodes),
-            Parallelism(
+            TrainerLayout(
                 fsdp=8 * nodes,
                 zero_stage=stage,
                 microbatch=4,
@@ -154,7 +156,7 @@ def test_mt5_xxl_is_faster_with_the_second_stage_than_with_the_third(nodes):
 LLAMA_7B = ModelShape(
     32, 4096, 32, 32, 128, 11008, gated=True, vocab=32000, tied=False, seq_len=4096
 )
-FAIR = Parallelism(
+FAIR = TrainerLayout(
     microbatch=1,
     zero_stage=3,
     traits=replace(TORCH_FSDP, fused=True, keep_gathered=True, gradient_bytes=2),
@@ -211,7 +213,7 @@ def test_layered_accumulation_with_modular_pipelines_halves_the_shortest_time():
     ).T
 
     def shortest(**layout):
-        parallelism = Parallelism(
+        parallelism = TrainerLayout(
             pipeline=ranks, microbatches=counts, tensor=8, remat="full", traits=traits, **layout
         )
         seconds = step_cost(shape.work, make_cluster("a100-80", 8), parallelism).step_seconds

@@ -1,0 +1,35 @@
+"""A layout with the trainer that runs it."""
+
+from dataclasses import dataclass, field
+
+from jaxscale.planner.model.parallelism import Parallelism, TrainerTraits
+
+
+@dataclass(frozen=True)
+class Trainer(TrainerTraits):
+    """A trainer. The defaults are our engine's."""
+
+    matmul: str = "bfloat16"  # operands of the layers' matmuls; or "fp8", "fp4"
+    gradient_bytes: int = 4  # per element in reductions
+    frozen: bool = False  # only adapters are trained
+    overlap_tensor: bool = False  # tensor collectives overlap with matmuls
+    gather_params: float = 0.0  # live parameters of ZeRO-3 beside the largest matrix; 0: by layers
+    context_bytes: float = 1.0e9  # GPU memory of the driver and kernel code
+    bucket_bytes: float = 0.0  # buffers of bucketed collectives
+    accumulates: bool = True  # gradient accumulation without a pipeline
+
+
+OURS = ("matmul", "gradient_bytes", "frozen", "overlap_tensor")
+"""Traits that are fields of our own layouts, too."""
+
+
+@dataclass(frozen=True)
+class TrainerLayout(Parallelism):
+    """A layout of another trainer, whose traits set the fields in `OURS`."""
+
+    traits: Trainer = field(default_factory=Trainer)
+    casts_weights: bool = False  # they are in 16 bits between steps
+
+    def __post_init__(self) -> None:
+        for name in OURS:
+            object.__setattr__(self, name, getattr(self.traits, name))
