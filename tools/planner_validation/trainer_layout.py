@@ -16,6 +16,14 @@ class Trainer(TrainerTraits):
     gather_params: float = 0.0  # live parameters of ZeRO-3 beside the largest matrix; 0: by layers
     context_bytes: float = 1.0e9  # GPU memory of the driver and kernel code
     bucket_bytes: float = 0.0  # buffers of bucketed collectives
+    launch_seconds: float = 8e-6  # per kernel: an eager PyTorch operator takes 5 to 10 us
+    blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING)
+    loss: str = "compiled"  # fused by the compiler; or one "fused" kernel, or "plain" ones
+    attention_seen: bool = True  # attention skips masked blocks
+    grouped_experts: bool = True  # the matmuls of local experts are one grouped kernel
+    fused_experts: bool = False  # the all-to-all kernel sorts tokens by expert
+    plain_experts: bool = False  # biases and activations of experts are separate kernels
+    graph: str = ""  # CUDA graphs: of the "step", or of "modules" but experts
     accumulates: bool = True  # gradient accumulation without a pipeline
 
 

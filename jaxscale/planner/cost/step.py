@@ -44,9 +44,9 @@ JITTER = 0.0054
 """Relative standard deviation of a device's step time; the slowest of N devices is sqrt(2 ln N) of
 them late: 2 % at 1,000 devices, where 1 to 3 % are typical."""
 
-END_SECONDS = {True: 8e-3, False: 1e-3}
+END_SECONDS = 1e-3
 """Fixed cost per step: reductions of loss and norm, launches of the optimizer's kernels, the
-loader. Eager trainers synchronise with the host several times a step (loss scale, norm, timers)."""
+loader."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class StepSeconds:
     attention: Floats
     elementwise: Floats
     weights: Floats  # casts, and sums of their gradients over micro-batches
-    waiting: Floats  # for kernel launches
     recompute: Floats
     tensor: Floats
     context: Floats
@@ -116,6 +115,10 @@ class StepParts:
     def state(self) -> StateTraffic:
         return state_traffic(self.work, self.parallelism, self.levels)
 
+    @property
+    def end_seconds(self) -> float:
+        return END_SECONDS
+
 
 def step_cost(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> StepSeconds:
     """Predicted seconds of a step.
@@ -160,7 +163,6 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
         "attention": m * (layers * spent.attention + head.attention),
         "elementwise": m * (layers * spent.elementwise + head.elementwise),
         "weights": sums + weight_cast_seconds(work, cluster, parallelism),
-        "waiting": m * (layers * spent.waiting + head.waiting),
         "recompute": m * layers * recompute.work.seconds,
         "tensor": communication("tensor"),
         "context": communication("context"),
@@ -171,9 +173,7 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
         "bubble": pipe.bubble,
         "optimizer": optimizer,
         "offload": host,
-        "end": np.asarray(
-            END_SECONDS[parallelism.traits.eager and parallelism.traits.graph != "step"]
-        ),
+        "end": np.asarray(parts.end_seconds),
     }
     count = np.asarray(parallelism.num_devices, float)
     late = JITTER * np.sqrt(2 * np.log(np.maximum(count, 1)))

@@ -33,7 +33,6 @@ BUSIEST_RANK_TERMS = (
     "matmul",
     "attention",
     "elementwise",
-    "waiting",
     "recompute",
     "tensor",
     "context",

@@ -34,10 +34,7 @@ class TrainerTraits:
     sequence_parallel: bool = True  # tensor ranks split the tokens outside matmuls
     attention: str = "fused"  # the best kernel; or "flash1", "flash2", "written" (unfused)
     eager: bool = False  # the host launches each kernel
-    launch_seconds: float = 8e-6  # per kernel: an eager PyTorch operator takes 5 to 10 us
-    blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING)
     fused: bool = True  # elementwise kernels are fused
-    loss: str = "compiled"  # fused by the compiler; or one "fused" kernel, or "plain" ones
     dropout: bool = False
     overlap_gradients: bool = True  # reduced during the backward pass
     overlap_parameters: bool = True  # all-gathered during compute
@@ -46,16 +43,11 @@ class TrainerTraits:
     keep_gathered: bool = False  # ZeRO-3 keeps weights gathered from forward to backward
     reduce_each: bool = True  # ZeRO-2 and 3 reduce per micro-batch, not per step
     wide_layers: int = 0  # layers whose matmuls stay in 16 bits all the same
-    attention_seen: bool = True  # attention skips masked blocks
     merged_dispatch: bool = False  # a token is sent once to each node with experts for it
-    grouped_experts: bool = True  # the matmuls of local experts are one grouped kernel
-    fused_experts: bool = False  # the all-to-all kernel sorts tokens by expert
     masked_dispatch: bool = False  # dispatch by matmuls with one-hot masks (GShard)
-    plain_experts: bool = False  # biases and activations of experts are separate kernels
     folded_experts: bool = False  # experts are not split over tensor; see above
     imbalance: float = 1.2  # load imbalance: tokens of the busiest expert rank over the mean
     balanced_ends: bool = False  # embedding and head count as layers of their stages
-    graph: str = ""  # CUDA graphs: of the "step", or of "modules" but experts
 
 
 JAXSCALE = TrainerTraits()

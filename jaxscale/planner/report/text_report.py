@@ -21,7 +21,6 @@ TERMS = {
     "attention": "attention",
     "elementwise": "norms, activations, residual additions",
     "weights": "casts of weights, sums of gradients",
-    "waiting": "kernel launch overhead",
     "recompute": "recompute for the backward pass",
     "tensor": "tensor parallelism, exposed",
     "context": "context parallelism, exposed",

@@ -7,8 +7,8 @@ import pytest
 
 from jaxscale.planner.cost import energy
 from jaxscale.planner.cost.cluster import make_cluster
-from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.model.shape import ModelShape
+from tools.planner_validation.trainer_cost import trainer_cost
 from tools.planner_validation.trainer_layout import TrainerLayout
 from tools.planner_validation.trainer_memory import trainer_memory
 from tools.planner_validation.trainers import MEGATRON_2021, MEGATRON_DEEPSPEED, TORCH_FSDP
@@ -37,7 +37,7 @@ def test_tensor_parallelism_collapses_beyond_the_node():
     """1.4B on 32 dies of MI250X (arXiv 2312.12705): slower with every doubling, and the more so
     once a group leaves its node of eight."""
     found = [
-        step_cost(
+        trainer_cost(
             gpt(24, 2112, 24).work,
             make_cluster("mi250x", 32),
             TrainerLayout(
@@ -60,7 +60,7 @@ def test_tensor_parallelism_collapses_beyond_the_node():
 
 def throughput(p, microbatches):
     """Tokens a second and device of 175B."""
-    found = step_cost(
+    found = trainer_cost(
         gpt(96, 12288, 96).work,
         make_cluster("mi250x", 8 * p),
         TrainerLayout(
@@ -108,7 +108,7 @@ def test_throughput_is_flat_at_a_fixed_ratio_of_stages_to_microbatches():
 def test_frontiers_throughput(shape, parallelism, teraflops):
     """Operations of the hardware, with recomputation, by the authors' formula; to a tenth."""
     devices = int(parallelism.num_devices)
-    seconds = step_cost(shape.work, make_cluster("mi250x", devices), parallelism).step_seconds
+    seconds = trainer_cost(shape.work, make_cluster("mi250x", devices), parallelism).step_seconds
     d, layers, batch = shape.d_model, shape.layers, float(parallelism.global_batch)
     flops = 96 * batch * 2048 * layers * d**2 * (1 + 2048 / (6 * d) + 50688 / (16 * layers * d))
     assert flops / seconds / devices / 1e12 == pytest.approx(teraflops, rel=0.1)
@@ -136,7 +136,7 @@ def test_mt5_xxl_is_faster_with_the_second_stage_than_with_the_third(nodes):
         MEGATRON_2021, overlap_gradients=True, overlap_parameters=True, reduce_each=True
     )
     second, third = (
-        step_cost(
+        trainer_cost(
             xxl.work,
             make_cluster("a100-80", 8 * nodes),
             TrainerLayout(
@@ -167,7 +167,7 @@ def weak_scaling(**overrides):
     found = []
     for devices in (128, 2048):
         machine = make_cluster("h100", devices, **overrides)
-        seconds = step_cost(LLAMA_7B.work, machine, replace(FAIR, fsdp=devices))
+        seconds = trainer_cost(LLAMA_7B.work, machine, replace(FAIR, fsdp=devices))
         found.append((seconds.step_seconds, float(energy.mean_watts(seconds, machine))))
     (small, small_watts), (large, large_watts) = found
     return 1 - small / large, 1 - large_watts / small_watts
@@ -216,7 +216,7 @@ def test_layered_accumulation_with_modular_pipelines_halves_the_shortest_time():
         parallelism = TrainerLayout(
             pipeline=ranks, microbatches=counts, tensor=8, remat="full", traits=traits, **layout
         )
-        seconds = step_cost(shape.work, make_cluster("a100-80", 8), parallelism).step_seconds
+        seconds = trainer_cost(shape.work, make_cluster("a100-80", 8), parallelism).step_seconds
         fits = trainer_memory(shape, parallelism).needed < 80e9
         return seconds[fits & (parallelism.num_devices <= 8 * batch)].min()
 
