@@ -1,13 +1,23 @@
 """A layout with the trainer that runs it."""
 
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
-from jaxscale.planner.model.parallelism import Parallelism, TrainerTraits
+import numpy as np
+
+from jaxscale.config.layout import MESH_AXES
+from jaxscale.planner.model.parallelism import IMBALANCE, Parallelism, TrainerTraits
+from jaxscale.sharding.model_trace import Ints
 
 
 @dataclass(frozen=True)
 class Trainer(TrainerTraits):
-    """A trainer. The defaults are our engine's."""
+    """A trainer. The defaults are our engine's.
+
+    With `folded_experts` expert groups consist of the tensor, context and data ranks, and take no
+    devices of their own (Megatron's parallel folding).
+    """
 
     matmul: str = "bfloat16"  # operands of the layers' matmuls; or "fp8", "fp4"
     gradient_bytes: int = 4  # per element in reductions
@@ -24,6 +34,14 @@ class Trainer(TrainerTraits):
     fused_experts: bool = False  # the all-to-all kernel sorts tokens by expert
     plain_experts: bool = False  # biases and activations of experts are separate kernels
     graph: str = ""  # CUDA graphs: of the "step", or of "modules" but experts
+    attention: str = "fused"  # the best kernel; or "flash1", "flash2", "written" (unfused)
+    masked_dispatch: bool = False  # dispatch by matmuls with one-hot masks (GShard)
+    merged_dispatch: bool = False  # a token is sent once to each node with experts for it
+    folded_experts: bool = False  # experts are not split over tensor; see above
+    imbalance: float = IMBALANCE  # load imbalance: tokens of the busiest expert rank over the mean
+    sequence_parallel: bool = True  # tensor ranks split the tokens outside matmuls
+    fused: bool = True  # elementwise kernels are fused
+    dropout: bool = False
     accumulates: bool = True  # gradient accumulation without a pipeline
 
 
@@ -41,3 +59,21 @@ class TrainerLayout(Parallelism):
     def __post_init__(self) -> None:
         for name in OURS:
             object.__setattr__(self, name, getattr(self.traits, name))
+
+    @property
+    def num_devices(self) -> Ints:
+        """Devices that the axes need."""
+        axes = (axis for axis in MESH_AXES if axis != "expert" or not self.traits.folded_experts)
+        return math.prod(np.asarray(getattr(self, axis)) for axis in axes)
+
+    @property
+    def batch_shards(self) -> Ints:
+        """Shards of the global batch; expert ranks have their own tokens."""
+        own = 1 if self.traits.folded_experts else self.expert
+        return np.asarray(self.data) * self.fsdp * own
+
+    @property
+    def imbalance(self) -> Any:
+        """As ours, but masked dispatch of all experts computes empty capacity, too."""
+        alone = (np.asarray(self.expert) == 1) & (not self.traits.masked_dispatch)
+        return np.where(alone, 1.0, self.traits.imbalance)

@@ -7,10 +7,10 @@ import numpy as np
 
 from jaxscale.config import zero_stage
 from jaxscale.config.layout import MESH_AXES
-from jaxscale.planner.cost.communication import local_params
-from jaxscale.planner.memory.layer_activations import layer_bytes
 from jaxscale.planner.model.shape import ModelShape
+from tools.planner_validation.trainer_activations import trainer_layer_bytes
 from tools.planner_validation.trainer_layout import TrainerLayout
+from tools.planner_validation.trainer_traffic import trainer_params
 
 Floats = Any  # a float, or float [N]
 
@@ -84,13 +84,15 @@ def published_size(shape: ModelShape, parallelism: TrainerLayout, name: str) -> 
         matrices += (3 if shape.gated else 2) * shape.d_model * shape.d_ff
         return 18.0 * shape.layers * matrices / float(parallelism.tensor * parallelism.pipeline)
     if name == "share":
-        return float(layer_bytes(shape, parallelism) / layer_bytes(shape, plain, "none"))
+        return float(
+            trainer_layer_bytes(shape, parallelism) / trainer_layer_bytes(shape, plain, "none")
+        )
     which, remat = {
         "activations": (plain, "none"),
         "selective": (shared, "save_all_but_attention"),
     }[name]
     mine = shape.layers / np.asarray(parallelism.pipeline, float)
-    return float(layer_bytes(shape, which, remat) * mine * passes_in_flight(which))
+    return float(trainer_layer_bytes(shape, which, remat) * mine * passes_in_flight(which))
 
 
 def trainer_memory(
@@ -119,7 +121,7 @@ def trainer_memory(
 def _stage(shape: ModelShape, parallelism: TrainerLayout, stage: Any) -> TrainerMemory:
     traits, zero = parallelism.traits, np.asarray(parallelism.zero_stage)
     p, z = np.asarray(parallelism.pipeline, float), np.asarray(parallelism.zero_ranks, float)
-    layers, outer = local_params(shape.work, parallelism)
+    layers, outer = trainer_params(shape.work, parallelism)
     is_end = (np.asarray(stage) == 0) | (np.asarray(stage) == p - 1)
     mine = np.ceil((shape.layers + 2 * traits.balanced_ends * (p > 1)) / p)
     mine = mine - traits.balanced_ends * is_end * (p > 1)
@@ -131,7 +133,7 @@ def _stage(shape: ModelShape, parallelism: TrainerLayout, stage: Any) -> Trainer
     gradients = np.where(third, 4.0, 2.0 + sums) * held / np.where(zero_stage.scatters(zero), z, 1)
     optimizer = np.where(third, 8.0, 12.0) * held / state_ranks
     share = np.asarray(parallelism.remat_share)
-    each = share * layer_bytes(shape, parallelism) + (1 - share) * layer_bytes(
+    each = share * trainer_layer_bytes(shape, parallelism) + (1 - share) * trainer_layer_bytes(
         shape, parallelism, "none"
     )
     last = np.asarray(stage) == p - 1
@@ -202,9 +204,9 @@ fused kernel out of place, and a plain loss also saves logits and softmax in 32 
 def _working(shape: ModelShape, parallelism: TrainerLayout) -> tuple:
     """Temporaries of a layer's backward pass with recompute, and the logits of the head. The MLP's
     temporaries are freed before attention scores have gradients."""
-    layer = layer_bytes(shape, parallelism, "none")
+    layer = trainer_layer_bytes(shape, parallelism, "none")
     if parallelism.remat == "full" and parallelism.traits.eager:
-        layer = layer + layer_bytes(shape, parallelism, "save_all_but_attention")
+        layer = layer + trainer_layer_bytes(shape, parallelism, "save_all_but_attention")
     tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
     return layer, tokens * shape.vocab / parallelism.tensor * LOGIT_BYTES[parallelism.traits.loss]
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxscale.config import zero_stage
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.cost.communication import StateTraffic, local_params
+from jaxscale.planner.cost.communication import LocalParams, StateTraffic
 from jaxscale.planner.cost.kernels import memory_seconds
 from jaxscale.planner.cost.layer import LayerCompute
 from jaxscale.planner.cost.passes import LayerPass, contention
@@ -164,8 +164,8 @@ def update_flops(parallelism: Parallelism) -> Floats:
     return total
 
 
-def optimizer_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> Floats:
-    layers, outer = local_params(work, parallelism)
+def optimizer_seconds(params: LocalParams, cluster: Cluster, parallelism: Parallelism) -> Floats:
+    layers, outer = params
     if parallelism.frozen:
         return np.zeros(())
     shards = zero_stage.shards_state(np.asarray(parallelism.zero_stage))
@@ -175,9 +175,9 @@ def optimizer_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallelis
     return memory_seconds(cluster, OPTIMIZER_BYTES * (layers + outer) / ranks) + matmuls
 
 
-def accumulate_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> Floats:
+def accumulate_seconds(params: LocalParams, cluster: Cluster, parallelism: Parallelism) -> Floats:
     """Gradient accumulation over micro-batches: of shards, where ours are reduced in each."""
-    layers, outer = local_params(work, parallelism)
+    layers, outer = params
     m = np.asarray(parallelism.microbatches, float)
     m = np.where((m > 1) & (not parallelism.frozen), m, 0.0)
     by_layer = parallelism.pipeline_gather == "layer"
@@ -189,12 +189,12 @@ def accumulate_seconds(work: ModelWork, cluster: Cluster, parallelism: Paralleli
     return m * memory_seconds(cluster, ACCUMULATE_BYTES * (layers + outer) / ranks)
 
 
-def weight_cast_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> Floats:
+def weight_cast_seconds(params: LocalParams, cluster: Cluster, parallelism: Parallelism) -> Floats:
     """Casts of weights to the compute type: once a step where they are kept, else in every pass
     over the layers."""
     if not parallelism.casts_weights:
         return np.zeros(())
-    layers, outer = local_params(work, parallelism)
+    layers, outer = params
     zero, ranks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.zero_ranks)
     kept = zero_stage.keeps(zero) & (ranks > 1)
     by_layer = parallelism.pipeline_gather == "layer"
@@ -209,6 +209,7 @@ def weight_cast_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallel
 
 def offload_seconds(
     work: ModelWork,
+    params: LocalParams,
     cluster: Cluster,
     parallelism: Parallelism,
     passes: dict[str, LayerPass],
@@ -218,7 +219,7 @@ def offload_seconds(
     if parallelism.offload == "none" and not parallelism.remat.startswith("offload:"):
         return np.zeros(())
     host = cluster.chip.host_bytes_per_second
-    layers, outer = local_params(work, parallelism)
+    layers, outer = params
     seconds = np.zeros(())
     if "optimizer" in parallelism.offload:
         shards = zero_stage.shards_state(np.asarray(parallelism.zero_stage))

@@ -14,8 +14,10 @@ from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.collectives import Levels, axis_levels
 from jaxscale.planner.cost.communication import (
     LayerTraffic,
+    LocalParams,
     StateTraffic,
     layer_traffic,
+    local_params,
     state_traffic,
 )
 from jaxscale.planner.cost.layer import LayerCompute, layer_compute
@@ -113,7 +115,11 @@ class StepParts:
 
     @functools.cached_property
     def state(self) -> StateTraffic:
-        return state_traffic(self.work, self.parallelism, self.levels)
+        return state_traffic(self.work, self.params, self.parallelism, self.levels)
+
+    @functools.cached_property
+    def params(self) -> LocalParams:
+        return local_params(self.work, self.parallelism)
 
     @property
     def end_seconds(self) -> float:
@@ -140,7 +146,7 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
         for a lower bound that needs no table.
     """
     work, cluster, parallelism = parts.work, parts.cluster, parts.parallelism
-    layer, state, stages = parts.layer, parts.state, parts.stages
+    layer, state, stages, params = parts.layer, parts.state, parts.stages, parts.params
     passes, beside = parts.passes
     pipe = pipeline_overhead(parallelism, passes, layer, parts.sent, stages, waits)
     fsdp, data, more = state_seconds(cluster, parallelism, passes, layer, stages, state)
@@ -151,9 +157,9 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
     spent = passes["forward"].work + passes["input"].work + passes["weights"].work
     head = (layer.head_forward + layer.head_backward) * pipe.head_here
     recompute = passes["recompute"]
-    optimizer = optimizer_seconds(work, cluster, parallelism)
-    host = offload_seconds(work, cluster, parallelism, passes, stages)
-    sums = accumulate_seconds(work, cluster, parallelism)
+    optimizer = optimizer_seconds(params, cluster, parallelism)
+    host = offload_seconds(work, params, cluster, parallelism, passes, stages)
+    sums = accumulate_seconds(params, cluster, parallelism)
 
     def communication(name: str) -> Floats:
         return m * layers * sum(getattr(one, name) for one in passes.values())
@@ -162,7 +168,7 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
         "matmul": m * (layers * spent.matmul + head.matmul),
         "attention": m * (layers * spent.attention + head.attention),
         "elementwise": m * (layers * spent.elementwise + head.elementwise),
-        "weights": sums + weight_cast_seconds(work, cluster, parallelism),
+        "weights": sums + weight_cast_seconds(params, cluster, parallelism),
         "recompute": m * layers * recompute.work.seconds,
         "tensor": communication("tensor"),
         "context": communication("context"),

@@ -1,14 +1,16 @@
 """A layout as the cost formulas read it, with the traits of the trainer that runs it."""
 
-import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-from jaxscale.config.layout import MESH_AXES, Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.sharding.model_trace import Ints
+
+IMBALANCE = 1.2
+"""Load imbalance of experts that are spread over ranks."""
 
 
 @dataclass(frozen=True)
@@ -23,19 +25,11 @@ class WholeMatrices:
 
 @dataclass(frozen=True)
 class TrainerTraits:
-    """Properties in which trainers differ for the same layout. The defaults are our engine's.
-
-    With `folded_experts` expert groups consist of the tensor, context and data ranks, and take no
-    devices of their own (Megatron's parallel folding).
-    """
+    """Properties in which trainers differ for the same layout. The defaults are our engine's."""
 
     lockstep: bool = True  # pipeline ranks synchronise after each operation
     own_engine: bool = True  # collectives over tensor, and of pipelines, are placed as ours are
-    sequence_parallel: bool = True  # tensor ranks split the tokens outside matmuls
-    attention: str = "fused"  # the best kernel; or "flash1", "flash2", "written" (unfused)
     eager: bool = False  # the host launches each kernel
-    fused: bool = True  # elementwise kernels are fused
-    dropout: bool = False
     overlap_gradients: bool = True  # reduced during the backward pass
     overlap_parameters: bool = True  # all-gathered during compute
     overlap_pipeline: bool = False  # pipeline sends overlap with compute
@@ -43,10 +37,6 @@ class TrainerTraits:
     keep_gathered: bool = False  # ZeRO-3 keeps weights gathered from forward to backward
     reduce_each: bool = True  # ZeRO-2 and 3 reduce per micro-batch, not per step
     wide_layers: int = 0  # layers whose matmuls stay in 16 bits all the same
-    merged_dispatch: bool = False  # a token is sent once to each node with experts for it
-    masked_dispatch: bool = False  # dispatch by matmuls with one-hot masks (GShard)
-    folded_experts: bool = False  # experts are not split over tensor; see above
-    imbalance: float = 1.2  # load imbalance: tokens of the busiest expert rank over the mean
     balanced_ends: bool = False  # embedding and head count as layers of their stages
 
 
@@ -90,23 +80,10 @@ class Parallelism(LayoutBatch):
         )
 
     @property
-    def num_devices(self) -> Ints:
-        """Devices that the axes need."""
-        axes = (axis for axis in MESH_AXES if axis != "expert" or not self.traits.folded_experts)
-        return math.prod(np.asarray(getattr(self, axis)) for axis in axes)
-
-    @property
-    def batch_shards(self) -> Ints:
-        """Shards of the global batch; expert ranks have their own tokens."""
-        own = 1 if self.traits.folded_experts else self.expert
-        return np.asarray(self.data) * self.fsdp * own
-
-    @property
     def imbalance(self) -> Any:
         """Load imbalance: tokens of the busiest expert rank over the mean. A rank with all experts
-        is balanced, except that masked dispatch computes empty capacity, too."""
-        alone = (np.asarray(self.expert) == 1) & (not self.traits.masked_dispatch)
-        return np.where(alone, 1.0, self.traits.imbalance)
+        is balanced."""
+        return np.where(np.asarray(self.expert) == 1, 1.0, IMBALANCE)
 
     @property
     def global_batch(self) -> Ints:

@@ -9,7 +9,7 @@ import pytest
 from jaxscale.config import load
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.collectives import axis_levels
-from jaxscale.planner.cost.communication import state_traffic
+from jaxscale.planner.cost.communication import local_params, state_traffic
 from jaxscale.planner.cost.kernels import memory_seconds
 from jaxscale.planner.cost.pipeline import stage_operation_seconds
 from jaxscale.planner.cost.step import StepParts, cost_of_parts, step_cost
@@ -184,7 +184,8 @@ def in_pipeline(**changes):
     sizes = {"pipeline": 4, "fsdp": 16, "microbatches": 16, "zero_stage": 3, "remat": "full"}
     parallelism = Parallelism(**(sizes | changes))
     machine = make_cluster("v5p", 64)
-    state = state_traffic(SMALL, parallelism, axis_levels(machine, parallelism))
+    levels, params = axis_levels(machine, parallelism), local_params(SMALL, parallelism)
+    state = state_traffic(SMALL, params, parallelism, levels)
     return step_cost(SMALL, machine, parallelism), state
 
 

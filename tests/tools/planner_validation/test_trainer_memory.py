@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jaxscale.planner.memory.layer_activations import layer_bytes
 from jaxscale.planner.model.shape import ModelShape
+from tools.planner_validation.trainer_activations import trainer_layer_bytes
 from tools.planner_validation.trainer_layout import TrainerLayout
 from tools.planner_validation.trainer_memory import passes_in_flight, published_size, trainer_memory
 from tools.planner_validation.trainers import BY_FRAMEWORK, MEGATRON_2021, MEGATRON_DEEPSPEED
@@ -110,10 +110,10 @@ def test_every_remedy_takes_less():
     shared = replace(parallelism, traits=replace(MEGATRON_2021, sequence_parallel=True))
     core = "save_all_but_attention"
     kept = [
-        layer_bytes(shape, parallelism, "none"),
-        layer_bytes(shape, parallelism, core),
-        layer_bytes(shape, shared, core),
-        layer_bytes(shape, shared, "full"),
+        trainer_layer_bytes(shape, parallelism, "none"),
+        trainer_layer_bytes(shape, parallelism, core),
+        trainer_layer_bytes(shape, shared, core),
+        trainer_layer_bytes(shape, shared, "full"),
     ]
     assert kept == sorted(kept, reverse=True)
     half = trainer_memory(shape, replace(parallelism, remat="full", remat_share=0.5))
