@@ -9,7 +9,6 @@ from dataclasses import replace
 from tools.planner_validation.trainer_layout import Trainer
 
 MEGATRON_2021 = Trainer(
-    own_engine=False,
     lockstep=False,  # each rank continues as soon as its message has arrived
     sequence_parallel=False,  # came with arXiv 2205.05198
     attention="written",
@@ -49,7 +48,6 @@ MEGATRON_CORE = replace(
 )
 MEGATRON_CORE_2606 = replace(MEGATRON_CORE, fused_experts=True)
 TORCH_FSDP = Trainer(
-    own_engine=False,
     lockstep=False,
     eager=True,
     fused=False,
@@ -60,7 +58,6 @@ TORCH_FSDP = Trainer(
     imbalance=1.0,
 )
 XLA = Trainer(
-    own_engine=False,
     accumulates=False,
     gradient_bytes=2,
     imbalance=1.0,

@@ -23,8 +23,9 @@ from jaxscale.planner.cost.communication import (
 from jaxscale.planner.cost.layer import LayerCompute, layer_compute
 from jaxscale.planner.cost.passes import LayerPass, make_passes
 from jaxscale.planner.cost.pipeline import (
+    BusiestRank,
     StageLayers,
-    pipeline_overhead,
+    bubble_seconds,
     stage_operation_seconds,
     tick_seconds,
 )
@@ -38,6 +39,7 @@ from jaxscale.planner.cost.state import (
 )
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.tables import table_makespan
+from jaxscale.planner.tables.state_ticks import TickCollectives
 from jaxscale.sharding.model_trace import ModelWork
 
 Floats = Any  # a float, or float [N]
@@ -63,10 +65,9 @@ class StepSeconds:
     tensor: Floats
     context: Floats
     expert: Floats
-    pipeline: Floats  # sends
     fsdp: Floats
     data: Floats
-    bubble: Floats
+    bubble: Floats  # sends of a pipeline, too
     optimizer: Floats
     offload: Floats
     stragglers: Floats
@@ -121,6 +122,35 @@ class StepParts:
     def params(self) -> LocalParams:
         return local_params(self.work, self.parallelism)
 
+    @functools.cached_property
+    def busiest(self) -> BusiestRank:
+        return BusiestRank.of(self.parallelism, self.passes[0], self.layer, self.stages)
+
+    @functools.cached_property
+    def bubble(self) -> Floats:
+        return bubble_seconds(
+            self.parallelism,
+            self.passes[0],
+            self.layer,
+            self.sent.message,
+            self.stages,
+            self.busiest,
+        )
+
+    @functools.cached_property
+    def state_seconds(self) -> tuple[Floats, Floats, dict[str, Floats]]:
+        return state_seconds(
+            self.cluster, self.parallelism, self.passes[0], self.layer, self.stages, self.state
+        )
+
+    @functools.cached_property
+    def in_ticks(self) -> TickCollectives:
+        return tick_collectives(self.parallelism, self.state)
+
+    @property
+    def accumulate_seconds(self) -> Floats:
+        return accumulate_seconds(self.params, self.cluster, self.parallelism)
+
     @property
     def end_seconds(self) -> float:
         return END_SECONDS
@@ -146,20 +176,18 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
         for a lower bound that needs no table.
     """
     work, cluster, parallelism = parts.work, parts.cluster, parts.parallelism
-    layer, state, stages, params = parts.layer, parts.state, parts.stages, parts.params
+    layer, stages, params = parts.layer, parts.stages, parts.params
     passes, beside = parts.passes
-    pipe = pipeline_overhead(parallelism, passes, layer, parts.sent, stages, waits)
-    fsdp, data, more = state_seconds(cluster, parallelism, passes, layer, stages, state)
+    fsdp, data, more = parts.state_seconds
     if waits:
-        fsdp = fsdp + tick_seconds(parallelism, tick_collectives(parallelism, state))
+        fsdp = fsdp + tick_seconds(parallelism, parts.in_ticks)
     m, layers = np.asarray(parallelism.microbatches, float), stages.busiest
     hidden = {name: m * layers * seconds for name, seconds in beside.items()} | more
     spent = passes["forward"].work + passes["input"].work + passes["weights"].work
-    head = (layer.head_forward + layer.head_backward) * pipe.head_here
+    head = (layer.head_forward + layer.head_backward) * parts.busiest.has_head
     recompute = passes["recompute"]
     optimizer = optimizer_seconds(params, cluster, parallelism)
     host = offload_seconds(work, params, cluster, parallelism, passes, stages)
-    sums = accumulate_seconds(params, cluster, parallelism)
 
     def communication(name: str) -> Floats:
         return m * layers * sum(getattr(one, name) for one in passes.values())
@@ -168,15 +196,14 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
         "matmul": m * (layers * spent.matmul + head.matmul),
         "attention": m * (layers * spent.attention + head.attention),
         "elementwise": m * (layers * spent.elementwise + head.elementwise),
-        "weights": sums + weight_cast_seconds(params, cluster, parallelism),
+        "weights": parts.accumulate_seconds + weight_cast_seconds(params, cluster, parallelism),
         "recompute": m * layers * recompute.work.seconds,
         "tensor": communication("tensor"),
         "context": communication("context"),
         "expert": communication("expert"),
-        "pipeline": pipe.messages,
         "fsdp": fsdp,
         "data": data,
-        "bubble": pipe.bubble,
+        "bubble": parts.bubble if waits else 0.0,
         "optimizer": optimizer,
         "offload": host,
         "end": np.asarray(parts.end_seconds),
@@ -199,8 +226,5 @@ def end_operation_seconds(parts: StepParts) -> table_makespan.OperationSeconds:
 
 
 def message_seconds(parts: StepParts) -> Floats:
-    """Seconds of the exchange of messages after each operation, of all chunks of a rank; 0 where
-    ranks do not run in lockstep."""
-    if not parts.parallelism.traits.lockstep:
-        return np.zeros(())
+    """Seconds of the exchange of messages after each operation, of all chunks of a rank."""
     return np.asarray(parts.sent.message) * np.asarray(parts.parallelism.virtual_stages)

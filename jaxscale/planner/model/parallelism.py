@@ -1,6 +1,6 @@
-"""A layout as the cost formulas read it, with the traits of the trainer that runs it."""
+"""A layout as the cost formulas read it."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -24,29 +24,9 @@ class WholeMatrices:
 
 
 @dataclass(frozen=True)
-class TrainerTraits:
-    """Properties in which trainers differ for the same layout. The defaults are our engine's."""
-
-    lockstep: bool = True  # pipeline ranks synchronise after each operation
-    own_engine: bool = True  # collectives over tensor, and of pipelines, are placed as ours are
-    eager: bool = False  # the host launches each kernel
-    overlap_gradients: bool = True  # reduced during the backward pass
-    overlap_parameters: bool = True  # all-gathered during compute
-    overlap_pipeline: bool = False  # pipeline sends overlap with compute
-    overlap_experts: bool = False  # all-to-alls overlap with compute
-    keep_gathered: bool = False  # ZeRO-3 keeps weights gathered from forward to backward
-    reduce_each: bool = True  # ZeRO-2 and 3 reduce per micro-batch, not per step
-    wide_layers: int = 0  # layers whose matmuls stay in 16 bits all the same
-    balanced_ends: bool = False  # embedding and head count as layers of their stages
-
-
-JAXSCALE = TrainerTraits()
-
-
-@dataclass(frozen=True)
 class Parallelism(LayoutBatch):
     """What the cost formulas read: a layout or N of them, with the micro-batch size, what is parsed
-    from its strings, and the trainer. `schedule` is a name alone."""
+    from its strings, and facts of the step. `schedule` is a name alone."""
 
     virtual_stages: Ints = 1
     microbatch: Ints = 1  # sequences per micro-batch and shard of the batch
@@ -58,7 +38,6 @@ class Parallelism(LayoutBatch):
     gradient_bytes: int = 4  # per element in reductions
     frozen: bool = False  # only adapters are trained
     whole_matrices: tuple[WholeMatrices, ...] = ()  # of the optimizer's update
-    traits: TrainerTraits = field(default=JAXSCALE)
 
     @classmethod
     def of(cls, layout: Layout, global_batch_size: int, **changes: Any) -> "Parallelism":

@@ -11,12 +11,10 @@ from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.collectives import axis_levels
 from jaxscale.planner.cost.communication import local_params, state_traffic
 from jaxscale.planner.cost.kernels import memory_seconds
-from jaxscale.planner.cost.pipeline import stage_operation_seconds
-from jaxscale.planner.cost.step import StepParts, cost_of_parts, step_cost
-from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
+from jaxscale.planner.cost.step import step_cost
+from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.search.trainable_model import TrainableModel
-from jaxscale.planner.tables import table_makespan
 from jaxscale.planner.tables.state_ticks import TickCollectives, state_ticks
 from jaxscale.planner.tables.table_makespan import TableSpec
 
@@ -26,7 +24,6 @@ SHAPE = ModelShape(32, 4096, 32, 32, 128, 11008, gated=True, vocab=32000, tied=F
 MOE = replace(SHAPE, experts=64, top_k=4, expert_ff=2048).work
 H100 = make_cluster("h100", 512)
 V5P = make_cluster("v5p", 512)
-ASAP = replace(JAXSCALE, lockstep=False)
 
 
 def seconds(work, machine, **parallelism):
@@ -104,40 +101,6 @@ def test_a_hundred_thousand_layouts_take_seconds():
     start = time.process_time()
     assert step_cost(LLAMA, H100, parallelism).step_seconds.shape == (count,)
     assert time.process_time() - start < 10
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "breadth_first", "gpipe"])
-def test_closed_forms_of_pipelines_are_the_tables_own(schedule):
-    """Where a rank goes on as soon as it can, without messages and with equal stages."""
-    v = 1 if schedule in ("1f1b", "gpipe") else 2
-    fast = make_cluster("h100", 64, network_bytes_per_second=1e18, network_latency_seconds=0.0)
-    work = replace(SMALL, vocab=1)  # no head
-    parallelism = Parallelism(
-        pipeline=4,
-        tensor=8,
-        microbatches=8,
-        virtual_stages=v,
-        schedule=schedule,
-        fused=True,
-        traits=ASAP,
-    )
-    parts = StepParts(work, fast, parallelism)
-    found = cost_of_parts(parts)
-    passes, _ = parts.passes
-    costs = stage_operation_seconds(parts.stages, parallelism, passes, parts.layer, 0.0, 4 * v)
-    pipeline = table_makespan.TableSpec(schedule, 4, 8, v, fused=True)
-    table = float(table_makespan.makespan(pipeline, costs, lockstep=False))
-    busy = sum(float(c.ravel()[0]) for c in costs) * 8
-    assert float(found.bubble) == pytest.approx(table - busy, rel=0.02)
-
-
-def test_ticks_are_longer_where_ranks_wait_for_each_other():
-    parallelism = Parallelism(
-        pipeline=4, tensor=8, fsdp=2, microbatches=16, zero_stage=1, remat="full"
-    )
-    lockstep = step_cost(LLAMA, H100, parallelism)
-    free = step_cost(LLAMA, H100, replace(parallelism, traits=ASAP))
-    assert lockstep.bubble > free.bubble
 
 
 def test_more_bandwidth_never_costs_time():
