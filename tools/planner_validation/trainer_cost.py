@@ -26,7 +26,7 @@ from jaxscale.planner.tables.state_ticks import TickCollectives
 from jaxscale.sharding.model_trace import ModelWork
 from tools.planner_validation.trainer_compute import trainer_compute
 from tools.planner_validation.trainer_layout import TrainerLayout
-from tools.planner_validation.trainer_pipeline import free_bubble_seconds, weight_walks
+from tools.planner_validation.trainer_pipeline import free_bubble_seconds, weight_sweeps
 from tools.planner_validation.trainer_traffic import (
     trainer_expert_traffic,
     trainer_levels,
@@ -94,12 +94,15 @@ class TrainerParts(StepParts):
         if layout.traits.overlap_experts:
             work = self.layer.forward.seconds, self.layer.backward.seconds
             exposed = tuple(np.maximum(0.0, one - over) for one, over in zip(sent, work))
-        again = passes["recompute"]
+        again, resent = passes["recompute"], passes["recompute"].expert
         if layout.remat.startswith("modules:"):
-            again = replace(again, expert=exposed[0] if "moe" in layout.remat else 0.0)
+            resent = exposed[0] if "moe" in layout.remat else 0.0
         elif not layout.traits.lockstep:  # whole layers are recomputed
-            full = layout.remat_share if layout.remat == "full" else 0.0
-            again = replace(again, expert=full * exposed[0])
+            resent = exposed[0] if layout.remat == "full" else 0.0
+        share = layout.remat_share
+        again = replace(
+            again, work=again.work * share, context=again.context * share, expert=resent * share
+        )
         passes |= {
             "forward": replace(passes["forward"], expert=exposed[0]),
             "input": replace(passes["input"], expert=exposed[1]),
@@ -133,7 +136,7 @@ class TrainerParts(StepParts):
             self.layer,
             self.stages,
             self.state,
-            weight_walks(self.parallelism),
+            weight_sweeps(self.parallelism),
             self.parallelism.traits,
         )
 
@@ -147,6 +150,10 @@ class TrainerParts(StepParts):
         return accumulate_seconds(
             self.params, self.cluster, replace(self.parallelism, zero_stage=0)
         )
+
+    @property
+    def offload_seconds(self) -> Floats:
+        return super().offload_seconds * self.parallelism.offload_share
 
     @property
     def end_seconds(self) -> float:

@@ -66,6 +66,8 @@ class TrainerLayout(Parallelism):
 
     traits: Trainer = field(default_factory=Trainer)
     casts_weights: bool = False  # they are in 16 bits between steps
+    remat_share: Any = 1.0  # share of layers with the policy; the others save everything
+    offload_share: Any = 1.0  # share of layers with offloaded activations, where there are any
 
     def __post_init__(self) -> None:
         for name in OURS:

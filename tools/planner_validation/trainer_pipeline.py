@@ -36,19 +36,19 @@ def free_bubble_seconds(
     m, one = np.asarray(layout.microbatches, float), pass_seconds(passes)
     both_ways = 2 * message * v
     other = np.where(busiest.has_head == 1, stages.busiest * one, one * stages.total / p)
-    turns = (p - 1) / v
+    waits = (p - 1) / v
     if layout.schedule == "breadth_first":  # ranks wait for a chunk's micro-batches
-        turns = turns + np.maximum(0.0, p - m) * (v - 1) / v
+        waits = waits + np.maximum(0.0, p - m) * (v - 1) / v
     sends = 0.0 if layout.traits.overlap_pipeline else m * both_ways
-    return np.where(p > 1, turns * (other + both_ways) + sends, 0.0)
+    return np.where(p > 1, waits * (other + both_ways) + sends, 0.0)
 
 
-def weight_walks(layout: TrainerLayout) -> Floats:
+def weight_sweeps(layout: TrainerLayout) -> Floats:
     """Times that a step goes through its layers, and gathers their weights: a pipeline keeps those
-    of an only chunk; several are gathered at their turns."""
+    of an only chunk, and gathers several again in every round of as many micro-batches as ranks."""
     p, v = np.asarray(layout.pipeline), np.asarray(layout.virtual_stages, float)
     m = np.asarray(layout.microbatches, float)
-    turns = np.where(v > 1, m / np.maximum(1, np.minimum(m, p)), 1.0)
+    rounds = np.where(v > 1, m / np.maximum(1, np.minimum(m, p)), 1.0)
     if layout.schedule == "breadth_first":
-        turns = np.ones_like(turns)
-    return np.where(p > 1, turns, 1.0 if layout.accumulation == "layered" else m)
+        rounds = np.ones_like(rounds)
+    return np.where(p > 1, rounds, 1.0 if layout.accumulation == "layered" else m)

@@ -80,9 +80,10 @@ def make_passes(
         ],
         "expert": [exchange(s, w) for s, w in zip(sent.expert, (layer.forward, layer.backward))],
     }
-    full = parallelism.remat_share if parallelism.remat == "full" else 0.0
-    recompute = layer.recompute * parallelism.remat_share
-    resent = {"context": full, "expert": _resent_tokens(parallelism)}
+    resent = {
+        "context": 1.0 if parallelism.remat == "full" else 0.0,
+        "expert": _resent_tokens(parallelism.remat),
+    }
     passes = {
         "forward": LayerPass(
             layer.forward, tensor.forward, *(exposed[name][0] for name in exposed)
@@ -92,7 +93,7 @@ def make_passes(
         ),
         "weights": LayerPass(layer.backward_weights, tensor.weights),
         "recompute": LayerPass(
-            recompute,
+            layer.recompute,
             tensor.recompute,
             *(share * exposed[name][0] for name, share in resent.items()),
         ),
@@ -104,9 +105,8 @@ def make_passes(
     return passes, hidden
 
 
-def _resent_tokens(parallelism: Parallelism) -> Floats:
+def _resent_tokens(remat: str) -> float:
     """Share of a layer's all-to-alls that are repeated with its recompute."""
     # No policy by names saves the rows that arrived; the results, which would be sent back, no
     # backward pass needs.
-    saved = parallelism.remat in ("none", "save_all_but_attention")
-    return 0.0 if saved else 0.5 * parallelism.remat_share
+    return 0.0 if remat in ("none", "save_all_but_attention") else 0.5

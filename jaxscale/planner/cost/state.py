@@ -50,9 +50,9 @@ def state_seconds(
     Those within the ticks of pipelines are `tick_collectives`."""
     p, m = np.asarray(parallelism.pipeline), np.asarray(parallelism.microbatches, float)
     piped = p > 1
-    walks = np.where(piped, m, 1.0 if parallelism.accumulation == "layered" else m)
+    sweeps = np.where(piped, m, 1.0 if parallelism.accumulation == "layered" else m)
     fsdp, data, hidden = overlapped_state_seconds(
-        cluster, parallelism, passes, layer, stages, state, walks
+        cluster, parallelism, passes, layer, stages, state, sweeps
     )
     if not np.any(piped):
         return fsdp, data, hidden
@@ -100,21 +100,21 @@ def overlapped_state_seconds(
     layer: LayerCompute,
     stages: StageLayers,
     state: StateTraffic,
-    walks: Floats,
+    sweeps: Floats,
     placement: Placement = Placement(),
 ) -> tuple[Floats, Floats, dict[str, Floats]]:
     """`state_seconds` where there is compute to hide behind: without a pipeline, and over fsdp in
     pipelines that gather by layer, in the layers of every operation.
 
     Args:
-      walks: times that a step goes through its layers, and gathers their weights.
+      sweeps: times that a step goes through its layers, and gathers their weights.
     """
     zero, m = np.asarray(parallelism.zero_stage), np.asarray(parallelism.microbatches, float)
     p, by_layer = np.asarray(parallelism.pipeline), parallelism.pipeline_gather == "layer"
-    forward = stages.busiest * passes["forward"].seconds * m / walks
+    forward = stages.busiest * passes["forward"].seconds * m / sweeps
     back = sum(passes[name].seconds for name in ("input", "weights", "recompute"))
-    backward = stages.busiest * back * m / walks
-    head = (layer.head_forward.seconds + layer.head_backward.seconds) * m / walks
+    backward = stages.busiest * back * m / sweeps
+    head = (layer.head_forward.seconds + layer.head_backward.seconds) * m / sweeps
     slow = contention(cluster)
 
     def beside(sent: Floats, work: Floats, wanted: bool, first: Floats) -> tuple[Floats, Floats]:
@@ -145,16 +145,16 @@ def overlapped_state_seconds(
     if cluster.chip.generation in WAITS_FOR_SCATTER:
         off = beside(gathers * state.gather, backward, placement.overlap_parameters, 0.0 * once)
         off = off[0] + scatters * scatter, off[1]
-    fsdp = walks * (third * on[0] + off[0])
-    hidden = walks * (third * on[1] + off[1])
+    fsdp = sweeps * (third * on[0] + off[0])
+    hidden = sweeps * (third * on[1] + off[1])
     # Once per step, overlapped with the last backward pass.
-    last = backward / np.where(p > 1, np.maximum(m / walks, 1), 1.0)
+    last = backward / np.where(p > 1, np.maximum(m / sweeps, 1), 1.0)
     left = ~np.asarray(scatters, bool)
     last_sums = left * state.scatter + state.replicas
     at_end = np.where(zero_stage.shards_state(zero), last_sums, state.whole)
     ended = beside(at_end, last, placement.overlap_gradients, at_end / count)
     updated = zero_stage.keeps(zero) * state.update
-    one_pass = forward * walks / m
+    one_pass = forward * sweeps / m
     fresh = beside(updated, one_pass, placement.overlap_parameters, updated / count)
     return fsdp, ended[0] + fresh[0] + state.ends, {"fsdp": hidden, "data": ended[1] + fresh[1]}
 
@@ -243,7 +243,7 @@ def offload_seconds(
         m, each = np.asarray(parallelism.microbatches, float), moved / host
         for name in ("forward", "input"):
             late = np.maximum(0, each - passes[name].seconds)
-            seconds = seconds + m * stages.busiest * parallelism.offload_share * late
+            seconds = seconds + m * stages.busiest * late
     return seconds
 
 

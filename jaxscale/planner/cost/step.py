@@ -152,6 +152,12 @@ class StepParts:
         return accumulate_seconds(self.params, self.cluster, self.parallelism)
 
     @property
+    def offload_seconds(self) -> Floats:
+        return offload_seconds(
+            self.work, self.params, self.cluster, self.parallelism, self.passes[0], self.stages
+        )
+
+    @property
     def end_seconds(self) -> float:
         return END_SECONDS
 
@@ -175,8 +181,8 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
       waits: False leaves out the pipeline bubble, and what ranks gather and reduce within ticks,
         for a lower bound that needs no table.
     """
-    work, cluster, parallelism = parts.work, parts.cluster, parts.parallelism
-    layer, stages, params = parts.layer, parts.stages, parts.params
+    cluster, parallelism, params = parts.cluster, parts.parallelism, parts.params
+    layer, stages = parts.layer, parts.stages
     passes, beside = parts.passes
     fsdp, data, more = parts.state_seconds
     if waits:
@@ -187,7 +193,6 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
     head = (layer.head_forward + layer.head_backward) * parts.busiest.has_head
     recompute = passes["recompute"]
     optimizer = optimizer_seconds(params, cluster, parallelism)
-    host = offload_seconds(work, params, cluster, parallelism, passes, stages)
 
     def communication(name: str) -> Floats:
         return m * layers * sum(getattr(one, name) for one in passes.values())
@@ -205,7 +210,7 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
         "data": data,
         "bubble": parts.bubble if waits else 0.0,
         "optimizer": optimizer,
-        "offload": host,
+        "offload": parts.offload_seconds,
         "end": np.asarray(parts.end_seconds),
     }
     count = np.asarray(parallelism.num_devices, float)

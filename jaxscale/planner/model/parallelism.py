@@ -31,8 +31,6 @@ class Parallelism(LayoutBatch):
     virtual_stages: Ints = 1
     microbatch: Ints = 1  # sequences per micro-batch and shard of the batch
     fused: bool = False  # the backward pass is one operation
-    remat_share: Any = 1.0  # share of layers with the policy; the others save everything
-    offload_share: Any = 1.0  # share of layers with offloaded activations, where there are any
     matmul: str = "bfloat16"  # operands of the layers' matmuls; or "fp8", "fp4"
     casts_weights: bool = True  # they are in 32 bits between steps, and cast where they are used
     gradient_bytes: int = 4  # per element in reductions

@@ -124,10 +124,6 @@ def test_recomputation_costs_in_order():
         for remat in ("none", "save_all_but_attention", "save:query,key,value", "full")
     ]
     assert found == sorted(found)
-    half = seconds(
-        SMALL, make_cluster("h100", 8), fsdp=8, microbatch=2, remat="full", remat_share=0.5
-    )
-    assert found[0] < half < found[-1]
     # A third of the products of the layers again, and no more.
     assert found[-1] / found[0] < 4 / 3 + 0.02
 
