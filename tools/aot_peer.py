@@ -76,7 +76,7 @@ WRITTEN_OUT = f"{CASES[0].settings} scan_layers=false"
 
 
 def main() -> int:
-    """Compiles what is missing, prints, and returns 1 where we need more than MaxText."""
+    """Compiles missing results, prints, and returns 1 if ours need more than MaxText's."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--environment", metavar="DIR", type=pathlib.Path, default=ENVIRONMENT)
     parser.add_argument("--fresh", action="store_true", help="compile again")

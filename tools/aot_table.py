@@ -159,7 +159,7 @@ STUDY_SECONDS = ("-", "-", "31.4", "38.9")
 
 
 def main() -> int:
-    """Compiles what has no result yet, and writes the tables."""
+    """Compiles the cases without a result, and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has it")
     parser.add_argument("--fresh", action="store_true", help="take them again")
@@ -297,8 +297,8 @@ def hidden(numbers: dict[str, Any]) -> tuple[str, str]:
     any collective.
     """
     if "beside_bytes" not in numbers:
-        beside = any(one["async"] and one["beside_flops"] for one in numbers["collectives"])
-        return ("?", "?") if beside else ("0", "0") if numbers["collectives"] else ("-", "-")
+        overlapped = any(one["async"] and one["beside_flops"] for one in numbers["collectives"])
+        return ("?", "?") if overlapped else ("0", "0") if numbers["collectives"] else ("-", "-")
     return (
         share(numbers["beside_bytes"], numbers["collective_bytes"]),
         share(max(0, numbers["link_seconds"] - numbers["wait_seconds"]), numbers["link_seconds"]),
