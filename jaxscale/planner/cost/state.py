@@ -85,7 +85,8 @@ def tick_collectives(parallelism: Parallelism, state: StateTraffic) -> TickColle
 
 @dataclass(frozen=True)
 class Placement:
-    """When collectives of state take place. The defaults are our engine's."""
+    """When collectives of state take place. The defaults are our engine's; the trainers that
+    `tools/planner_validation` scores have others."""
 
     overlap_gradients: bool = True  # reduced during the backward pass
     overlap_parameters: bool = True  # all-gathered during compute

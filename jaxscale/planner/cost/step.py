@@ -87,7 +87,10 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class StepParts:
-    """What several terms of a step are made of, each worked out once and when it is asked for."""
+    """What terms of a step are made of, each worked out once and when it is asked for.
+
+    `tools/planner_validation` replaces those in which other trainers differ.
+    """
 
     work: ModelWork
     cluster: Cluster
