@@ -39,7 +39,7 @@ class Block(nnx.Module):
 class MyModel(Decoder):
     settings: Settings
     block_type = Block
-    rules = {"branches": ()}  # an axis of its own, whole on every device
+    rules = {"branches": ()}  # a new axis, replicated on every device
     metrics = ("late_loss",)  # sums that the loss returns; metrics.jsonl has their means
 
     def loss(self, head, stream, batch):
