@@ -45,7 +45,7 @@ class MyModel(Decoder):
     def loss(self, head, stream, batch):
         late = batch.weights * (batch.positions >= 8)
         heavier = batch.weights + (self.settings.late_weight - 1) * late
-        every = super().loss(head, stream, batch)  # what is reported
+        every = super().loss(head, stream, batch)  # the reported loss
         trained = super().loss(head, stream, batch._replace(weights=heavier))
         only_late = super().loss(head, stream, batch._replace(weights=late))
         return {"loss": trained["loss"], "nll": every["nll"], "late_loss": only_late["nll"]}
