@@ -73,7 +73,7 @@ def test_conversations_of_a_file(tmp_path):
     ("kind", "why"),
     [
         ("expert choice", "with model.router = 'expert_choice' experts choose among all tokens"),
-        ("own block and loss", r"its blocks have no decode\(\)"),
+        ("custom block and loss", r"its blocks have no decode\(\)"),
         ("bert", "is not causal here: it fills in masked tokens"),
     ],
 )
