@@ -510,7 +510,7 @@ def test_processes_with_local_tiers_of_their_own_are_refused(address, monkeypatc
     monkeypatch.setattr(processes, "_channel", channel)
     workdir = run_folder.folder(address)
     message = (
-        rf"is not one folder for all: process 1 on b does not .* for {address} set "
+        rf"is not shared: process 1 on b does not .* for {address} set "
         "JAXSCALE_LOCAL_TIER to a folder that every host has mounted"
     )
     with pytest.raises(ValueError, match=message):
