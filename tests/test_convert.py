@@ -354,7 +354,7 @@ BAD_COMMANDS = {
     ),
     "no such adapters": (
         ["--from_hf", "{hf}", "--from_peft", "{hf}", "--output", "{hf}_", *DATA],
-        "{hf} holds no adapters of PEFT: no adapter_config.json",
+        "{hf} contains no PEFT adapters: no adapter_config.json",
     ),
     "adapters of more tokens": (
         ["--to_peft", "--workdir", "{wider}", "--output", "{hf}_"],

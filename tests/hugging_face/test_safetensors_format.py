@@ -101,13 +101,13 @@ REFUSED = {
     "backwards": ({"a": entry([0], [0, 32], "I8"), "b": entry([], [32, 16], "I8")}, "'b' does not"),
     "overlapping": (
         {"a": entry([6], [0, 24]), "b": entry([4], [16, 32])},
-        "'b' begins at byte 16, and not at 24",
+        "'b' begins at byte 16, not at 24",
     ),
     "twice the same": (
         {"a": entry([8], [0, 32]), "b": entry([8], [0, 32])},
-        "byte 0, and not at 32",
+        "byte 0, not at 32",
     ),
-    "a hole": ({"a": entry([4], [16, 32])}, "'a' begins at byte 16, and not at 0"),
+    "a hole": ({"a": entry([4], [16, 32])}, "'a' begins at byte 16, not at 0"),
     "metadata": ({"__metadata__": {"a": 1}, "a": entry([8], [0, 32])}, "its header is damaged"),
     "a list": ([], "its header is damaged"),
 }
