@@ -69,7 +69,7 @@ REFUSED = {
     "setting": (config(rope_turns=3), r"config.json: .*rope_turns"),
     "code": (
         config(model_type="lama", auto_map={"AutoModel": "x.Y"}),
-        r"model_type 'lama' is not supported \(its auto_map names code .* not run\); it can be",
+        r"model_type 'lama' is not supported \(its auto_map names custom .* run\); it can be",
     ),
     "quantized": (config(quantization_config={}), "quantized weights"),
     "pickle": (pickled, r"pickles \(pytorch_model.bin\).*safetensors first"),
@@ -83,7 +83,7 @@ REFUSED = {
     "no header": (lambda folder: (folder / "a.safetensors").write_bytes(b"x" * 20), "not a safete"),
     "index too long": (index(lambda files: {**files, "x": "a.safetensors"}), "x is in no file"),
     "index too short": (index(lambda files: dict(list(files.items())[1:])), "in no file by"),
-    "outside": (index(lambda files: dict.fromkeys(files, "../a.safetensors")), "no file of its"),
+    "outside": (index(lambda files: dict.fromkeys(files, "../a.safetensors")), "not a file of its"),
 }
 
 
@@ -127,7 +127,7 @@ def test_of_a_model_that_reads_images_the_text_model_is_taken(outer, tmp_path, m
     assert model.settings == alone.settings
     assert model.tensors.keys() == alone.tensors.keys()
     (line,) = said
-    assert f"2 tensors of {len(tensors) + 2} are of images, and left out" in line
+    assert f"2 of {len(tensors) + 2} tensors belong to images" in line
     config(text_config=None)(tmp_path)
     with pytest.raises(
         ValueError, match=r"text_config = None; for a multimodal gemma3 model it is"
