@@ -195,7 +195,7 @@ REFUSED = [
     ("phi3", {"rope_scaling": {"type": "linear"}}, "rope_type = 'linear'; for phi3 it can be"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "for gpt2 it can be False"),
     ("t5", {"feed_forward_proj": "gated-mish"}, "feed_forward_proj = 'mish' is not known"),
-    ("t5", {"decoder_start_token_id": 2}, "decoder_start_token_id = 2 and pad_token_id = 0; here"),
+    ("t5", {"decoder_start_token_id": 2}, "decoder_start_token_id = 2 and pad_token_id = 0; they"),
     ("mt5", {"is_encoder_decoder": False}, "is_encoder_decoder = False; for mt5 it can be True"),
     ("mt5", {"scale_decoder_outputs": True}, "scale_decoder_outputs = True, which is not known"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True"),
