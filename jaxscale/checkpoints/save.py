@@ -272,7 +272,7 @@ class CheckpointWriter(Checkpoints):
                 log.info(f"old checkpoints could not be listed: {error}")
 
     def _finish(self, step: int, description: dict[str, Any], linked: bool) -> None:
-        """Completes what was written, and gives it the name of a checkpoint.
+        """Completes the written files, and gives the folder the name of a checkpoint.
 
         Raises:
           ValueError: it cannot be read.

@@ -205,7 +205,7 @@ class ControlChannel:
         Returns:
           The process that was asked first, and its request; None to continue.
         """
-        # Processes run apart by the steps that JAX dispatches ahead, so one that stopped by itself
+        # JAX dispatches steps ahead, so processes are at different steps: one that stopped alone
         # would leave the others in a collective.
         loop = self._loop
         if request and loop not in self._signals:
@@ -329,8 +329,8 @@ class ControlChannel:
             answers, self._asking = dict(self._activities), False
         silent = [name for i, name in enumerate(self.names) if i not in answers]
         overdue = [f"{self.names[i]}: {doing}" for i, (doing, late) in answers.items() if late]
-        # One process within its deadline, such as process 0 in a long save, is what the others
-        # wait for: that is no hang.
+        # The others may be waiting for one process that is within its deadline, such as process 0
+        # in a long save: that is no hang.
         if not silent and len(overdue) < count:
             return
         who = f"{', '.join(silent)} {'do' if silent[1:] else 'does'} not respond" if silent else ""
@@ -339,7 +339,7 @@ class ControlChannel:
 
     def _handle(self, who: int, message: messages.Message) -> None:
         """Handles a message: from `who` in process 0, or from process 0 in any process."""
-        # The lock is released before sending: in process 0 a send handles its own message here.
+        # Sent without the lock: a send may block on a full socket, or in process 0 call this again.
         with self._changed:
             before = self._failure
             answer = self._answer(who, message)
