@@ -195,8 +195,8 @@ class ControlChannel:
     def stops(self, step: int, request: str = "") -> tuple[int, str] | None:
         """Whether all processes stop at this step; called by each at the same points of the loop.
 
-        When one is asked to stop, each reports its step and waits; process 0 decides on the first
-        step that none has begun. Nothing is sent before the request.
+        When one is asked to stop, each reports its step and waits; process 0 decides on the
+        earliest step that none has passed. Nothing is sent before the request.
 
         Args:
           step: counts the calls, from 1.
