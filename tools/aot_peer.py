@@ -1,12 +1,12 @@
-"""Compares our compiled steps with MaxText's in docs/compile_ahead.md: memory and estimated time.
+"""Compares compiled steps with MaxText's in docs/compile_ahead.md: memory and time estimate.
 
 python tools/aot_peer.py [--environment DIR] [--fresh]
 
-MaxText runs in a separate environment, made by `python tools/bench/peers.py --install`, and
-compiles with its `train_compile` by the same libtpu: between versions the same program may need a
-third less. Our temporaries are from tools/aot_table.json. XLA's estimate counts the body of a loop
-once, so it is valid only for unrolled programs: ours are compiled with 4 and 6 layers and
-extrapolated linearly. Results are stored in tools/aot_peer.json.
+MaxText has a separate environment, made by `python tools/bench/peers.py --install`, and compiles
+with its `train_compile` and the same libtpu, because from one libtpu to the next the same program
+may need a third less. Our temporaries are those of tools/aot_table.json. XLA's cost analysis counts
+the body of a loop once, so the estimate is of programs with unrolled loops: ours are compiled with
+4 and 6 layers and extrapolated linearly. Results are kept in tools/aot_peer.json.
 """
 
 import argparse
@@ -76,7 +76,7 @@ WRITTEN_OUT = f"{CASES[0].settings} scan_layers=false"
 
 
 def main() -> int:
-    """Compiles missing cases, prints, and returns 1 if ours needs more than MaxText in any."""
+    """Compiles missing results, prints, and returns 1 if ours need more than MaxText's."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--environment", metavar="DIR", type=pathlib.Path, default=ENVIRONMENT)
     parser.add_argument("--fresh", action="store_true", help="compile again")
@@ -193,12 +193,12 @@ def table(compiled: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
     """The comparison in Markdown."""
     *sizes, seconds = pairs(compiled, kept)
     rows = [
-        f"| {case.text} | {theirs / 1e9:.2f} GB | {ours / 1e9:.2f} GB |"
+        f"| {case.text} | {theirs / 1e9:.2f} | {ours / 1e9:.2f} |"
         for case, (theirs, ours) in zip(CASES, sizes)
     ]
-    estimate = " | ".join(f"{value:.3f} s" for value in seconds)
-    last = f"| estimate of the first, unrolled | {estimate} |"
-    return "\n".join(["| temporaries | MaxText | jaxscale |", "|---|---|---|", *rows, last])
+    estimate = " | ".join(f"{value:.3f}" for value in seconds)
+    last = f"| estimate of the first, loops unrolled, s | {estimate} |"
+    return "\n".join(["| temporaries, GB | MaxText | jaxscale |", "|---|---|---|", *rows, last])
 
 
 if __name__ == "__main__":

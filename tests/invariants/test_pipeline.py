@@ -303,9 +303,7 @@ def test_a_state_goes_to_the_devices_of_another_engine_in_canonical_form_only():
     placed = placements[0].from_canonical(fresh)
     for other in placements[1:]:
         for place in (other.from_canonical, other.to_canonical):
-            with pytest.raises(
-                ValueError, match="another engine's pipeline, in its order"
-            ):
+            with pytest.raises(ValueError, match="another engine's pipeline, in its order"):
                 place(placed)
         taken = other.from_canonical(placements[0].to_canonical(placed))
         shardings = [x.sharding for x in jax.tree.leaves(taken)]
