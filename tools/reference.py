@@ -64,7 +64,7 @@ LAYOUTS: Mapping[str, Settings] = {
     "interleaved": {**PIPELINE, "layout.schedule": "interleaved"},
     "zero bubble": {**PIPELINE, "layout.schedule": "zb_h1"},
 }
-"""Column -> its settings, on eight devices. Those of a model are for features that set no family."""
+"""Column -> its settings, on eight devices. Those of a model apply to features without a family."""
 
 LATENT: Settings = {
     "model.family": "deepseek_v3",
@@ -195,10 +195,11 @@ The Python interface: every name of `import jaxscale`, from its docstring.
 python -c "import jaxscale; help(jaxscale.load)"
 ```
 
-These names are stable; other names in the package may change. The examples are run by the tests and assume
-`import jax, jaxscale` and `import numpy as np`. Those of `device_batches`, `evaluate_loss`, `from_pretrained`,
-`open_trainer` and `sample` continue the example of [`fit`](#fit). [Commands](commands.md) are on another page, and so
-are the settings of a [run](settings.md), a [layout](layouts.md) and a [model](model_families.md).
+These names are stable; other names in the package may change. The examples are run by the tests
+and assume `import jax, jaxscale` and `import numpy as np`. Those of `device_batches`,
+`evaluate_loss`, `from_pretrained`, `open_trainer` and `sample` continue the example of
+[`fit`](#fit). [Commands](commands.md) are on another page, and so are the settings of a
+[run](settings.md), a [layout](layouts.md) and a [model](model_families.md).
 
 {table(("name", "purpose"), rows)}
 {chr(10).join(entries)}{GENERATED}"""
@@ -215,8 +216,8 @@ Every command of `python -m jaxscale` and its flags.
 python -m jaxscale --help
 ```
 
-A command with `--config` also takes `--config.SECTION.KEY=VALUE` for each [setting](settings.md). Flags are never
-abbreviated; a mistyped one is refused with the nearest that exists.
+A command with `--config` also takes `--config.SECTION.KEY=VALUE` for each [setting](settings.md).
+Flags are never abbreviated; a mistyped flag is refused, and the error names the nearest one.
 """
     ]
     for name in __main__.COMMANDS:
@@ -236,13 +237,13 @@ abbreviated; a mistyped one is refused with the nearest that exists.
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """The parser of a command, taken where it parses its arguments."""
-    with mock.patch.object(command_line, "parse", side_effect=_ParserTaken) as parse:
-        with contextlib.suppress(_ParserTaken):
+    with mock.patch.object(command_line, "parse", side_effect=_ParserTakenError) as parse:
+        with contextlib.suppress(_ParserTakenError):
             importlib.import_module(f"jaxscale.{command}").main(["--help"])
         return parse.call_args.args[0]
 
 
-class _ParserTaken(Exception):
+class _ParserTakenError(Exception):
     """Ends a command before it parses."""
 
     def __init__(self, *given: Any) -> None:
@@ -310,8 +311,8 @@ The fields of `metrics.jsonl` and `summary.json` in a run's folder.
 python -m jaxscale.train --config tiny --workdir runs/metrics --config.run.steps=2
 ```
 
-`metrics.jsonl` has one JSON object a line. A number that is not finite is null, and its value is text under
-`nonfinite`. Formulas of MFU and HFU: [training](training.md).
+`metrics.jsonl` has one JSON object per line. A number that is not finite is null, and `nonfinite`
+has its value as text. Formulas of MFU and HFU: [training](training.md).
 
 ## A step
 
@@ -320,14 +321,14 @@ The metrics of a [custom model](own_model.md) are added under the names of its `
 
 ## An evaluation
 
-A record of its own after each evaluation. Fields of a validation set end in `/NAME`, as `eval_loss/code`.
+Each evaluation adds a record. Fields of a validation set end in `/NAME`, as `eval_loss/code`.
 
 {evaluation}
 ## The summary
 
-`summary.json` has the fields of the last step and of the evaluation after it. `step_seconds` is the median of the
-last 50 steps there; `tokens_per_second`, `loss_tokens_per_second`, `mfu` and `hfu` are of their mean tokens in that
-time. In addition:
+`summary.json` has the fields of the last step and of the evaluation after it. There `step_seconds`
+is the median of the last 50 steps; `tokens_per_second`, `loss_tokens_per_second`, `mfu` and `hfu`
+are the mean tokens of these steps over that median. In addition:
 
 {summary}{GENERATED}"""
 
@@ -359,9 +360,10 @@ Which feature goes with which layout, as the checks before compiling answer.
 JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config tiny --config.layout.tensor=2 --describe
 ```
 
-Each cell is a small model on eight CPU devices. A number is the refusal below the table; its message at run time also
-names the setting to change. Sizes that do not divide, such as heads over `layout.tensor`, are refused separately
-([layouts](layouts.md)), and so are kernels that a device does not have ([kernels](kernels.md)).
+Each cell is a small model on eight CPU devices. A number links to the refusal below the table; the
+error of a run also names the setting to change. Sizes that do not divide, such as heads over
+`layout.tensor`, are refused separately ([layouts](layouts.md)), and so are kernels that a device
+does not have ([kernels](kernels.md)).
 
 {table(("feature", *LAYOUTS), rows)}
 ## Refusals

@@ -99,7 +99,7 @@ EVALUATION_FIELDS = {
     "eval_tokens": MetricField("tokens", "Sum of the weights of the evaluated positions."),
     "eval_bytes": MetricField("bytes", "Text that these tokens stand for."),
 }
-"""Fields of the record of an evaluation in metrics.jsonl; those of a validation set end in /NAME."""
+"""Fields of an evaluation's record in metrics.jsonl; those of a validation set end in /NAME."""
 
 SUMMARY_FIELDS = {
     "seconds": MetricField("s", "Wall-clock time of the process."),
