@@ -83,8 +83,8 @@ LATENT: Settings = {
 }
 
 FEATURES: Mapping[str, Settings] = {
-    "packed documents, kept separate (`causal`)": {},
-    "documents not kept separate (`causal_across_documents`)": {
+    "packed documents (`causal`)": {},
+    "attention across documents (`causal_across_documents`)": {
         "data.objective": "causal_across_documents"
     },
     "grouped-query attention (GQA)": {"model.num_kv_heads": 4},
@@ -112,7 +112,7 @@ FEATURES: Mapping[str, Settings] = {
         "model.balance_weight": 0.0,
         "data.objective": "causal_across_documents",
     },
-    "`layout.overlap_experts`, with `expert = 2`": {
+    "`overlap_experts`, `expert = 2`": {
         **EXPERTS,
         "layout.expert": 2,
         "layout.overlap_experts": True,
@@ -148,12 +148,12 @@ FEATURES: Mapping[str, Settings] = {
     "remat `keep:NUMBER`": {"layout.remat": "keep:1"},
     "offloaded optimizer state": {"layout.offload": "optimizer"},
     "offloaded activations": {"layout.offload": "activations"},
-    "`layout.unroll_layers`": {"layout.unroll_layers": True},
-    "`layout.overlap_tensor`, with `tensor = 2`": {
+    "`unroll_layers`": {"layout.unroll_layers": True},
+    "`overlap_tensor`, `tensor = 2`": {
         "layout.tensor": 2,
         "layout.overlap_tensor": True,
     },
-    "`layout.pipeline_gather = layer`": {"layout.pipeline_gather": "layer"},
+    "`pipeline_gather = layer`": {"layout.pipeline_gather": "layer"},
 }
 """Row -> its settings."""
 
@@ -185,7 +185,7 @@ def api() -> str:
         rows.append((f"[`{name}`](#{name.lower()})", purpose))
         entries.append(
             f"## {name}\n\n::: jaxscale.{home}.{name}\n    options:\n"
-            f"      heading: jaxscale.{name}\n      show_root_toc_entry: false\n"
+            f"      heading: jaxscale.{name}\n"
         )
     return f"""# Public names
 
@@ -365,7 +365,11 @@ error of a run also names the setting to change. Sizes that do not divide, such 
 `layout.tensor`, are refused separately ([layouts](layouts.md)), and so are kernels that a device
 does not have ([kernels](kernels.md)).
 
+<div class="matrix" markdown="1">
+
 {table(("feature", *LAYOUTS), rows)}
+</div>
+
 ## Refusals
 
 {listed}

@@ -30,7 +30,7 @@ def test_every_command_is_listed():
 
 
 def test_the_cells_of_the_matrix_are_answers_of_the_checks():
-    feature = reference.FEATURES["`layout.unroll_layers`"]
+    feature = reference.FEATURES["`unroll_layers`"]
     layouts = reference.LAYOUTS
     with reference.prepared_for_eight_devices():
         said = reference.refusal_of(reference.combined(layouts["1F1B"], feature))
