@@ -223,12 +223,13 @@ Flags are never abbreviated; a mistyped flag is refused, and the error names the
     for name in __main__.COMMANDS:
         parser = parser_of(name)
         rows = [
-            (f"`{flags_of(action)}`", default_of(action), help_of(action))
+            (flags_of(action), default_of(action), help_of(action))
             for action in parser._actions
             if action.dest != "help"
         ]
         text = f"\n## {name}\n\n`{parser.prog}`: {sentence(parser.description)}\n\n"
-        text += table(("flag", "default", "meaning"), rows)
+        text += f'<div class="flags" markdown="1">\n\n'
+        text += table(("flag", "default", "meaning"), rows) + "\n</div>\n"
         if parser.epilog:
             text += f"\n{sentence(parser.epilog)}\n"
         parts.append(text)
@@ -251,20 +252,15 @@ class _ParserTakenError(Exception):
 
 
 def flags_of(action: argparse.Action) -> str:
-    """A flag with its value, as `--step N`."""
-    flag = ", ".join(action.option_strings)
-    if str(action.metavar).startswith("."):
-        return flag + str(action.metavar)
-    if not action.option_strings:
-        value = action.metavar or action.dest
-        return " ".join(value) if isinstance(value, tuple) else str(value)
-    if action.nargs == 0:
-        return flag
+    """A flag and its value in code spans, as `--step` `N`."""
+    if str(action.metavar).startswith("."):  # of --config.SECTION.KEY=VALUE
+        return f"`{action.option_strings[0]}{action.metavar}`"
     value = action.metavar or (
         "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
     )
-    value = " ".join(value) if isinstance(value, tuple) else value
-    return f"{flag} {value}" + (" ..." if action.nargs in ("+", "*") else "")
+    values = () if action.nargs == 0 else value if isinstance(value, tuple) else (value,)
+    more = ("...",) if action.nargs in ("+", "*", argparse.REMAINDER) else ()
+    return " ".join(f"`{part}`" for part in (*action.option_strings, *values, *more))
 
 
 def default_of(action: argparse.Action) -> str:
@@ -343,15 +339,13 @@ def features() -> str:
             for layout in LAYOUTS.values():
                 refusal = refusal_of(combined(layout, settings))
                 number = notes.setdefault(refusal, len(notes) + 1) if refusal else 0
-                row.append(f"[{number}](#note-{number})" if number else "yes")
+                row.append(f"[{number}](#refusals)" if number else "yes")
             rows.append(tuple(row))
     columns = [
         (name, " ".join(f"`{key.partition('.')[2]}={value}`" for key, value in settings.items()))
         for name, settings in LAYOUTS.items()
     ]
-    listed = "".join(
-        f'{number}. <span id="note-{number}"></span>{text}.\n' for text, number in notes.items()
-    )
+    listed = "".join(f"{number}. {text}.\n" for text, number in notes.items())
     return f"""# Features and layouts
 
 Which feature goes with which layout, as the checks before compiling answer.
@@ -360,7 +354,7 @@ Which feature goes with which layout, as the checks before compiling answer.
 JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config tiny --config.layout.tensor=2 --describe
 ```
 
-Each cell is a small model on eight CPU devices. A number links to the refusal below the table; the
+Each cell is a small model on eight CPU devices. A number is that of the refusal below the table; the
 error of a run also names the setting to change. Sizes that do not divide, such as heads over
 `layout.tensor`, are refused separately ([layouts](layouts.md)), and so are kernels that a device
 does not have ([kernels](kernels.md)).
