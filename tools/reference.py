@@ -228,7 +228,7 @@ Flags are never abbreviated; a mistyped flag is refused, and the error names the
             if action.dest != "help"
         ]
         text = f"\n## {name}\n\n`{parser.prog}`: {sentence(parser.description)}\n\n"
-        text += f'<div class="flags" markdown="1">\n\n'
+        text += '<div class="flags" markdown="1">\n\n'
         text += table(("flag", "default", "meaning"), rows) + "\n</div>\n"
         if parser.epilog:
             text += f"\n{sentence(parser.epilog)}\n"
@@ -277,7 +277,7 @@ def default_of(action: argparse.Action) -> str:
 
 def help_of(action: argparse.Action) -> str:
     """The help of a flag, without a default that the table has."""
-    text = (action.help or "").replace("%%", "%")
+    text = re.sub(r"([*<])", r"\\\1", (action.help or "").replace("%%", "%"))
     if default_of(action) not in ("", "required"):
         value = re.escape(default_of(action).strip("`"))
         text = re.sub(rf"[;,] default {value}(?=$|,|;)", "", text)
@@ -354,8 +354,8 @@ Which feature goes with which layout, as the checks before compiling answer.
 JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config tiny --config.layout.tensor=2 --describe
 ```
 
-Each cell is a small model on eight CPU devices. A number is that of the refusal below the table; the
-error of a run also names the setting to change. Sizes that do not divide, such as heads over
+Each cell is a small model on eight CPU devices. A number refers to the refusals below the table;
+the error of a run also names the setting to change. Sizes that do not divide, such as heads over
 `layout.tensor`, are refused separately ([layouts](layouts.md)), and so are kernels that a device
 does not have ([kernels](kernels.md)).
 
