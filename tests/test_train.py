@@ -13,6 +13,7 @@ import pytest
 from jaxscale.compiled.trace import CAUSES
 from jaxscale.config import load
 from jaxscale.config.layout import resolve_sizes
+from jaxscale.run.metrics import EVALUATION_FIELDS, STEP_FIELDS, SUMMARY_FIELDS
 from jaxscale.sharding.layout_checks import check_divides
 from jaxscale.training.learning_rate import schedule
 from tests.without_jax import without_jax
@@ -103,6 +104,17 @@ def test_a_run_leaves_what_it_says(whole):
         "layers/attention/q",
     ):
         assert said in printed
+
+
+def test_every_field_that_a_run_writes_is_documented(whole):
+    """In docs/metrics.md, which these records make."""
+    workdir, _ = whole
+    for line in (workdir / "metrics.jsonl").read_text().splitlines():
+        known = STEP_FIELDS if "loss" in json.loads(line) else EVALUATION_FIELDS
+        assert json.loads(line).keys() <= known.keys()
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary.keys() <= {**STEP_FIELDS, **EVALUATION_FIELDS, **SUMMARY_FIELDS}.keys()
+    assert SUMMARY_FIELDS.keys() <= summary.keys()
 
 
 def test_the_rate_that_is_written_is_that_of_the_steps_own_update(whole):

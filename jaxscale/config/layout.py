@@ -78,24 +78,49 @@ OVERLAPS = ("overlap_experts", "overlap_tensor")
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes, and how a step is executed on them.
+    """Parallelism of a run: sizes of the mesh axes, and how a step is executed on them.
 
-    One axis may be -1: it takes the remaining devices. `zero_stage` says what is sharded over
-    `fsdp` and `context`: 0 nothing, 1 the parameters at rest and the optimizer's state, 2 also
-    gradients, 3 also the weights in use (ZeRO, arXiv 1910.02054). `data` replicates, so data x fsdp
-    is hybrid sharding. `tensor_rows` divides `tensor` into rows x columns: each rank has d_model /
-    rows features of the stream, and tensor / rows ranks share what lies between two matmuls (arXiv
-    2305.13525). The ranks of `context` share each sequence, and `context_method` says how its keys
-    reach its queries: "ring" or "gather" (`ops/attention/context.py`), or "ulysses": all-to-alls,
-    after which each has whole sequences for some of the heads (`ops/attention/ulysses.py`). With
-    `pipeline_gather` "chunk" a pipeline rank holds the gathered weights and the summed gradients of
-    a chunk; with "layer" an operation gathers each layer's weights and reduces each layer's
-    gradients: less memory, more traffic. In a pipeline `remat` can be "keep:4": each rank saves all
-    residuals of up to four passes through a chunk at a time, and recomputes the others as with
-    "full" (`pipeline.orders.keep_passes`). With `unroll_layers` and a `zero_stage` below 3, weights
-    that no rank gathers are cast to the compute type once a step, and not in every pass.
-    `schedule` and `remat` are stored as written; their parsed forms are `schedule_spec` and
-    `remat_policy`.
+    One axis may be -1: it takes the remaining devices. docs/layouts.md describes each setting.
+
+    Attributes:
+      pipeline: pipeline ranks.
+      data: replicas (data parallelism); data x fsdp is hybrid sharding.
+      fsdp: ranks that `zero_stage` shards over, together with those of `context`.
+      expert: expert-parallel ranks.
+      context: ranks that share each sequence.
+      tensor: tensor-parallel ranks.
+      tensor_rows: divides `tensor` into rows x columns: a rank has d_model / rows features of the
+        residual stream, and a row's ranks share the hidden dimension between two matmuls (arXiv
+        2305.13525). 1 shards each weight by its hidden dimension only.
+      zero_stage: 0 shards nothing, 1 the parameters at rest and the optimizer's state, 2 also
+        gradients, 3 also the weights in use (ZeRO, arXiv 1910.02054).
+      microbatches: micro-batches of a step; their gradients are summed.
+      accumulation: "sequential", or without a pipeline "layered" (arXiv 2106.02679).
+      schedule: pipeline schedule; parsed as `schedule_spec`.
+      virtual_stages: chunks of a pipeline rank; 0 is the fewest that the schedule can have.
+      sequence_chunks: 1 in this version.
+      pipeline_gather: "chunk" keeps the gathered weights and the summed gradients of a chunk;
+        "layer" gathers and reduces those of one layer at a time: less memory, more traffic.
+      context_method: how keys reach queries of other ranks: "ring", "gather", or "ulysses"
+        (all-to-alls to whole sequences of some of the heads).
+      overlap_experts: exchanges the tokens of half of the sequences at a time, so that all-to-alls
+        overlap with matmuls.
+      overlap_tensor: splits the gathers and scatters over `tensor` into ring steps that overlap
+        with matmuls.
+      unroll_layers: unrolls the loop over layers. With a `zero_stage` below 3, weights that no rank
+        gathers are then cast to the compute type once a step.
+      remat: residuals that a layer saves for its backward pass; parsed as `remat_policy`. "keep:4"
+        in a pipeline: a rank saves all residuals of up to four passes through a chunk at a time,
+        and recomputes the others.
+      offload: "optimizer" and "activations" in host memory.
+
+    Raises:
+      ValueError: settings that contradict each other; names the one to change.
+
+    Examples:
+      >>> layout = jaxscale.Layout(data=2, fsdp=4, remat="full")
+      >>> layout.num_devices
+      8
     """
 
     pipeline: int = 1
@@ -104,20 +129,20 @@ class Layout:
     expert: int = 1
     context: int = 1
     tensor: int = 1
-    tensor_rows: int = 1  # of the tensor ranks; 1 shards each weight by its hidden dimension only
+    tensor_rows: int = 1
     zero_stage: int = 3
-    microbatches: int = 1  # a step; their gradients are summed
+    microbatches: int = 1
     accumulation: str = "sequential"
-    schedule: str = "1f1b"  # read only when pipeline > 1
-    virtual_stages: int = 0  # chunks of a pipeline rank; 0: as few as the schedule can have
+    schedule: str = "1f1b"
+    virtual_stages: int = 0
     sequence_chunks: int = 1
-    pipeline_gather: str = "chunk"  # what a rank gathers at a time; read only when pipeline > 1
-    context_method: str = "ring"  # read only when context > 1
-    overlap_experts: bool = False  # exchanges the tokens of half the sequences at a time
-    overlap_tensor: bool = False  # gathers and scatters over tensor in steps beside their matmuls
-    unroll_layers: bool = False  # writes each layer out, where a loop over layers compiles faster
-    remat: str = "none"  # what a layer saves for its backward pass
-    offload: str = "none"  # what lives in host memory
+    pipeline_gather: str = "chunk"
+    context_method: str = "ring"
+    overlap_experts: bool = False
+    overlap_tensor: bool = False
+    unroll_layers: bool = False
+    remat: str = "none"
+    offload: str = "none"
 
     def __repr__(self) -> str:
         return changed_fields(self)

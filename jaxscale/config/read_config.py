@@ -37,7 +37,7 @@ SHIPPED = pathlib.Path(__file__).parents[1] / "configs"
 
 
 def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a configuration file, applies overrides, and checks everything once.
+    """Loads a configuration file, applies overrides, and checks the result.
 
     Args:
       path: a Python file with `get_config(arg="")`, or the name of a shipped one ("quickstart");
@@ -49,6 +49,10 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
       ValueError: an unknown key (the nearest is named), a value of the wrong type, or values
         that are incompatible.
       FileNotFoundError: no such file.
+
+    Examples:
+      >>> jaxscale.load("tiny", ["optimizer.learning_rate=1e-3"]).optimizer.learning_rate
+      0.001
     """
     advice = "pass a file, or the name of a shipped configuration"
     check_kind("path", path, (str, pathlib.PurePath), advice)

@@ -216,9 +216,24 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that defines a run."""
+    """The configuration of a run: five frozen records, checked together.
 
-    # A `ModelConfig`, or the record of a custom model, which extends `ModelSettings`.
+    Attributes:
+      model: a `ModelConfig`, or the record of a custom model, which extends `ModelSettings`.
+      data: sources, tokenizer, batch and sequence length.
+      optimizer: update rule, learning rate, clipping.
+      layout: a `Layout`.
+      run: steps, evaluations, checkpoints.
+
+    Raises:
+      ValueError: settings that contradict each other; names the one to change.
+
+    Examples:
+      >>> config = jaxscale.load("tiny", ["layout.fsdp=2"])
+      >>> config.layout.fsdp, config.data.seq_len
+      (2, 64)
+    """
+
     model: Any = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -63,25 +63,26 @@ def sample(
     seed: int = 0,
     stop: Sequence[str] = (),
 ) -> list[str]:
-    """Continues each prompt with the model, up to the end of the document; with an encoder, writes
-    what follows from it.
+    """Samples a continuation of each prompt, up to the end of the document; of an encoder-decoder,
+    the decoder's text.
 
-    Everything is compiled once for each shape: of the batch, and of the lengths rounded up. What
-    is drawn for a prompt depends on the seed and the prompt, not on the others, nor on its place
-    among them; the same prompt several times is drawn several times.
+    Compiles once for each number of prompts and each rounded length. A sample depends on the
+    seed and the prompt, not on the other prompts or its position among them; equal prompts get
+    different samples.
 
     Args:
-      params: of the engine's state, or in canonical form on any devices, as `fit`, checkpoints and
-        `from_pretrained` give them.
+      params: of the engine's state, or in canonical form on any devices, as returned by `fit` and
+        `from_pretrained`.
+      tokenizer: `tokenizer` of `open_text`.
       prompts: each begins as `data.text_begin` says; "" is a document not yet begun. An encoder's
         are whole documents. Ids, such as those of `encode_messages`, are taken as they are.
       num_tokens: at most this many are added to each prompt.
       temperature: divides the logits; 0 takes the likeliest token.
-      top_k: samples only from the k likeliest tokens; 0 is all.
-      top_p: samples only from the likeliest tokens that together reach this share of the
-        probability, after temperature and top_k (nucleus sampling, arXiv 1904.09751); 1 is all.
-      stop: a text ends before the first of these that appears in it, or before the special token
-        of that name. What is drawn until there does not depend on them.
+      top_k: samples from the k likeliest tokens only; 0 is all.
+      top_p: samples from the likeliest tokens of this total probability only, after temperature
+        and top_k (nucleus sampling, arXiv 1904.09751); 1 is all.
+      stop: texts or names of special tokens; a continuation ends before the first of them. They do
+        not change the tokens before it.
 
     Returns:
       The text after each prompt, without it.
@@ -89,6 +90,14 @@ def sample(
     Raises:
       ValueError: a setting out of its range, a sequence beyond the model's learned positions, or a
         model that does not decode.
+
+    Examples:
+      With `trainer` and `state` of the example of `fit`:
+
+      >>> engine, tokenizer = trainer.engine, trainer.text.tokenizer
+      >>> texts = jaxscale.sample(engine, state.params, tokenizer, ["def "], num_tokens=4)
+      >>> len(texts)
+      1
     """
     drawing = Drawing(num_tokens, temperature, top_k, top_p)
     _check_arguments(engine, params, tokenizer, prompts, drawing, seed, stop)

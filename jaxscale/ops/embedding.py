@@ -66,7 +66,9 @@ def spread_lookup(
     table, indices = PartitionSpec(rows, features), PartitionSpec(None, together)
     result = PartitionSpec(None, time, features)
     scatters = scatters and bool(together)
-    gradient = PartitionSpec(rows, together) if scatters else table
+    # Each rank of `features` scatters its part of D over the ranks of `together`.
+    parts = (features, *together) if features else together
+    gradient = PartitionSpec(rows, parts) if scatters else table
 
     def own(indices_BT: jax.Array, share: int, axis: str) -> tuple[jax.Array, jax.Array]:
         rows_BT = indices_BT - jax.lax.axis_index(axis) * share

@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,6 +25,97 @@ SUMMARY = "summary.json"
 NUMBERS = ("loss", "eval_loss", "learning_rate", "step_seconds", "data_seconds")
 """Fields that programs compute with: a record in which one of them is not a number is left out. The
 losses are null where they were not finite, or no token had any."""
+
+
+class MetricField(NamedTuple):
+    """A field of metrics.jsonl or summary.json, as docs/metrics.md lists it."""
+
+    unit: str
+    meaning: str
+
+
+STEP_FIELDS = {
+    "step": MetricField("1", "Number of the step, from 1."),
+    "loss": MetricField(
+        "nats per token",
+        "Mean negative log-likelihood of `loss_tokens`; null in a step without any.",
+    ),
+    "grad_norm": MetricField(
+        "1", "L2 norm of the gradient of the mean loss, before clipping, without frozen parameters."
+    ),
+    "learning_rate": MetricField("1", "Rate of this update; absent with a custom optimizer."),
+    "tokens": MetricField("tokens", "Positions that the model read, without padding."),
+    "loss_tokens": MetricField("tokens", "Sum of the weights of the positions with a target."),
+    "data_seconds": MetricField("s", "Wall-clock wait of the host for the batch."),
+    "step_seconds": MetricField(
+        "s",
+        "Wall-clock time from the end of the previous step to the end of this one, without saves "
+        "and evaluations.",
+    ),
+    "tokens_per_second": MetricField("tokens/s", "`tokens` / `step_seconds`, of all devices."),
+    "loss_tokens_per_second": MetricField("tokens/s", "`loss_tokens` / `step_seconds`."),
+    "mfu": MetricField(
+        "share of 1",
+        "Model FLOPs utilisation: FLOPs of the model / (devices x dense peak x seconds); null "
+        "where the peak of the chip is unknown.",
+    ),
+    "hfu": MetricField(
+        "share of 1", "Hardware FLOPs utilisation: as `mfu`, with recomputed FLOPs included."
+    ),
+    "examples": MetricField("hash", "Digest of the examples that the step read."),
+    "nonfinite": MetricField(
+        "text", "Field -> its value, where that is an infinity or NaN and the field is null."
+    ),
+    "skipped": MetricField(
+        "0 or 1", "Whether the step updated nothing; with `run.skip_bad_steps` above 0."
+    ),
+    "prediction_loss_K": MetricField(
+        "nats per token", "Loss of module K of multi-token prediction (MTP)."
+    ),
+    "expert_load_cv": MetricField(
+        "1",
+        "Coefficient of variation of the number of tokens that chose each expert (0 is even); "
+        "mean over layers.",
+    ),
+    "dead_experts": MetricField("share of 1", "Experts that no token chose; mean over layers."),
+    "dropped_choices": MetricField(
+        "share of 1",
+        "Choices dropped for lack of capacity; mean over layers; with `model.capacity_factor`.",
+    ),
+    "NAME_by_layer": MetricField(
+        "list", "Values of the metric NAME by layer; with `run.metrics_by_layer`."
+    ),
+}
+"""Fields of the record of a step in metrics.jsonl. The metrics of a custom model are added under
+the names of its `metrics`, as means over `loss_tokens`."""
+
+EVALUATION_FIELDS = {
+    "step": MetricField("1", "Steps done before the evaluation."),
+    "eval_loss": MetricField("nats per token", "Mean negative log-likelihood of held-out text."),
+    "eval_perplexity": MetricField("1", "exp(`eval_loss`)."),
+    "eval_bits_per_byte": MetricField(
+        "bits per byte", "`eval_loss` of the text over its bytes: comparable between tokenizers."
+    ),
+    "eval_tokens": MetricField("tokens", "Sum of the weights of the evaluated positions."),
+    "eval_bytes": MetricField("bytes", "Text that these tokens stand for."),
+}
+"""Fields of an evaluation's record in metrics.jsonl; those of a validation set end in /NAME."""
+
+SUMMARY_FIELDS = {
+    "seconds": MetricField("s", "Wall-clock time of the process."),
+    "seconds_by_cause": MetricField(
+        "s",
+        "Cause -> wall-clock time of all attempts: compute, input, save, evaluation, compile, "
+        "start, lost (steps trained again), restart (pauses between attempts).",
+    ),
+    "goodput": MetricField("share of 1", "Compute of steps that were kept / time of all attempts."),
+    "attempts": MetricField("1", "Starts of the run."),
+    "profile": MetricField(
+        "s", "With `--profile`: the traced steps, and for each device of each process its time."
+    ),
+}
+"""Fields of summary.json in addition to those of the last step and of the evaluation after it.
+`step_seconds` is the median of the last 50 steps there, and the rates are of their mean tokens."""
 
 WITHOUT_LOSS = (
     "no token has loss; raise data.seq_len (with an encoder, data.target_len) where prompts fill "

@@ -118,17 +118,28 @@ def from_pretrained(
     param_dtype: str | None = None,
     adapters: str | pathlib.Path | None = None,
 ) -> Pretrained:
-    """Reads a Hugging Face model's folder, or the newest checkpoint of a run's, onto the default
-    device.
+    """Loads a model with its weights from a Hugging Face folder or a run, onto the default device.
 
     Args:
+      directory: the folder; of a run, its newest checkpoint is read.
       compute_dtype: "float32", or "bfloat16" for less memory and more speed.
       param_dtype: None is the type of the folder: bfloat16 where all its tensors are, else float32.
-      adapters: a folder with low-rank adapters of PEFT for a Hugging Face model.
+      adapters: folder with LoRA adapters (PEFT) for a Hugging Face model.
+
+    Returns:
+      A record with `config`, `params` and `model`; calling it with token ids [batch, time] returns
+      float32 logits [batch, time, vocab_size].
 
     Raises:
-      FileNotFoundError: the folder holds neither.
+      FileNotFoundError: the folder contains neither.
       ValueError: an unknown setting or tensor; names it.
+
+    Examples:
+      With the run of the example of `fit`:
+
+      >>> pretrained = jaxscale.from_pretrained("runs/example")
+      >>> pretrained(np.array([[72, 101, 108]])).shape
+      (1, 3, 257)
     """
     if "float64" in (compute_dtype, param_dtype) and not jax.config.jax_enable_x64:
         raise ValueError(

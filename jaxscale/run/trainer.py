@@ -95,22 +95,31 @@ def open_trainer(
     uploads: Mirror | None = None,
     **own: Any,
 ) -> Trainer | None:
-    """Checks everything, reads the text, compiles the step, and restores the newest checkpoint.
+    """Prepares a run: checks the settings, opens the text, compiles the step, and restores the
+    newest checkpoint.
 
     Args:
-      uploads: of a `workdir` that is the local tier of an address; begins once it is known where
-        the run resumes.
-      skip_memory_check: compiles a step even when the predicted memory exceeds the devices'.
-      refuse_damaged: raises where the newest checkpoint is damaged; otherwise it is set aside, and
-        the run resumes from the newest one that is intact.
-      own: `model`, `optimizer` and `rules` of `make_engine`; a model which `model.family` names.
+      workdir: the run's folder.
+      skip_memory_check: compiles the step even if the predicted memory exceeds the devices'.
+      refuse_damaged: raises if the newest checkpoint is damaged; otherwise that is renamed, and the
+        run resumes from the newest intact one.
+      uploads: the mirror of a `workdir` that is the local tier of a URL.
+      own: `model`, `optimizer` and `rules` of `make_engine`; the model is the one that
+        `model.family` names.
 
     Returns:
-      None when the run is complete already.
+      The trainer, which `fit` takes; None if the run is complete already.
 
     Raises:
       ValueError: settings that are incompatible with each other, the devices, the data or the
         checkpoint. Layouts and shapes are refused before anything is compiled.
+
+    Examples:
+      The run of the example of `fit` is complete:
+
+      >>> config = jaxscale.load("runs/example/config.json")
+      >>> jaxscale.open_trainer(config, "runs/example") is None
+      True
     """
     check_kind("config", config, Config, configs.CONFIG_ADVICE)
     _check_model_is_named(config.model.family, own.get("model"))

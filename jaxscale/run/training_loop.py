@@ -64,12 +64,12 @@ def fit(
     profile: range = range(0),
     started: float | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Trains until `run.steps`, and writes metrics, evaluations and checkpoints.
+    """Trains until `run.steps`; writes metrics, evaluations and checkpoints into `workdir`.
 
     Args:
-      trackers: where metrics go besides files: "tensorboard", "wandb", "mlflow".
-      profile: steps to trace with XLA's profiler, into `workdir`/profile; the summary says where
-        their time went.
+      trackers: experiment trackers that also get the metrics: "tensorboard", "wandb", "mlflow".
+      profile: steps to trace with XLA's profiler, into `workdir`/profile; the summary has their
+        time by cause.
       started: `time.monotonic()` when the process began, for the time to the first step.
 
     Returns:
@@ -81,8 +81,15 @@ def fit(
       SaveError: the last state could not be saved, or nothing can be written at the start.
       Stopped: by one of `signals.SIGNALS`, after a checkpoint.
       TrackerError: wandb or mlflow could not begin a new run.
-      UnusableTokensError: the tokens on disk changed meanwhile, or cannot be read.
+      UnusableTokensError: the tokens on disk changed during the run, or cannot be read.
       ValueError: `trainer` is not one, or was used before; `trackers` is not a tuple of names.
+
+    Examples:
+      >>> config = jaxscale.load("tiny", ["model.num_layers=1", "run.steps=2"])
+      >>> trainer = jaxscale.open_trainer(config, "runs/example")
+      >>> state, summary = jaxscale.fit(trainer)
+      >>> summary["step"]
+      2
     """
     _check_arguments(trainer, trackers)
     if profile and profile[0] <= trainer.begin:

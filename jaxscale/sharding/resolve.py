@@ -30,7 +30,24 @@ def resolve(
     *,
     name: str = "an array",
 ) -> PartitionSpec:
-    """`rules.mesh_axes`, which has the arguments and errors, as a `PartitionSpec`."""
+    """Resolves the logical axes of an array to a `PartitionSpec` over mesh axes.
+
+    Args:
+      axes: a logical name for each dimension.
+      rules: logical name -> mesh axes.
+      sizes: mesh axis -> size; absent axes have size 1, and axes of size 1 are left out.
+      shape: checked for divisibility if given.
+      name: name of the array in errors.
+
+    Raises:
+      ValueError: an unknown name, two names on one mesh axis, or a dimension that does not divide.
+
+    Examples:
+      >>> rules = {"embed": ("fsdp",), "mlp": ("tensor",)}
+      >>> spec = jaxscale.resolve(("embed", "mlp"), rules, {"fsdp": 2, "tensor": 4}, (64, 256))
+      >>> spec == jax.P("fsdp", "tensor")
+      True
+    """
     over = mesh_axes(axes, rules, sizes, shape, name=name)
     return PartitionSpec(*(one if len(one) > 1 else one[0] if one else None for one in over))
 

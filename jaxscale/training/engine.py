@@ -144,16 +144,16 @@ def make_engine(
     rules: Rules | None = None,
     unroll_loops: bool = False,
 ) -> Engine:
-    """Builds what a run needs, compiling nothing yet.
+    """Builds the jitted functions of a run: init, step, evaluate. Compiles nothing yet.
 
     Args:
       config: its layout must be resolved: no -1, nothing "auto".
       mesh: of that layout; its devices may be absent ones, to compile only.
-      model: makes the model from `config.model` and the kernels that the layout asks for; None is
+      model: function of `config.model` and the layout's kernels that makes a custom model; None is
         the one of `model.family`.
-      optimizer: an update rule of one's own in place of `config.optimizer`'s rule and learning
-        rate; the gradients come in as means over tokens, clipped to `optimizer.clip_norm`.
-      rules: the mesh axes of logical axes of one's own, such as {"rank": ("tensor",)}, beside the
+      optimizer: custom update rule in place of `config.optimizer`'s rule and learning rate; its
+        gradients are means over tokens, clipped to `optimizer.clip_norm`.
+      rules: mesh axes of custom logical axes, such as {"rank": ("tensor",)}, in addition to the
         model's `rules`.
       unroll_loops: unrolls the loops over layers, as `layout.unroll_layers` does, and those of the
         loss, for XLA's cost analysis, which counts the body of a loop once.
@@ -161,6 +161,13 @@ def make_engine(
     Raises:
       ValueError: a dimension that does not divide over its mesh axes, or a kernel that cannot
         honour the model's settings.
+
+    Examples:
+      >>> config = jaxscale.load("tiny", ["layout.data=1"])
+      >>> mesh = jaxscale.make_mesh(config.layout, jax.devices()[:1])
+      >>> engine = jaxscale.make_engine(config, mesh)
+      >>> engine.abstract_state.params["layers"]["mlp"]["up"].shape
+      (2, 64, 128)
     """
     check_engine_arguments(config, mesh, model, optimizer, rules)
     check_engine_settings(config, mesh)

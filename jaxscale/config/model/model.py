@@ -39,11 +39,18 @@ class ModelConfig(
     RopeScalingOptions,
     ModelSettings,
 ):
-    """A transformer of any family of `jaxscale.model_families`: a decoder, or an encoder and a
-    decoder where `num_encoder_layers` is not zero.
+    """A transformer of a shipped family: a decoder, or an encoder-decoder if `num_encoder_layers`
+    is above 0.
 
-    Options left out take the family's value. Its record says which options a user may set; another
-    value for one of the others is refused.
+    Options left out take the family's value. docs/model_families.md lists the options that each
+    family lets a user set.
+
+    Raises:
+      ValueError: an option that the family fixes, or options that contradict each other.
+
+    Examples:
+      >>> jaxscale.ModelConfig(family="qwen3", num_layers=2, d_model=64).qk_norm
+      True
     """
 
     num_layers: int = 2

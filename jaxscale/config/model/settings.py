@@ -22,21 +22,38 @@ def option(plain: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What the engine reads of any model's settings. The record of a custom model extends it with
-    fields of its own; they are the keys of the config's section "model".
+    """Base record of a custom model's settings: the fields that the engine reads of any model.
 
-    The attributes without a type are no settings: they are the values of a model that does not have
-    the option. A record that has it overrides them with a field or a property.
+    Fields that the custom model's record adds are further keys of the config's section "model". The
+    attributes without a type are not settings but the values of a model without the option; a
+    record with the option overrides them with a field or a property.
+
+    Attributes:
+      family: "my_package.my_model:make".
+      vocab_size: rows of the embedding, before padding.
+      head_dim: features of an attention head, on which the choice of kernel depends.
+      attention: attention kernel; "auto" chooses one for the device.
+      compute_dtype: type of activations and of weights in use.
+      param_dtype: type of the parameters.
+      matmul_dtype: type of the operands of the layers' matmuls; "" is `compute_dtype`.
+      init_from: run, or folder of a Hugging Face model, with the initial weights.
+
+    Examples:
+      >>> @dataclass(frozen=True)
+      ... class Settings(jaxscale.ModelSettings):
+      ...     width: int = 64
+      >>> Settings(family="my_package.my_model:make").width
+      64
     """
 
-    family: str = ""  # "my_package.my_model:make"
+    family: str = ""
     vocab_size: int = 257
-    head_dim: int = 64  # of attention, which kernels depend on
+    head_dim: int = 64
     attention: str = "auto"
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
-    matmul_dtype: str = ""  # of the operands of layers' matmuls; "" is compute_dtype
-    init_from: str = ""  # a run, or a Hugging Face model of a shipped family, to start from
+    matmul_dtype: str = ""
+    init_from: str = ""
 
     causal = True  # otherwise tokens attend to both sides
     num_encoder_layers = 0

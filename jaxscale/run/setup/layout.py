@@ -27,14 +27,24 @@ log = logging.getLogger("jaxscale")
 def open_engine(
     config: Config, workdir: pathlib.Path | None = None, **own: Any
 ) -> tuple[Config, Engine]:
-    """The config with its layout resolved, and the engine.
+    """Resolves the layout for the local devices and builds the engine. Compiles nothing yet.
 
     Args:
-      config, workdir: of `resolve_layout`.
+      config: its layout may have a size of -1 or be "auto".
+      workdir: folder of a run that may have started; one with layout = "auto" keeps its first
+        choice.
       own: `model`, `optimizer` and `rules` of `make_engine`.
 
+    Returns:
+      The config with its layout resolved, and the engine.
+
     Raises:
-      ValueError: as `make_engine`.
+      ValueError: a layout that does not fit the devices, or as `make_engine`.
+
+    Examples:
+      >>> config, engine = jaxscale.open_engine(jaxscale.load("tiny"))
+      >>> config.layout.data == jax.device_count()
+      True
     """
     check_kind("config", config, Config, configs.CONFIG_ADVICE)
     config = resolve_layout(config, workdir)

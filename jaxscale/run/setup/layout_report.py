@@ -40,9 +40,16 @@ LARGE_BYTES = 1 << 20
 
 
 def describe_layout(engine: Engine) -> str:
-    """The layout, the memory of it and of its alternatives, and a line for every parameter.
+    """A text with the layout, its memory and that of its alternatives, and the sharding of every
+    parameter.
 
     Bytes are predicted by `planner.memory`, without compiling.
+
+    Examples:
+      >>> config, engine = jaxscale.open_engine(jaxscale.load("tiny"))
+      >>> print(jaxscale.describe_layout(engine))
+      layout
+        model          llama: ...
     """
     check_kind("engine", engine, Engine, ENGINE_ADVICE)
     parts = [_summary(engine), *_pipeline(engine), _stages(engine)]

@@ -85,10 +85,19 @@ def open_tokenizer(config: Config, workdir: pathlib.Path) -> Tokenizer:
 
 
 def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
-    """Opens the text that `config.data` names; tokenises it the first time.
+    """Opens the text that `config.data` names; tokenises it into `workdir` the first time.
+
+    Returns:
+      A record with the `tokenizer`, the splits `train` and `heldout` (None where nothing is held
+      out), and `validation`, sets by name.
 
     Raises:
       ValueError: the data cannot be used with this model; names the setting.
+
+    Examples:
+      >>> text = jaxscale.open_text(jaxscale.load("tiny"), "runs/text")
+      >>> text.train[0].tokens.shape, text.tokenizer.decode([72, 105])
+      ((64,), 'Hi')
     """
     check_kind("config", config, Config, configs.CONFIG_ADVICE)
     data, workdir = config.data, pathlib.Path(workdir)
