@@ -50,4 +50,4 @@ def main(folder: str, runs: pathlib.Path = pathlib.Path("runs/examples")) -> Non
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2] or [str(LLAMA)])
+    main(sys.argv[1] if sys.argv[1:] else str(LLAMA))
