@@ -32,7 +32,7 @@ GENERATION = "generation_config.json"
 BEST: Final = "best"
 """A --step: that of the checkpoint with the lowest held-out loss."""
 
-BESIDE_TOKENIZER = (
+COPIED_WITH_TOKENIZER = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -188,7 +188,7 @@ def load_config(
 
 def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
     """Copies a folder's tokenizer, and what goes with it; files that the target has are left."""
-    for name in (*TOKENIZERS, *BESIDE_TOKENIZER):
+    for name in (*TOKENIZERS, *COPIED_WITH_TOKENIZER):
         if (source / name).is_file() and not (target / name).exists():
             shutil.copyfile(source / name, target / name)
 
