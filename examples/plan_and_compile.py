@@ -4,7 +4,8 @@
 
 Ranks layouts of a small decoder on four TPU v5p chips, then gives the first one to
 `python -m jaxscale.aot`: the real train step, by the real TPU compiler. Needs the extra `aot`
-(libtpu; no TPU). Takes about 60 s on two cores; CONFIG = "llama3_8b" takes minutes.
+(libtpu; no TPU). Compiled memory depends on the version of libtpu (docs/compile_ahead.md). Takes
+about 60 s on two cores; CONFIG = "llama3_8b" takes minutes.
 """
 
 import importlib.util
