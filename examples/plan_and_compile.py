@@ -4,7 +4,7 @@
 
 Ranks layouts of a small decoder on four TPU v5p chips, then gives the first one to
 `python -m jaxscale.aot`: the real train step, by the real TPU compiler. Needs the extra `aot`
-(libtpu; no TPU). Compiled memory depends on the version of libtpu (docs/compile_ahead.md). Takes
+(libtpu; no TPU). Compiled memory depends on the version of libtpu (docs/planning.md). Takes
 about 60 s on two cores; CONFIG = "llama3_8b" takes minutes.
 """
 
