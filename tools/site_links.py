@@ -4,6 +4,7 @@ README.md is the front page. A link to a file of the repository that is not a pa
 of the file under `source/` of the site.
 """
 
+import ast
 import pathlib
 import posixpath
 import re
@@ -19,6 +20,9 @@ ROOT_PAGES = {
     "AGENTS.md": "agents.md",
 }
 """Pages of the repository's root -> their names on the site."""
+
+EXAMPLES = "examples"
+"""The folder of scripts, of which the site has a page with a list."""
 
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -45,6 +49,8 @@ def on_files(files: Any, *, config: Any) -> Any:
     for source, name in ROOT_PAGES.items():
         if (ROOT / source).exists():
             files.append(File.generated(config, name, content=(ROOT / source).read_text("utf-8")))
+    if (ROOT / EXAMPLES).exists():
+        files.append(File.generated(config, f"{EXAMPLES}.md", content=list_of_examples()))
     for file in files.documentation_pages():
         linked |= set(targets(file.content_string, repository_path(file.src_uri)))
     for path in sorted(linked):
@@ -60,6 +66,16 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
     return rewrite(markdown, here)
 
 
+def list_of_examples() -> str:
+    """The page that lists the scripts of examples/ with the first paragraph of their docstrings."""
+    lines = ["# Examples\n\nScripts in `examples/`, each run by the tests.\n"]
+    for path in sorted((ROOT / EXAMPLES).glob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        about = " ".join(text.split("\n\n")[0].split())
+        lines.append(f"- [{path.name}](../{EXAMPLES}/{path.name}): {about}")
+    return "\n".join(lines) + "\n"
+
+
 def repository_path(name: str) -> str:
     """The file in the repository of a page of the site."""
     of_root = {site: source for source, site in ROOT_PAGES.items()}
@@ -72,6 +88,8 @@ def site_path(path: str) -> str:
     >>> site_path("docs/data.md"), site_path("README.md"), site_path("tools/waterfall.py")
     ('data.md', 'index.md', 'source/tools/waterfall.py')
     """
+    if path == EXAMPLES:
+        return f"{EXAMPLES}.md"
     if path in ROOT_PAGES:
         return ROOT_PAGES[path]
     return path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}"
