@@ -318,7 +318,7 @@ def test_what_does_not_fit_is_a_verdict_with_what_was_needed(monkeypatch, tmp_pa
     assert aot.main(["--config", "tiny", "--topology", "v5e:1x1", "--hlo", str(kept)]) == 0
     printed = capsys.readouterr().out
     assert "does not fit, by" in printed
-    assert f"{kept} is not written: of a step that it refuses" in printed
+    assert f"{kept} is not written: the compiler refused the step" in printed
     assert not kept.exists()
 
 

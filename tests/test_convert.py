@@ -346,7 +346,7 @@ BAD_COMMANDS = {
     "two ways": (["--to_hf", "--to_peft", "--output", "x"], "or --to_hf or --to_peft with"),
     "adapters of what": (
         ["--to_hf", "--workdir", "{run}", "--from_peft", "x", "--output", "{hf}_"],
-        "--from_peft goes with --from_hf DIR, the model that the adapters are for",
+        "--from_peft needs --from_hf DIR, the base model of the adapters",
     ),
     "no adapters": (
         ["--to_peft", "--workdir", "{run}", "--output", "{hf}_"],
@@ -358,20 +358,20 @@ BAD_COMMANDS = {
     ),
     "adapters of more tokens": (
         ["--to_peft", "--workdir", "{wider}", "--output", "{hf}_"],
-        "model.vocab_size = 131 is 1 more than {hf} has, and the rows of new tokens are not among",
+        "model.vocab_size = 131 is 1 more than {hf} has, and the rows of the new tokens are not",
     ),
     "new adapters": (
         ["--from_hf", "{hf}", "--output", "{hf}_", "--config.model.lora_rank=4", *DATA],
-        "model.lora_rank = 4: --from_hf reads the adapters of --from_peft DIR; new ones begin",
+        "model.lora_rank = 4: --from_hf reads the adapters of --from_peft DIR; for new adapters",
     ),
     "adapters in files": (
         ["--to_peft", "--workdir", "{run}", "--max_file_gb=1", "--output", "x"],
-        "--max_file_gb belongs to --to_hf; PEFT reads adapters from one file",
+        "--max_file_gb is for --to_hf; PEFT reads adapters from one file",
     ),
-    "mixed": (["--from_hf", "x", "--dtype=float32", "--output", "y"], "belong to --to_hf"),
+    "mixed": (["--from_hf", "x", "--dtype=float32", "--output", "y"], "are for --to_hf"),
     "file size": (
         ["--from_hf", "x", "--max_file_gb=1", "--output", "y"],
-        "--max_file_gb to --to_hf",
+        "--max_file_gb for --to_hf",
     ),
     "not empty": (["--from_hf", "{hf}", "--output", "{run}"], "is not empty; name a new folder"),
     "other settings": (
@@ -384,15 +384,15 @@ BAD_COMMANDS = {
     ),
     "large tokenizer": (
         ["--from_hf", "{hf}", "--output", "{hf}_", "--config.data.tokenizer=bytes"],
-        "data.tokenizer = 'bytes' has 257 tokens, and the model in {hf} only 130; put the model's",
+        "data.tokenizer = 'bytes' has 257 tokens, and the model in {hf} only 130; add the model's",
     ),
     "own family": (
         ["--to_hf", "--workdir", "{own}", "--output", "{hf}_"],
-        "of {own} is a model of one's own, which has no format at Hugging Face",
+        "of {own} is a custom model, which has no Hugging Face format",
     ),
     "own schedule": (
         ["--to_hf", "--workdir", "{scheduled}", "--output", "{hf}_"],
-        "of {scheduled} is code from outside the package, which writing does not need: add",
+        "of {scheduled} is code from outside the package, not needed to convert: add",
     ),
     "a run": (
         ["--from_hf", "{run}", "--output", "{hf}_"],
@@ -431,7 +431,7 @@ def test_weights_are_converted_without_a_tokenizer_and_a_line_says_so(tmp_path, 
         (hf / name).unlink()
     assert convert.main(["--from_hf", str(hf), "--output", str(run), *DATA]) == 0
     said = capsys.readouterr().out
-    assert f"{hf} has no tokenizer.json and no tokenizer.model: the weights alone are" in said
+    assert f"{hf} has no tokenizer.json and no tokenizer.model: only the weights are" in said
     output = to_hf(run, tmp_path / "back")
     assert tiny_llama.bits(load_all(output)) == tiny_llama.bits(load_all(hf))
     written = json.loads((output / "config.json").read_text())

@@ -132,7 +132,7 @@ def test_a_gpu_that_jax_does_not_see_gets_a_hint(monkeypatch, tmp_path, capsys):
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(doctor, "ACCELERATORS", {str(tmp_path / "nvidia0"): ("gpu", "cuda13")})
     assert doctor.main([]) == 0
-    assert "is here, but JAX runs on cpu: uv sync --inexact --extra cuda13" in (
+    assert "exists, but JAX runs on cpu: uv sync --inexact --extra cuda13" in (
         capsys.readouterr().out
     )
 
@@ -152,10 +152,10 @@ def test_the_doctor_knows_what_the_package_declares():
 
 def test_a_config_is_of_a_preflight(capsys):
     for flags, said in (
-        (["--config", "nope"], "add --preflight"),
-        (["--config.layout.fsdp=4"], "add --preflight"),
-        (["--workdir", "runs/mine"], "add --preflight"),
-        (["--preflight"], "add its --config"),  # not figures of some other run
+        (["--config", "nope"], "are for --preflight; add it"),
+        (["--config.layout.fsdp=4"], "are for --preflight; add it"),
+        (["--workdir", "runs/mine"], "are for --preflight; add it"),
+        (["--preflight"], "needs the run's --config"),  # not figures of some other run
     ):
         with pytest.raises(SystemExit) as refused:
             doctor.main(flags)

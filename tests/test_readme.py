@@ -88,9 +88,9 @@ def test_the_package_lists_the_commands_of_the_readme():
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("trian", "error: 'trian' is not one of them; did you mean python -m jaxscale.train?"),
-        ("plan", "error: 'plan' is not one of them; did you mean python -m jaxscale.plan?"),
-        ("xyz", "error: 'xyz' is not one of them"),
+        ("trian", "error: 'trian' is not a command; did you mean python -m jaxscale.train?"),
+        ("plan", "error: 'plan' is not a command; did you mean python -m jaxscale.plan?"),
+        ("xyz", "error: 'xyz' is not a command"),
     ],
 )
 def test_a_word_after_the_package_is_answered_with_the_command(word, said, capsys):

@@ -485,7 +485,7 @@ def test_an_address_that_cannot_be_used_is_one_line(s3_server, tmp_path, monkeyp
     said = refused(train.main, capsys, *given, "s3://nobodys/run", expected=1)
     assert said.startswith("error: s3://nobodys/run/lease.json: FileNotFoundError: The specified")
     said = refused(evaluate.main, capsys, "--workdir", "s3://bucket/nothing")
-    assert said == "error: --workdir s3://bucket/nothing holds no run (no config.json)\n"
+    assert said == "error: --workdir s3://bucket/nothing has no run (no config.json)\n"
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):

@@ -26,7 +26,7 @@ from jaxscale.data.tokens.shards import (
     write_file,
 )
 from jaxscale.data.tokens.tokenizer import Tokenizer, from_file, load_tokenizer
-from jaxscale.run_folder import BESIDE_TOKENIZER, TOKENIZERS
+from jaxscale.run_folder import COPIED_WITH_TOKENIZER, TOKENIZERS
 
 _PROGRESS_SECONDS = 5.0
 
@@ -59,7 +59,7 @@ def prepare(works: Sequence[Work], tokenizer: Tokenizer, *, workers: int = 0) ->
     with _locked(unfinished / "lock", folder):
         for path in unfinished.glob("*.part"):
             path.unlink()
-        for name in (*TOKENIZERS, *BESIDE_TOKENIZER):
+        for name in (*TOKENIZERS, *COPIED_WITH_TOKENIZER):
             if tokenizer.file and name not in tokenizer.files and (folder / name).exists():
                 raise ValueError(
                     f"{folder / name} is of another tokenizer than {tokenizer.name!r}, and would "

@@ -34,7 +34,7 @@ from jaxscale.data.tokens.vocabulary import (
     token_bytes_of,
     written_bytes,
 )
-from jaxscale.run_folder import BESIDE_TOKENIZER, GENERATION, HF_CONFIG, TOKENIZERS
+from jaxscale.run_folder import COPIED_WITH_TOKENIZER, GENERATION, HF_CONFIG, TOKENIZERS
 from jaxscale.storage.durable import replace_file
 from jaxscale.storage.object_store import is_remote
 
@@ -223,7 +223,7 @@ def from_file(path: str, name: str) -> Tokenizer:
     data = read_file(path)
     folder, own = path.rpartition("/")[0] or ".", TOKENIZERS[path.endswith(".model")]
     # Of those some are read here; transformers needs the others.
-    names = [name for name in (*TOKENIZERS, *BESIDE_TOKENIZER) if name != own]
+    names = [name for name in (*TOKENIZERS, *COPIED_WITH_TOKENIZER) if name != own]
     places = {name: path_in(folder, name) for name in names}
     beside = {name: read_file(place) for name, place in places.items() if exists(place)}
     config = read_json(beside, "tokenizer_config.json", path)
