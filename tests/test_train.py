@@ -289,7 +289,9 @@ def test_a_file_in_the_place_of_the_checkpoints_is_refused_at_once(tmp_path, cap
     (tmp_path / "checkpoints").touch()
     with pytest.raises(SystemExit):
         command.main(["--config", "configs/tiny.py", "--workdir", str(tmp_path)])
-    assert "checkpoints is a file, not the folder of the run's checkpoints" in capsys.readouterr().err
+    assert (
+        "checkpoints is a file, not the folder of the run's checkpoints" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("more", [["--describe"], ["--workdir", "w"]])

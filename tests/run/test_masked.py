@@ -187,7 +187,11 @@ def test_a_masked_run_is_evaluated_on_the_same_masks_and_draws_no_samples(runs, 
 
 def test_an_objective_that_does_not_fit_the_model_is_refused(proteins):
     for objective, causal, said in (
-        ("masked", True, "'masked' needs bidirectional attention, and model.family = 'esm' is c"),
+        (
+            "masked",
+            True,
+            "'masked' needs bidirectional attention, and this model (model.family = 'esm') is c",
+        ),
         ("causal", False, "'causal' needs causal attention, .* choose masked, or set model.causal"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -195,5 +199,5 @@ def test_an_objective_that_does_not_fit_the_model_is_refused(proteins):
     config = load("configs/esm2_8m.py", overrides(proteins, "masked", "model.dropped_token=31"))
     with pytest.raises(ValueError, match=r"31 is not the mask of .*'esm2', which is 32; set model"):
         open_tokenizer(config, proteins.parent)
-    with pytest.raises(ValueError, match=r"keep_state = True keeps .*init_from, which is empty"):
+    with pytest.raises(ValueError, match=r"keep_state = True loads .*init_from, which is empty"):
         load("configs/esm2_8m.py", ["optimizer.keep_state=True"])
