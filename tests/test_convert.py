@@ -225,7 +225,7 @@ REFUSED = {
     ),
     "fewer tokens": ({"vocab_size": 129, "init_from": "run"}, "_size = 129 here, 130 there"),
     "shapes": ({"d_ff": 32, "init_from": "run"}, "model.d_ff = 32 here, 24 there"),
-    "twice": ({"init_from": "hf"}, "already holds weights to start from"),
+    "twice": ({"init_from": "hf"}, "already has initial weights"),
     "nowhere": ({"init_from": "nowhere"}, "nowhere is not a folder; download a model of"),
 }
 

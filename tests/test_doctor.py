@@ -187,7 +187,7 @@ def test_preflight_measures_and_says_what_to_do(tmp_path, capsys, monkeypatch):
     assert doctor.main([*flags, f"--workdir={tmp_path / 'file'}"]) == 1
     said = capsys.readouterr().out
     for line in (
-        "no address for b: add them to DNS or /etc/hosts",
+        "no IP address for b: add them to DNS or /etc/hosts",
         "clocks: at most 5.00 s apart; set the clocks by NTP",
         "storage: cannot be written: [Errno 17] File exists",
         "host memory: ",

@@ -313,13 +313,13 @@ def test_a_file_of_prompts_that_is_not_text_is_named(tmp_path, capsys):
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     saved = run_folder.load_config(save(tmp_path), ["layout.data=8"])
     _, engine = open_engine(saved)
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint yet"):
+    with pytest.raises(FileNotFoundError, match="has no checkpoint yet"):
         restore_params(engine, tmp_path)
 
 
 def test_a_lost_tokenizer_is_not_trained_again(tmp_path):
     saved = run_folder.load_config(save(tmp_path), ["data.tokenizer=bpe:257"])
-    with pytest.raises(FileNotFoundError, match=r"tokenizer.json is missing: the byte pairs of"):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.json is missing, the tokenizer of"):
         open_tokenizer(saved, tmp_path)
 
 

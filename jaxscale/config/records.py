@@ -38,7 +38,7 @@ WITHOUT_FILE = ("bytes", "esm2")
 MOST_STEPS = 2**31 - 1
 """The most steps: their count in the state is an int32."""
 
-CONFIG_ADVICE = "pass what jaxscale.load(FILE) returns"
+CONFIG_ADVICE = "pass the result of jaxscale.load(FILE)"
 
 
 def check_seed(name: str, seed: int) -> None:

@@ -50,7 +50,7 @@ from jaxscale.training.tracing.abstract_model import MakeModel, example_of, find
 from jaxscale.training.tracing.traces import model_work
 from jaxscale.training.xla_options import init_options, step_options
 
-ENGINE_ADVICE = "pass the second of what jaxscale.open_engine(config) returns"
+ENGINE_ADVICE = "pass the second result of jaxscale.open_engine(config)"
 
 Tree = Any
 

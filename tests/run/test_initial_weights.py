@@ -67,11 +67,14 @@ def test_the_usual_turns_are_those_that_hugging_face_writes(scaling, usual):
 def test_rotary_positions_may_differ_where_the_context_is_extended(caplog):
     plain = {"family": "llama", "rope_theta": 1e4}
     for changes in ({"rope_theta": 1e6}, YARN):
-        with pytest.raises(ValueError, match=r"may differ where data.seq_len is above 64\)"):
+        with pytest.raises(ValueError, match=r"may differ if data.seq_len is above 64\)"):
             check(plain, changes)
         with caplog.at_level("INFO", "jaxscale"):
             check(plain, changes, seq_len=65)
-        assert "other rotary positions, since data.seq_len = 65 is above the 64" in caplog.text
+        assert (
+            "RoPE settings may differ, since data.seq_len = 65 is above the weights' context of 64"
+            in caplog.text
+        )
         caplog.clear()
     with pytest.raises(ValueError, match=r"settings:\n  model.d_ff = 3 here, \d* there$"):
         check(plain, {"rope_theta": 1e6, "d_ff": 3}, seq_len=65)

@@ -159,7 +159,7 @@ def test_what_a_loaded_model_cannot_compute_is_refused(runs):
     with jax.enable_x64(False), refused:
         from_pretrained(base / "causal", compute_dtype="float64")
     model = from_pretrained(base / "causal")
-    with pytest.raises(ValueError, match="tokens are float64 and must be whole numbers"):
+    with pytest.raises(ValueError, match="tokens are float64; pass integers"):
         model(np.full((1, 8), 5.0))
     with pytest.raises(ValueError, match=r"to 1000000, and ids of the model are from 0 to \d+"):
         model(np.full((1, 8), 1_000_000))
@@ -190,7 +190,7 @@ def test_an_objective_that_does_not_fit_the_model_is_refused(proteins):
         (
             "masked",
             True,
-            "'masked' needs bidirectional attention, and this model (model.family = 'esm') is c",
+            "'masked' needs bidirectional attention, and this model .model.family = 'esm'. is c",
         ),
         ("causal", False, "'causal' needs causal attention, .* choose masked, or set model.causal"),
     ):

@@ -170,7 +170,7 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
         # Another attempt, beside what is looked at below, would begin with a removal.
         patch.setattr(mirror, "FIRST_PAUSE_SECONDS", 60.0)
         left = save(address, 6)
-    assert left.startswith("checkpoint 6 could not be put at memory://bucket")
+    assert left.startswith("checkpoint 6 could not be uploaded to memory://bucket")
     assert "(killed); all is in" in left
     store = local_tier.open_store(address)
     assert any(name.startswith("checkpoints/6/arrays") for name in store.sizes("checkpoints"))
@@ -341,7 +341,9 @@ def test_a_file_that_cannot_be_read_keeps_no_checkpoint_back(address, monkeypatc
     monkeypatch.setattr(mirror.shutil, "copyfile", unreadable)
     monkeypatch.setattr(mirror, "END_SECONDS", 0.0)
     left = save(address, 2)
-    assert left.startswith(f"the newest metrics could not be put at {address} ([Errno 13] Perm")
+    assert left.startswith(
+        f"the newest metrics could not be uploaded to {address} ([Errno 13] Perm"
+    )
     assert "config.json'); all is in" in left
     assert local_tier.stored_steps(local_tier.open_store(address)) == [2]
 
@@ -374,9 +376,9 @@ def test_a_stop_waits_no_longer_than_it_may(address, monkeypatch):
     for thread in threading.enumerate():
         if thread.name == "uploads":
             thread.join(30)
-    assert left.startswith(f"checkpoint 2 could not be put at {address} ")
+    assert left.startswith(f"checkpoint 2 could not be uploaded to {address} ")
     assert "(not done in 200 ms); all is in " in left
-    assert left.endswith("and the same command puts it there")
+    assert left.endswith("and the same command uploads it")
 
 
 def test_a_checkpoint_is_not_deleted_while_it_is_put_there(address, monkeypatch):
@@ -424,7 +426,7 @@ def test_a_reader_keeps_what_is_still_to_be_put_there(address, tmp_path, monkeyp
         patch.setattr(ObjectStore, "upload", away)
         patch.setattr(mirror, "END_SECONDS", 0.0)
         patch.setattr(mirror, "FIRST_PAUSE_SECONDS", 60.0)
-        assert save(address, 4, 6).startswith("checkpoint 4 could not be put at memory://")
+        assert save(address, 4, 6).startswith("checkpoint 4 could not be uploaded to memory://")
     with contextlib.closing(open_checkpoints(address)) as checkpoints:
         checkpoints.fetch()
         assert checkpoints.steps() == [4, 6]
@@ -531,7 +533,7 @@ def test_preflight_writes_to_the_address(address, monkeypatch):
     monkeypatch.setattr(type(local_tier.open_store(address).fs), "pipe_file", refuse)
     (found,) = preflight._object_store(workdir)
     assert found.measured == f"{address}/preflight: PermissionError: Access Denied"
-    assert found.advice.startswith("check the address, credentials, ")
+    assert found.advice.startswith("check the URL, credentials, ")
 
 
 def test_a_supervisor_sees_progress_in_the_local_tier(address):

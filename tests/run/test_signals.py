@@ -329,7 +329,7 @@ def test_before_training_a_signal_ends_the_process_even_in_a_compiler(name):
     assert process.returncode == signals.STOPPED
     lines = printed.splitlines()
     assert lines[-1].startswith(f"{name} while ")
-    assert lines[-1].endswith("stopped, and there was nothing to save")
+    assert lines[-1].endswith("stopped; there was nothing to save")
     assert ('File "<string>"' in printed) == ("=" not in name), "the stacks"
 
 

@@ -218,16 +218,19 @@ def test_adapters_are_wide_enough_beside_narrow_weights(tmp_path, caplog):
     [
         (
             lambda run: jaxscale.fit(run.config),
-            "trainer is of type Config; pass what .*open_trainer",
+            "trainer is of type Config; pass the result of .*open_trainer",
         ),
         (
             lambda run: jaxscale.fit(run, trackers="tensorboard"),
-            r"trackers = 'tensorboard' is one text; pass a tuple of names, \('tensorboard',\)",
+            r"trackers = 'tensorboard' is a string; pass a tuple of names, \('tensorboard',\)",
         ),
-        (lambda run: jaxscale.open_trainer("tiny", "x"), "config is of type str; pass what .*load"),
+        (
+            lambda run: jaxscale.open_trainer("tiny", "x"),
+            "config is of type str; pass the result of .*load",
+        ),
         (
             lambda run: jaxscale.open_trainer(run.config, "x", model=Decoder),
-            "model is Decoder, and the run's config.json would say model.family = 'llama'; set "
+            "model is Decoder, and the run's config.json would have model.family = 'llama'; set "
             "model.family = 'jaxscale.models.decoder:Decoder' instead",
         ),
         (lambda run: jaxscale.open_engine("tiny"), "config is of type str"),

@@ -231,7 +231,7 @@ def test_state_that_replicas_hold_alike_is_named_with_its_bytes(layout, axes):
         }
     )
     text = describe_layout(make_engine(config, make_mesh(config.layout, jax.devices()[:4])))
-    notes = [line for line in text.splitlines() if line.startswith("note: of parameters")]
+    notes = [line for line in text.splitlines() if line.startswith("note: each device stores")]
     if not axes:
         assert notes == []
         return
@@ -243,8 +243,8 @@ def test_state_that_replicas_hold_alike_is_named_with_its_bytes(layout, axes):
         )
     )
     assert notes == [
-        f"note: of parameters and optimizer state each device holds {human_bytes(here)}, of which "
-        f"{human_bytes(here - there)} are on other ranks of {axes} too; layout.fsdp = 4, "
+        f"note: each device stores {human_bytes(here)} of parameters and optimizer state, of which "
+        f"{human_bytes(here - there)} are replicated over {axes}; layout.fsdp = 4, "
         f"layout.data = 1 and layout.zero_stage = 3 would leave {human_bytes(there)}"
     ]
 
