@@ -365,8 +365,8 @@ def test_offloading_is_refused_for_absent_gpus_with_the_settings_that_ask_for_it
     with pytest.raises(SystemExit):
         aot.main([*words, "--config.layout.offload=optimizer"])
     assert capsys.readouterr().err.strip() == (
-        "error: layout.offload = 'optimizer': JAX compiles no offloading for absent gpu devices; "
-        "set layout.offload = 'none'"
+        "error: layout.offload = 'optimizer': JAX cannot compile offloading for absent gpu "
+        "devices; set layout.offload = 'none'"
     )
     with pytest.raises(SystemExit):
         aot.main([*words, "--config.layout.remat=offload:mlp_up"])

@@ -192,7 +192,7 @@ def test_an_objective_that_does_not_fit_the_model_is_refused(proteins):
             True,
             "'masked' needs bidirectional attention, and this model .model.family = 'esm'. is c",
         ),
-        ("causal", False, "'causal' needs causal attention, .* choose masked, or set model.causal"),
+        ("causal", False, "'causal' needs causal attention, .* to masked, or set model.causal"),
     ):
         with pytest.raises(ValueError, match=said):
             load("configs/esm2_8m.py", [f"data.objective={objective}", f"model.causal={causal}"])

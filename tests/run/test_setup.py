@@ -100,7 +100,7 @@ def test_a_layout_that_is_said_stays():
 
 def test_a_run_keeps_the_remat_policy_that_it_began_with(tmp_path):
     tiny = configs.load("configs/tiny.py", ["layout.remat=auto", "layout.data=8"])
-    with pytest.raises(ValueError, match=r"chosen when a run begins, .* here set a policy"):
+    with pytest.raises(ValueError, match=r"chosen when a run starts, .* here set a policy"):
         make_engine(tiny, make_mesh(tiny.layout))
     begun = resolve_layout(tiny, tmp_path)
     assert begun.layout.remat == "none"

@@ -74,7 +74,7 @@ def with_one(name, value):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda engine: engine.shard(batches()[0]), "is a ShardedBatch already"),
+        (lambda engine: engine.shard(batches()[0]), "is already a ShardedBatch"),
         (lambda engine: tuple(batches()[0]), "is a tuple; pass a jaxscale.Batch"),
         (lambda engine: changed(tokens=[[1, 2]]), "tokens is a builtins.list; pass a NumPy array"),
         (lambda engine: changed(weights=jax.numpy.ones((BATCH, SEQ_LEN))), "; pass a NumPy array"),
@@ -100,7 +100,7 @@ def test_what_is_no_batch_is_refused(make, said, engine):
 
 
 def test_rows_of_a_process_are_all_there(engine):
-    with pytest.raises(ValueError, match="16 rows, and this process's devices hold 32 of"):
+    with pytest.raises(ValueError, match="16 rows, and this process's devices take 32 of"):
         engine.shard(batches()[0], global_batch_size=32)
 
 
