@@ -294,8 +294,8 @@ def test_nothing_unlikely_is_lost_when_everything_is_wanted():
     ("settings", "message"),
     [
         ({"num_tokens": 0}, "--num_tokens = 0 is too small; at least 1"),
-        ({"temperature": -0.1}, "--temperature = -0.1 must be a number from 0"),
-        ({"temperature": float("nan")}, "--temperature = nan must be a number"),
+        ({"temperature": -0.1}, "--temperature = -0.1 must be at least 0"),
+        ({"temperature": float("nan")}, "--temperature = nan must be at least 0"),
         ({"top_k": -1}, "--top_k = -1 is too small; at least 0"),
         ({"top_k": 10}, r"--top_k = 10 .* at most the 9 tokens of the vocabulary"),
         ({"top_p": 0.0}, "--top_p = 0.0 must be above 0"),

@@ -182,7 +182,7 @@ def test_a_masked_run_is_evaluated_on_the_same_masks_and_draws_no_samples(runs, 
     with pytest.raises(SystemExit):
         generate.main([*workdir, "--prompt", "MK"])
     (line,) = capsys.readouterr().err.splitlines()
-    assert "model.family = 'esm' is not causal here: it fills in masked tokens" in line
+    assert "model.family = 'esm' is not causal here: it predicts masked tokens" in line
 
 
 def test_an_objective_that_does_not_fit_the_model_is_refused(proteins):
