@@ -40,7 +40,7 @@ FIELDS = (
 """The settings that are searched; `data` takes the remaining devices."""
 
 VIRTUAL_STAGES = (1, 2, 4)
-"""The numbers of virtual stages that are measured, of those that a schedule allows."""
+"""The numbers of virtual stages that are measured, if a schedule allows them."""
 
 MOST_MICROBATCHES = 64
 

@@ -22,7 +22,7 @@ _hits = 0
 
 
 def keep_compiled_programs() -> pathlib.Path | None:
-    """Turns JAX's persistent compilation cache on, in the user's cache folder.
+    """Enables JAX's persistent compilation cache, in the user's cache folder.
 
     File names are digests of the program, its options, the versions of JAX and the compilers, and
     the device type (by JAX). Folders are by processor type, since CPU programs use its instruction
@@ -53,7 +53,7 @@ def keep_compiled_programs() -> pathlib.Path | None:
             raise ValueError(
                 f"{VARIABLE} = {name}: compiled programs cannot be stored there "
                 f"({getattr(error, 'strerror', None) or error}); name a folder that can be written "
-                "to, or leave it empty to turn the cache off"
+                "to, or leave it empty to disable the cache"
             ) from None
         return None  # a home that cannot be written to
     jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -96,7 +96,7 @@ def leased(store: ObjectStore) -> Iterator[None]:
     Object stores have no locks that end with a process, so the holder renews an object (heartbeat).
     The lease of a killed process on this host is taken over at once. The lease of another host is
     watched for `MOST_BEATS` periods, and taken over without a heartbeat; clocks are not compared. A
-    run that finds another run's lease in place of its own exits.
+    run that finds the lease of another run exits.
 
     Raises:
       ValueError: another run has the lease.

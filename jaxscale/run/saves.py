@@ -42,8 +42,8 @@ def wait_for_write(checkpoints: CheckpointWriter, step: int) -> None:
 
 
 def unchanged_params(engine: Engine) -> set[str]:
-    """The paths in a state of the parameters that no step changes: frozen ones, except those that
-    the model adjusts."""
+    """The paths in a state of the parameters that no step changes: frozen, not adjusted by the
+    model."""
     names = () if engine.model.adjust else engine.model.frozen
     frozen = frozen_params(engine.config.optimizer.groups, engine.model.axes, names)
     leaves, _ = jax.tree_util.tree_flatten_with_path(frozen)

@@ -178,7 +178,7 @@ def _restore(
     refuse_damaged: bool,
 ) -> TrainState:
     """A state in canonical form, downloaded from the run's URL if the local copy is corrupt. The
-    guard against bad steps is new if the checkpoint has none, and is not read if the run needs
+    guard against bad steps is new if the checkpoint lacks it, and is not read if the run needs
     none."""
     guard = engine.placement.canonical.guard
     wanted, without = _wanted(checkpoints, step, engine)
