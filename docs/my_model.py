@@ -39,13 +39,13 @@ class Block(nnx.Module):
 class MyModel(Decoder):
     settings: Settings
     block_type = Block
-    rules = {"branches": ()}  # an axis of its own, whole on every device
+    rules = {"branches": ()}  # a new axis, replicated on every device
     metrics = ("late_loss",)  # sums that the loss returns; metrics.jsonl has their means
 
     def loss(self, head, stream, batch):
         late = batch.weights * (batch.positions >= 8)
         heavier = batch.weights + (self.settings.late_weight - 1) * late
-        every = super().loss(head, stream, batch)  # what is reported
+        every = super().loss(head, stream, batch)  # the reported loss
         trained = super().loss(head, stream, batch._replace(weights=heavier))
         only_late = super().loss(head, stream, batch._replace(weights=late))
         return {"loss": trained["loss"], "nll": every["nll"], "late_loss": only_late["nll"]}

@@ -197,7 +197,7 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
             lora.with_token_rows(config.model, params),
             dtype=options.dtype or "float32",
             base=base,
-            beside=workdir,
+            workdir=workdir,
         )
         log.info(_what_adapters_need(config.model, base))
     else:
@@ -243,7 +243,7 @@ def _write_model(
         axes,
         params,
         dtype=options.dtype or model.param_dtype,
-        beside=options.workdir,
+        workdir=options.workdir,
         seq_len=seq_len,
         **ids,
         max_file_bytes=int((options.max_file_gb or MAX_FILE_GB) * 1e9),

@@ -226,7 +226,7 @@ REFUSED = {
     "fewer tokens": ({"vocab_size": 129, "init_from": "run"}, "_size = 129 here, 130 there"),
     "shapes": ({"d_ff": 32, "init_from": "run"}, "model.d_ff = 32 here, 24 there"),
     "twice": ({"init_from": "hf"}, "already has initial weights"),
-    "nowhere": ({"init_from": "nowhere"}, "nowhere is not a folder; download a model of"),
+    "nowhere": ({"init_from": "nowhere"}, "nowhere is not a folder; download a Hugging"),
 }
 
 
@@ -354,7 +354,7 @@ BAD_COMMANDS = {
     ),
     "no such adapters": (
         ["--from_hf", "{hf}", "--from_peft", "{hf}", "--output", "{hf}_", *DATA],
-        "{hf} holds no adapters of PEFT: no adapter_config.json",
+        "{hf} contains no PEFT adapters: no adapter_config.json",
     ),
     "adapters of more tokens": (
         ["--to_peft", "--workdir", "{wider}", "--output", "{hf}_"],
@@ -396,7 +396,7 @@ BAD_COMMANDS = {
     ),
     "a run": (
         ["--from_hf", "{run}", "--output", "{hf}_"],
-        "{run} is the folder of a run, not of a Hugging Face model; convert --to_hf --workdir",
+        "{run} is the folder of a run, not of a Hugging Face model; write one with",
     ),
 }
 

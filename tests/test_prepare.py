@@ -88,10 +88,10 @@ def test_preparing_again_is_immediate_and_other_text_is_refused(prepared, texts,
     assert os.stat(folder / "index.json").st_mtime_ns == before
     assert "--config.data.source=" in capsys.readouterr().out
     message = refused(capsys, *again, "--max_document_bytes", "50")
-    assert "holds shards of other text, or by another tokenizer or other settings" in message
+    assert "has shards of other text, or by another tokenizer or other settings" in message
     for other in (["--tokenizer", "bpe:310"], ["--tokenizer", "bpe:300", "--seed", "1"]):
         message = refused(capsys, *flags, "--input", f"{texts}/a.jsonl", *other)
-        assert "holds shards of other text, or by another tokenizer or other settings" in message
+        assert "has shards of other text, or by another tokenizer or other settings" in message
 
 
 def test_a_refused_command_leaves_no_tokenizer_to_the_next(texts, tmp_path, capsys):

@@ -1,13 +1,12 @@
-"""Sets our compiled steps beside MaxText's in docs/compile_ahead.md: memory, and the estimate.
+"""Compares compiled steps with MaxText's in docs/compile_ahead.md: memory and time estimate.
 
 python tools/aot_peer.py [--environment DIR] [--fresh]
 
-MaxText has an environment of its own, which `python tools/bench/peers.py --install` makes, and
-compiles with its own `train_compile`, by the same libtpu as ours: from one to the next the same
-program may need a third less. Temporaries of ours are those of tools/aot_table.json. The estimate
-is XLA's own, which counts the body of a loop once, so that it means something only for a program
-whose loops are written out: of ours, programs of 4 and 6 layers are compiled, and each layer more
-costs half of what they differ by. What was compiled is kept in tools/aot_peer.json.
+MaxText has a separate environment, made by `python tools/bench/peers.py --install`, and compiles
+with its `train_compile` and the same libtpu, because from one libtpu to the next the same program
+may need a third less. Our temporaries are those of tools/aot_table.json. XLA's cost analysis counts
+the body of a loop once, so the estimate is of programs with unrolled loops: ours are compiled with
+4 and 6 layers and extrapolated linearly. Results are kept in tools/aot_peer.json.
 """
 
 import argparse
@@ -77,7 +76,7 @@ WRITTEN_OUT = f"{CASES[0].settings} scan_layers=false"
 
 
 def main() -> int:
-    """Compiles what is missing, prints, and returns 1 where we need more than MaxText."""
+    """Compiles missing results, prints, and returns 1 if ours need more than MaxText's."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--environment", metavar="DIR", type=pathlib.Path, default=ENVIRONMENT)
     parser.add_argument("--fresh", action="store_true", help="compile again")
@@ -194,12 +193,12 @@ def table(compiled: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
     """Both, in Markdown."""
     *sizes, seconds = pairs(compiled, kept)
     rows = [
-        f"| {case.text} | {theirs / 1e9:.2f} GB | {ours / 1e9:.2f} GB |"
+        f"| {case.text} | {theirs / 1e9:.2f} | {ours / 1e9:.2f} |"
         for case, (theirs, ours) in zip(CASES, sizes)
     ]
-    estimate = " | ".join(f"{value:.3f} s" for value in seconds)
-    last = f"| estimate of the first, its loops written out | {estimate} |"
-    return "\n".join(["| temporaries | MaxText | jaxscale |", "|---|---|---|", *rows, last])
+    estimate = " | ".join(f"{value:.3f}" for value in seconds)
+    last = f"| estimate of the first, loops unrolled, s | {estimate} |"
+    return "\n".join(["| temporaries, GB | MaxText | jaxscale |", "|---|---|---|", *rows, last])
 
 
 if __name__ == "__main__":

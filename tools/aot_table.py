@@ -1,10 +1,10 @@
-"""Compiles our models for machines that are not there, and puts the tables into
-docs/compile_ahead.md.
+"""Compiles models for absent hardware, and writes the tables of docs/compile_ahead.md.
 
 python tools/aot_table.py [--only WORD] [--fresh]
 
-Each case is a run of `python -m jaxscale.aot` of its own. Its numbers are kept in
-tools/aot_table.json, so that a run that was stopped goes on and one case can be taken again.
+Each case is a separate run of `python -m jaxscale.aot`. Its numbers are kept in
+tools/aot_table.json, so that an interrupted run continues and one case can be compiled again. The
+page lists the cases with `listed`; the suite compares the planner with all of them.
 """
 
 import argparse
@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "compile_ahead.md"
 BEGIN, END = "<!-- aot table -->", "<!-- end of aot table -->"
 BEGIN_STAGES, END_STAGES = "<!-- zero stages -->", "<!-- end of zero stages -->"
 MINIMAL = "save:query,key,value,attention_out,mlp_gate,mlp_up"
-"""Remat that keeps every product of a layer, as the peer's "minimal" does."""
+"""Remat that saves the output of every matmul, as the peer's "minimal" does."""
 
 
 ADAMW = "optimizer.name=adamw"
@@ -37,6 +37,7 @@ class Case(NamedTuple):
     topology: str
     sequences: float
     layout: str  # "tensor=4 remat=full"; settings of other sections with theirs: "run.steps=1"
+    listed: bool = True  # on the page
 
     @property
     def name(self) -> str:
@@ -48,10 +49,10 @@ CASES = (
     Case("llama2_7b", "v5p:4x4x4", 4, "remat=full"),
     Case("llama2_7b", "v5p:4x4x4", 4, f"remat={MINIMAL}"),
     Case("llama2_7b", "v5p:4x4x4", 16, "remat=full microbatches=4 accumulation=layered"),
-    Case("llama2_7b", "v5p:4x4x4", 16, "remat=full microbatches=4"),
+    Case("llama2_7b", "v5p:4x4x4", 16, "remat=full microbatches=4", listed=False),
     Case("llama2_7b", "v5p:4x4x4", 4, "remat=full tensor=4"),
-    Case("llama2_7b", "v5p:4x4x4", 4, "remat=full data=4"),
-    Case("llama2_7b", "v5p:4x4x4", 4, "remat=full offload=optimizer"),
+    Case("llama2_7b", "v5p:4x4x4", 4, "remat=full data=4", listed=False),
+    Case("llama2_7b", "v5p:4x4x4", 4, "remat=full offload=optimizer", listed=False),
     Case("llama2_7b", "v5p:4x4x4", 0.25, "remat=full context=8"),
     Case("llama2_7b", "v5p:4x4x4", 4, "remat=full pipeline=4 microbatches=16 schedule=1f1b"),
     Case(
@@ -59,6 +60,7 @@ CASES = (
         "v5p:4x4x4",
         4,
         "remat=full pipeline=4 microbatches=16 schedule=breadth_first virtual_stages=4",
+        listed=False,
     ),
     Case(
         "llama2_7b",
@@ -76,60 +78,72 @@ CASES = (
     Case("llama2_7b", "v5e:16x16", 4, "remat=full"),
     Case("llama2_7b", "v5e:16x16", 4, f"remat={MINIMAL}"),
     Case("llama2_7b", "v6e:16x16", 4, "remat=full"),
-    Case("llama2_7b", "v4:4x4x4", 4, "remat=full"),
+    Case("llama2_7b", "v4:4x4x4", 4, "remat=full", listed=False),
     Case("llama2_7b", "a100-80:8x8", 4, "remat=full"),
-    Case("llama2_7b", "h100:8x8", 4, "remat=full"),
+    Case("llama2_7b", "h100:8x8", 4, "remat=full", listed=False),
     Case("llama2_7b", "b200:1x8", 4, "remat=full"),
-    Case("llama2_13b", "a100-80:8x8", 2, "remat=full"),
+    Case("llama2_13b", "a100-80:8x8", 2, "remat=full", listed=False),
     Case("llama2_70b", "v5p:8x8x8", 4, "remat=full tensor=4"),
-    Case("llama2_70b", "h200:64x8", 1, "remat=full tensor=8"),
+    Case("llama2_70b", "h200:64x8", 1, "remat=full tensor=8", listed=False),
     Case("llama3_8b", "h200:1x8", 1, "remat=full"),
     Case("llama3_8b", "h200:8x8", 2, "remat=full"),
-    Case("llama3_8b", "h200:64x8", 2, "remat=full"),
-    Case("llama3_8b", "h200:8x8", 8, "remat=full microbatches=4 accumulation=layered"),
-    Case("llama3_8b", "h200:8x8", 8, "remat=full microbatches=4"),
+    Case("llama3_8b", "h200:64x8", 2, "remat=full", listed=False),
+    Case(
+        "llama3_8b", "h200:8x8", 8, "remat=full microbatches=4 accumulation=layered", listed=False
+    ),
+    Case("llama3_8b", "h200:8x8", 8, "remat=full microbatches=4", listed=False),
     Case("llama3_8b", "h200:8x8", 2, f"remat={MINIMAL}"),
-    Case("llama3_8b", "h200:8x8", 2, "remat=full tensor=8"),
-    Case("llama3_8b", "h200:8x8", 2, "remat=full data=8"),
+    Case("llama3_8b", "h200:8x8", 2, "remat=full tensor=8", listed=False),
+    Case("llama3_8b", "h200:8x8", 2, "remat=full data=8", listed=False),
     Case("llama3_8b", "h200:8x8", 0.25, "remat=full context=8"),
-    Case("llama3_8b", "h200:8x8", 2, "remat=full pipeline=4 microbatches=8 schedule=1f1b"),
+    Case(
+        "llama3_8b",
+        "h200:8x8",
+        2,
+        "remat=full pipeline=4 microbatches=8 schedule=1f1b",
+        listed=False,
+    ),
     Case(
         "llama3_8b",
         "h200:8x8",
         2,
         "remat=full pipeline=4 microbatches=8 schedule=breadth_first virtual_stages=4",
+        listed=False,
     ),
-    Case("gpt_22b", "h100:4x8", 1, "remat=full"),
+    Case("gpt_22b", "h100:4x8", 1, "remat=full", listed=False),
     Case("gpt_175b", "v5p:8x8x16", 1, "remat=full"),
-    Case("gpt_175b", "h200:128x8", 1, "remat=full tensor=8"),
+    Case("gpt_175b", "h200:128x8", 1, "remat=full tensor=8", listed=False),
     Case(
         "gpt_1t",
         "v5p:16x16x8",
         0.25,
         "remat=full fsdp=4 tensor=8 pipeline=64 microbatches=128 schedule=1f1b zero_stage=1",
     ),
-    Case("gpt_22b", "v5p:4x4x8", 2, "remat=full tensor=4"),
+    Case("gpt_22b", "v5p:4x4x8", 2, "remat=full tensor=4", listed=False),
     Case(
         "llama3_8b",
         "v5p:4x4x4",
         2,
         "remat=full pipeline=4 microbatches=8 schedule=1f1b zero_stage=1",
+        listed=False,
     ),
     Case("llama3_8b", "v6e:16x16", 1, "remat=save:query,key,value,attention"),
     Case("llama32_1b", "v5e:4x4", 4, "remat=full"),
-    Case("llama32_1b", "a100-40:1x8", 2, "remat=full"),
+    Case("llama32_1b", "a100-40:1x8", 2, "remat=full", listed=False),
     Case("llama2_70b", "h100:64x8", 2, "remat=save:query,key,value,attention,attention_out data=4"),
     Case(
         "llama2_7b",
         "h100:8x8",
         4,
         "remat=keep:2 pipeline=4 tensor=2 microbatches=16 schedule=zb_h1 zero_stage=1",
+        listed=False,
     ),
     Case(
         "llama2_7b",
         "v5p:4x4x4",
         4,
         "remat=keep:2 pipeline=4 microbatches=16 schedule=1f1b",
+        listed=False,
     ),
 )
 
@@ -138,14 +152,14 @@ STAGES = tuple(
     Case("mt5_xxl", "a100-80:8x8", 16, f"remat=full microbatches=8 zero_stage={stage} {ADAMW}")
     for stage in range(4)
 )
-"""Beside the study of ZeRO stages on mT5 (arXiv 2310.05350): its largest model, its GPUs and the
+"""As in the study of ZeRO stages on mT5 (arXiv 2310.05350): its largest model, its GPUs and the
 largest of its numbers of nodes."""
-STUDY_SECONDS = ("-", "-", "31.4 s", "38.9 s")
+STUDY_SECONDS = ("-", "-", "31.4", "38.9")
 """Of a step on 8 nodes, as quoted second-hand; the study gives no bytes."""
 
 
 def main() -> int:
-    """Compiles what has no result yet, and writes the tables."""
+    """Compiles the cases without a result, and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has it")
     parser.add_argument("--fresh", action="store_true", help="take them again")
@@ -212,31 +226,32 @@ def num_devices(topology: str) -> int:
 
 
 def table(kept: dict[str, dict[str, Any]]) -> str:
-    """The results as a table in Markdown."""
+    """The listed results as a table in Markdown."""
     lines = [
-        "| model | machine | devices | sequences a device | layout | arguments | temporaries "
-        "| limit | verdict | estimate | bytes beside matmuls | seconds hidden | libtpu |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| model | topology | sequences a device | layout | arguments, GB | temporaries, GB "
+        "| limit, GB | estimate, s | overlapped, % | hidden, % |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    shown = [case for case in CASES if case.name in kept]
+    shown = [case for case in CASES if case.listed and case.name in kept]
     lines += ["| " + " | ".join(row(case, kept[case.name])) + " |" for case in shown]
-    return "\n".join(lines)
+    versions = sorted({kept[case.name]["libtpu"] for case in shown if "libtpu" in kept[case.name]})
+    return "\n".join([*lines, "", f"TPUs by libtpu {', '.join(versions)}."])
 
 
 def stage_table(kept: dict[str, dict[str, Any]]) -> str:
-    """The steps of `STAGES` as a table in Markdown, beside ZeRO's formulas and the study."""
+    """The steps of `STAGES` as a table in Markdown, with ZeRO's formulas and the study."""
     lines = [
-        "| ZeRO stage | arguments | temporaries | together | limit | verdict "
-        "| states, 16 B a parameter | the study |",
-        "|---|---|---|---|---|---|---|---|",
+        "| ZeRO stage | arguments, GB | temporaries, GB | total, GB | limit, GB "
+        "| states at 16 B a parameter, GB | the study, s |",
+        "|---|---|---|---|---|---|---|",
     ]
     for stage, case in enumerate(STAGES):
         if case.name in kept:
             numbers = kept[case.name]
-            keys = ("argument_bytes", "temp_bytes", "peak_bytes", "limit_bytes")
-            cells = [f"{numbers[key] / 1e9:.1f} GB" for key in keys]
+            keys = ("argument_bytes", "temp_bytes", "peak_bytes")
+            cells = [f"{numbers[key] / 1e9:.1f}" for key in keys]
             states = zero_bytes(12_921_057_280, stage, num_devices(case.topology))
-            cells += [verdict(numbers), f"{states / 1e9:.1f} GB", STUDY_SECONDS[stage]]
+            cells += [limit(numbers), f"{states / 1e9:.1f}", STUDY_SECONDS[stage]]
             lines.append(" | ".join([f"| {stage}", *cells]) + " |")
     return "\n".join(lines)
 
@@ -248,43 +263,42 @@ def zero_bytes(params: int, stage: int, ranks: int) -> float:
     return params * (whole + (16 - whole) / ranks)
 
 
-def verdict(numbers: dict[str, Any]) -> str:
-    """Whether a step fits, or by how much it does not."""
+def limit(numbers: dict[str, Any]) -> str:
+    """The GB that a program may use, and by how many a step that does not fit exceeds them."""
+    text = f"{numbers['limit_bytes'] / 1e9:.1f}"
     missing = numbers["peak_bytes"] - numbers["limit_bytes"]
-    return "fits" if numbers["fits"] else f"{missing / 1e9:.1f} GB too much"
+    return text if numbers["fits"] else f"{text}, exceeded by {missing / 1e9:.1f}"
 
 
 def row(case: Case, numbers: dict[str, Any]) -> list[str]:
     """The cells of a case."""
     others = [setting for setting in case.layout.split() if not setting.startswith("fsdp=")]
     layout = " ".join(others)
-    first = [case.model, case.topology, str(num_devices(case.topology)), f"{case.sequences:g}"]
+    first = [case.model, case.topology, f"{case.sequences:g}"]
     if "refusal" in numbers:
-        return [*first, layout, "-", "-", "-", "refused", "-", "-", "-", "-"]
-    sizes = [f"{numbers[key] / 1e9:.2f} GB" for key in ("argument_bytes", "temp_bytes")]
+        return [*first, layout, "-", "-", "refused", "-", "-", "-"]
+    sizes = [f"{numbers[key] / 1e9:.2f}" for key in ("argument_bytes", "temp_bytes")]
     seconds = numbers["optimal_seconds"]
     return [
         *first,
         f"fsdp={numbers['layout']['fsdp']} {layout}",
         *sizes,
-        f"{numbers['limit_bytes'] / 1e9:.1f} GB",
-        verdict(numbers),
-        f"{seconds:.2f} s" if seconds else "-",
+        limit(numbers),
+        f"{seconds:.2f}" if seconds else "-",
         *hidden(numbers),
-        numbers.get("libtpu", "-"),
     ]
 
 
 def hidden(numbers: dict[str, Any]) -> tuple[str, str]:
-    """The share of the bytes of collectives that travel while matmuls run, and of their seconds on
-    the links, that matmuls hide; run by run.
+    """The share of the bytes of collectives that overlap with matmuls, and of their seconds on the
+    links that matmuls hide, in percent.
 
-    A result from before runs were counted one by one has neither, unless no kind of collective has
-    a matmul beside it; "?" then.
+    A result from before runs were counted one by one has neither ("?"), unless no matmul overlaps
+    any collective.
     """
     if "beside_bytes" not in numbers:
-        beside = any(one["async"] and one["beside_flops"] for one in numbers["collectives"])
-        return ("?", "?") if beside else ("0 %", "0 %") if numbers["collectives"] else ("-", "-")
+        overlapped = any(one["async"] and one["beside_flops"] for one in numbers["collectives"])
+        return ("?", "?") if overlapped else ("0", "0") if numbers["collectives"] else ("-", "-")
     return (
         share(numbers["beside_bytes"], numbers["collective_bytes"]),
         share(max(0, numbers["link_seconds"] - numbers["wait_seconds"]), numbers["link_seconds"]),
@@ -293,7 +307,7 @@ def hidden(numbers: dict[str, Any]) -> tuple[str, str]:
 
 def share(part: float, whole: float) -> str:
     """In percent."""
-    return f"{100 * part / whole:.0f} %" if whole else "-"
+    return f"{100 * part / whole:.0f}" if whole else "-"
 
 
 if __name__ == "__main__":

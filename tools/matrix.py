@@ -1,12 +1,12 @@
 """python tools/matrix.py [--model KIND ...] [--whole] [--page docs/correctness.md]
 
-Runs the layouts that are proven and writes what they gave as a table: how far the worst was from
-one device after some steps in float64.
+Runs layouts in float64 and writes a table of their largest errors relative to one device.
 
-Without --model, those of a decoder that the suite runs: for each way to write eight devices as
-data x fsdp x context x tensor, how many layouts ran (ZeRO stages, accumulations, remat policies,
-offload). With --model, those of other kinds of models, of which the suite runs a few: every pair of
-axes of the mesh, a pipeline's among them, ZeRO stage, accumulation or schedule, and remat policy.
+Without --model, the layouts of a decoder that the suite runs: every factorisation of eight devices
+into data x fsdp x context x tensor, with ZeRO stages, accumulations, remat policies and offload,
+one row for each set of axes of several devices. With --model, other types of models, of which the
+suite runs a few layouts: every pair of mesh axes (pipeline included), ZeRO stage, accumulation or
+schedule, and remat policy.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         help="kinds of models, named in tests/invariants/models.py; without names, one of each: "
         f"{', '.join(ALL)}",
     )
-    parser.add_argument("--whole", action="store_true", help="the whole product, not pairs: hours")
+    parser.add_argument("--whole", action="store_true", help="every combination, not pairs: hours")
     options = parser.parse_args(argv)
     if options.page:  # before hours of work
         try:
@@ -74,20 +74,20 @@ def _decoder(options: argparse.Namespace) -> int:
     count: dict = collections.Counter()
     found, status = _run(layouts, check_layout)
     for layout, errors in found:
-        axes = tuple(layout[axis] for axis in matrix.AXES)
+        axes = tuple(axis for axis in matrix.AXES if layout[axis] > 1)
         count[axes] += 1
         for name in ERRORS:
             worst[axes][name] = max(worst[axes][name], errors[name])
-    heads = [*matrix.AXES, "layouts", *ERRORS]
-    rows = {
-        sizes: [*sizes, count[sizes], *(f"{worst[sizes][name]:.0e}" for name in ERRORS)]
-        for sizes in sorted(count, reverse=True)
-    }
+    heads = ["mesh axes", "layouts", *ERRORS]
+    rows = [
+        [" x ".join(axes), count[axes], *(f"{worst[axes][name]:.0e}" for name in ERRORS)]
+        for axes in sorted(count, key=lambda axes: (len(axes), *map(matrix.AXES.index, axes)))
+    ]
     title = (
         f"{sum(count.values())} layouts, {_today()}, `python tools/matrix.py`. Largest error "
         "relative to one device, five steps, float64."
     )
-    text = "\n".join([title, "", _line(heads), _rule(heads), *map(_line, rows.values())])
+    text = "\n".join([title, "", _line(heads), _rule(heads), *map(_line, rows)])
     return max(status, _write(options.page, "matrix", lambda before: text))
 
 

@@ -1,4 +1,4 @@
-"""Sums over the bits of arrays, whatever their layout, and whether all their numbers are finite."""
+"""Checksums of arrays, independent of their layout, and a check for non-finite numbers."""
 
 import concurrent.futures
 import math
@@ -11,28 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 
 _CHUNK, _LINE = 2**16, 2**12
-"""Words that are summed at a time on the host, which fit a core's cache; and in lines of how many:
-their columns are added first, so that few words are multiplied."""
+"""Words that are summed at a time on the host, which fit a core's cache, and words of a row:
+columns are added first, so that few words are multiplied."""
 
 _ODD = 2 * np.arange(_CHUNK, dtype=np.uint32) + 1
 
 
 class ArraySum(NamedTuple):
-    """What `array_sums` finds of an array."""
+    """The checksum of an array, and whether all its numbers are finite."""
 
     checksum: int
-    finite: bool  # True for whole numbers, and where nobody asked
+    finite: bool  # True for integers, and when not computed
 
 
 def array_sums(arrays: Mapping[str, Any], *, finite: bool = True) -> dict[str, ArraySum]:
-    """A number per array that depends on every bit of it and not on its layout: the sum modulo
-    2^32 of its words, each times an odd number that depends on its position.
+    """A checksum per array that depends on every bit and not on the layout: the sum modulo 2^32 of
+    its words, each times an odd number that depends on its position.
 
     Integer sums are exact in any order, so shards may be added in any; multiplying by an odd number
     is invertible, so a change of a single word always shows.
 
     Args:
-      finite: whether to ask if all numbers are; in host memory that is half of the work.
+      finite: whether to check for non-finite numbers; in host memory half of the work.
     """
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         on_host = {
@@ -40,7 +40,7 @@ def array_sums(arrays: Mapping[str, Any], *, finite: bool = True) -> dict[str, A
             for name, array in arrays.items()
             if _is_in_host_memory(array)
         }
-        # One after the other: arrays that are offloaded to host memory are copied to the device.
+        # One after the other: arrays offloaded to host memory are copied to the device.
         sums = {
             name: ArraySum(*(value.item() for value in jax.device_get(device_sum(array))))
             for name, array in arrays.items()
@@ -62,7 +62,7 @@ def _in_pool(
 
 @jax.jit
 def device_sum(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The checksum of one array, and whether it is finite, computed where it is."""
+    """The checksum of one array, and whether it is finite, computed on its devices."""
     # XLA computes only with arrays in device memory.
     array = jax.device_put(array, jax.memory.Space.Device)
     finite = jnp.all(jnp.isfinite(array))
@@ -78,7 +78,7 @@ def device_sum(array: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _is_in_host_memory(array: Any) -> bool:
-    """Whether NumPy reads it in place: XLA's sums on a CPU take several times as long."""
+    """Whether NumPy can read the array in place: XLA's sums on a CPU take several times as long."""
     if not isinstance(array, jax.Array):
         return True
     return array.is_fully_addressable and all(d.platform == "cpu" for d in array.devices())
@@ -100,7 +100,7 @@ def _host_sum(array: Any, finite: bool) -> ArraySum:
 def _block_sum(
     block: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...], ask_finite: bool
 ) -> ArraySum:
-    """The share of one block of an array, which is at `index` of `shape`."""
+    """The contribution of one block of an array, at `index` of `shape`."""
     block = np.ascontiguousarray(block).reshape(block.shape or (1,))
     words, limit = _words(block)
     limit = limit if ask_finite else None
@@ -131,8 +131,8 @@ def _block_sum(
 def _sum_of_rows(
     rows: np.ndarray, starts: np.ndarray, limit: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """The sum of rows of words that begin at these places, and the largest word behind the mask of
-    `limit`."""
+    """The sum of rows of words that begin at these positions, and the largest word under the mask
+    of `limit`."""
     total, largest = 0, 0
     for first in range(0, rows.shape[1], _CHUNK):
         width = min(rows.shape[1] - first, _CHUNK)
@@ -151,8 +151,8 @@ def _sum_of_rows(
 
 
 def _words(block: np.ndarray) -> tuple[np.ndarray, tuple[int, int] | None]:
-    """The words of a block of 1 or more dimensions; and a mask of the bits of their absolute value
-    with its least value that is not finite, where that is simple."""
+    """The words of a block of 1 or more dimensions; and, for types with one number per word, the
+    mask of the bits of the absolute value and the least masked value that is not finite."""
     bits = min(32, 8 * block.dtype.itemsize)
     limits = {"float32": (2**31 - 1, 0x7F800000), "bfloat16": (2**15 - 1, 0x7F80)}
     return block.view(f"uint{bits}"), limits.get(block.dtype.name)
@@ -161,10 +161,10 @@ def _words(block: np.ndarray) -> tuple[np.ndarray, tuple[int, int] | None]:
 def _row_starts(
     index: tuple[slice, ...], shape: tuple[int, ...], rows: tuple[int, ...], width: int
 ) -> np.ndarray:
-    """The place modulo 2^32 of the first word of each row of a block, flat.
+    """The position modulo 2^32 of the first word of each row of a block, flat.
 
     Args:
-      rows: the dimensions of the block but the last.
+      rows: the dimensions of the block except the last.
       width: words of an element.
     """
     starts = np.full((1,) * len(rows), (index[-1].start or 0) * width, np.uint64)

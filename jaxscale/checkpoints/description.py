@@ -1,5 +1,6 @@
-"""The description of a checkpoint, which is in its folder: its arrays, its files, and what the run
-adds. It is only read, whoever wrote it: every field is checked before anybody uses it."""
+"""The description of a checkpoint (description.json): its arrays, files and metadata of the run.
+
+It is untrusted input: every field is checked before use."""
 
 import json
 from collections.abc import Mapping
@@ -11,27 +12,27 @@ from jaxscale.storage.untrusted import parse_json, safe_name
 FORMAT = 1
 
 FROZEN = "frozen"
-"""The folder of a checkpoint for arrays that training leaves as they are: of the checkpoints in one
-folder, its files may be links to the same."""
+"""The folder of a checkpoint for frozen arrays, which training does not change; several checkpoints
+may share its files by hard links."""
 
 
 def write_description(values: Mapping[str, Any]) -> str:
-    """The text of a description: its values, and their digest."""
+    """The JSON text of a description: its values, and their digest."""
     values = {"format": FORMAT} | dict(values)
     return json.dumps(values | {"digest": durable.json_digest(values)})
 
 
 def read_description(text: str | bytes) -> dict[str, Any]:
-    """The values of a description: "arrays", "metadata" and, but in old ones, "files".
+    """The values of a description: "arrays", "metadata" and, except in old ones, "files".
 
     Raises:
-      ValueError: it changed since it was written, or is not a description; says why in a few words.
+      ValueError: it changed since it was written, or is not a description; a short reason.
     """
     try:
         values = parse_json(text)
         digest = values.pop("digest")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError("its description is damaged") from error
+        raise ValueError("its description is corrupt") from error
     if digest != durable.json_digest(values):
         raise ValueError("its description changed since it was saved")
     if values.get("format") != FORMAT:
@@ -46,10 +47,10 @@ def read_description(text: str | bytes) -> dict[str, Any]:
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> None:
-    """Checks what a run adds to the description of its checkpoints.
+    """Checks the metadata that a run adds to the description of its checkpoints.
 
     Raises:
-      ValueError: names what is missing or of another type.
+      ValueError: a field is missing or has another type.
     """
     config, data = metadata.get("config"), metadata.get("data")
     if not isinstance(config, dict) or not all(isinstance(part, dict) for part in config.values()):

@@ -1,4 +1,4 @@
-"""What differs between what was saved and what is wanted, in lines for a person."""
+"""Differences between a checkpoint and a run (settings, arrays), as lines of text."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from jaxscale import config as configs
 from jaxscale.config.model import is_own_family
 
 LINES = 20
-"""Differences that a message lists; it only counts the rest."""
+"""Differences that a message lists; further ones are only counted."""
 
 
 def describe_difference(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
@@ -25,13 +25,13 @@ def describe_difference(saved: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def _written_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A saved config as it is written now: an older version wrote settings that nothing reads."""
+    """A saved config without settings that older versions wrote and nothing reads."""
     try:
         if is_own_family(saved.get("model", {}).get("family", "")):
-            return saved  # whose module is not to be imported for this
+            return saved  # the module of a custom model is not imported for a message
         written = configs.to_dict(configs.from_dict(dict(saved)))
     except (ValueError, TypeError, AttributeError):
-        return saved  # of another version, or damaged
+        return saved  # of another version, or corrupt
     return written if written.keys() == saved.keys() else saved
 
 
@@ -45,11 +45,11 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def array_differences(saved: dict[str, dict], wanted: dict[str, dict], *, part: bool) -> list[str]:
-    """One line per array that does not match, the parameters before what is derived from them.
+    """One line per array that differs, parameters before the optimizer's state.
 
     Args:
       saved, wanted: "shape" and "dtype" of each array by name.
-      part: whether more may be saved than is wanted.
+      part: whether the checkpoint may have further arrays.
     """
     lines = []
     for name in sorted(saved.keys() | wanted.keys(), key=lambda name: (name.count("/"), name)):
@@ -69,7 +69,7 @@ def array_differences(saved: dict[str, dict], wanted: dict[str, dict], *, part: 
 
 
 def listing(title: str, found: list[str], changed: list[str]) -> str:
-    """A message with the arrays that differ, and the settings that changed, one on a line."""
+    """A message with the arrays that differ and the settings that changed, one per line."""
     lines = [f"{title}; {len(found)} arrays differ:", *(f"  {line}" for line in found[:LINES])]
     if len(found) > LINES:
         lines.append(f"  and {len(found) - LINES} more")

@@ -1,4 +1,4 @@
-"""Errors of checkpoints that cannot be read; what one process finds is raised in all."""
+"""Errors of corrupt and unreadable checkpoints; an error in one process is raised in all."""
 
 import errno
 import os
@@ -16,15 +16,15 @@ from jaxscale.storage.local_tier import local_steps
 NOT_READ = frozenset(
     os.strerror(code) for code in (errno.EACCES, errno.EPERM, *durable.MAY_PASS - {errno.EIO})
 )
-"""Reasons for which a file cannot be read that say nothing of what is in it. A disk's error may be
-a network's, which passes, or a bad sector: it counts as damage the second time."""
+"""Errors of the operating system after which a file may be intact. EIO may be a transient error of
+a network file system, or a bad sector: it counts as damage the second time."""
 
 AGAIN_SECONDS = 5.0
-"""After which what could not be read for a disk's error is read again."""
+"""Wait before a read that failed with EIO is repeated."""
 
 
 class DamagedError(ValueError):
-    """A checkpoint that cannot be used, whatever the run; `reason` says why in a few words."""
+    """A corrupt checkpoint, which no run can use; `reason` is a short text."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -34,28 +34,28 @@ class DamagedError(ValueError):
 class UnreadableError(OSError):
     """A checkpoint that the operating system does not let this process read: it may be intact."""
 
-    exit_status = 1  # it may do so the next time: a supervisor tries again
+    exit_status = 1  # it may be transient, so a supervisor tries again
 
 
 def unusable(
     directory: pathlib.Path, step: int, error: Exception
 ) -> DamagedError | UnreadableError:
-    """What to raise of a checkpoint that ended a read with an error."""
+    """The error to raise for a checkpoint whose read failed."""
     why = durable.reason(error)
-    place = f"checkpoint {step} in {directory}"
+    name = f"checkpoint {step} in {directory}"
     if why in NOT_READ or isinstance(error, MemoryError):
-        return UnreadableError(f"{place} cannot be read: {why}; it is left as it is")
+        return UnreadableError(f"{name} cannot be read: {why}; it is left as it is")
     before = max((other for other in local_steps(directory) if other < step), default=None)
     advice = (
         "there is none before it"
         if before is None
-        else f"the one before it is {before}: remove {directory / str(step)} to resume from it"
+        else f"remove {directory / str(step)} to resume from checkpoint {before}"
     )
-    return DamagedError(f"{place} cannot be used ({why}); {advice}", why)
+    return DamagedError(f"{name} cannot be used ({why}); {advice}", why)
 
 
 def read_twice[T](read: Callable[[], T]) -> T:
-    """What a read returns; one that ends with a disk's error is repeated once, later."""
+    """The result of a read, which is repeated once after EIO."""
     try:
         return read()
     except Exception as error:  # Orbax raises bare Exceptions
@@ -66,10 +66,10 @@ def read_twice[T](read: Callable[[], T]) -> T:
 
 
 def read_everywhere[T](topic: str, read: Callable[[], T]) -> T:
-    """What is read in every process: all raise when one does, so that none waits for it.
+    """The result of a read in every process; all raise when one does, so that none waits for it.
 
     Args:
-      topic: as of `processes.all_reports`.
+      topic: as in `processes.all_reports`.
 
     Raises:
       DamagedError, UnreadableError: as `read` does, in this process or in another one.
@@ -82,7 +82,7 @@ def read_everywhere[T](topic: str, read: Callable[[], T]) -> T:
             raise
         problem = [str(error), error.reason if isinstance(error, DamagedError) else ""]
     problems = processes.all_reports(topic, problem)
-    # Where one cannot read it, what the others read of it does not matter.
+    # A process that cannot read it (reason "") takes precedence over corruption in another.
     for message, why in sorted(problems, key=lambda each: each[1]):
         if message:
             raise DamagedError(message, why) if why else UnreadableError(message)
@@ -90,7 +90,7 @@ def read_everywhere[T](topic: str, read: Callable[[], T]) -> T:
 
 
 def find_in_first[T](topic: str, find: Callable[[], T]) -> T:
-    """What process 0 finds, in every process; what JSON can hold.
+    """The result of `find` in process 0, a JSON value, in every process.
 
     Raises:
       DamagedError: as `find` does in process 0.

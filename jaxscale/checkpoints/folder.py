@@ -1,9 +1,9 @@
-"""The folder of a checkpoint: arrays, whatever their layout, and the description of them.
+"""The folder of one checkpoint on disk: its arrays (Orbax) and their description.
 
 Every array is stored whole, under its path in the state, so neither the layout nor the classes that
-saved it matter when it is read. Those that training leaves as they are have files of their own,
-which a later checkpoint need not write again. The description, with the arrays' checksums and what
-the run adds, is in the same folder.
+saved it matter when it is read. Frozen arrays have separate files, which a later checkpoint need
+not write again. The description, with the arrays' checksums and the run's metadata, is in the same
+folder.
 """
 
 import logging
@@ -25,13 +25,13 @@ from jaxscale.checkpoints.errors import read_twice, unusable
 from jaxscale.storage import durable
 from jaxscale.storage.local_tier import MARKER
 
-with epy.lazy_imports():  # by a run, while its step is compiled
+with epy.lazy_imports():  # imported by a run while its step compiles
     import orbax.checkpoint as ocp
 
 # Orbax logs each save at length; its errors are raised here, and reported once.
 absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname)
-# Of several files that cannot be written the first is reported. The others' errors asyncio reports
-# when they are forgotten.
+# Of several files that cannot be written the first is reported. Asyncio logs the errors of the
+# others when they are garbage-collected.
 logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
 
 log = logging.getLogger("jaxscale")
@@ -40,13 +40,13 @@ ARRAYS = "arrays"
 """The folder of a checkpoint for arrays that training changes."""
 
 MOST_ERRORS = 1000
-"""Of one save that failed."""
+"""The most errors that are cleared after a failed save."""
 
 
 SHARED_WRITE_BYTES = 2**20
-"""The least that each of several devices with the same array writes of it. Orbax cuts the parts out
-with a program for each, compiled at the first save: for small arrays that takes longer than to
-write them whole."""
+"""The smallest part that each of several devices with the same array writes. Orbax cuts out each
+part with a program, compiled at the first save: for a small array that takes longer than writing it
+whole."""
 
 
 type ArrayWriter = ocp.AsyncCheckpointer
@@ -54,7 +54,7 @@ type ArrayWriter = ocp.AsyncCheckpointer
 
 
 def named_arrays(state: Any) -> dict[str, Any]:
-    """The arrays of a tree under their paths, such as "params/layers/attention/q"."""
+    """The arrays of a tree by path, such as "params/layers/attention/q"."""
     arrays = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -67,12 +67,12 @@ def named_arrays(state: Any) -> dict[str, Any]:
 
 
 def array_signature(array: Any) -> dict[str, Any]:
-    """What the description says of an array, but for its checksum."""
+    """The entry of an array in the description, without its checksum."""
     return {"shape": list(array.shape), "dtype": str(array.dtype)}
 
 
 def array_writer(host_gb: int) -> ArrayWriter:
-    """A writer of arrays of which at most so much may be in host memory, where it is not 0."""
+    """A writer that copies at most `host_gb` to host memory at a time; 0 sets no limit."""
     limits: dict[str, Any] = {
         "save_concurrent_gb": host_gb,
         "save_device_host_concurrent_gb": host_gb,
@@ -98,7 +98,7 @@ def begin_write(
     """Returns as soon as the arrays may be changed or donated.
 
     Args:
-      frozen: those of `arrays` that have files of their own.
+      frozen: the names in `arrays` that have separate files.
     """
     parts = {
         folder: ocp.args.PyTreeSave(part) for folder, part in _by_folder(arrays, frozen).items()
@@ -107,7 +107,7 @@ def begin_write(
 
 
 def _by_folder(arrays: dict[str, Any], frozen: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Arrays by the folder of a checkpoint that has their files; without empty folders."""
+    """Arrays by the folder of a checkpoint with their files; without empty folders."""
     folders: dict[str, dict[str, Any]] = {}
     for name, array in arrays.items():
         folders.setdefault(FROZEN if name in frozen else ARRAYS, {})[name] = array
@@ -115,25 +115,25 @@ def _by_folder(arrays: dict[str, Any], frozen: Collection[str]) -> dict[str, dic
 
 
 def frozen_arrays(arrays: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Those of the arrays in a description that training leaves as they are."""
+    """The frozen arrays of a description, which training does not change."""
     return {name: about for name, about in arrays.items() if about.get("frozen")}
 
 
 def link_files(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Makes a folder whose files are links to those of another.
+    """Creates a folder whose files are hard links to the files of another.
 
     Raises:
       OSError: the file system has no links, or cannot make these.
     """
     try:
         shutil.copytree(source, target, copy_function=os.link)
-    except shutil.Error as error:  # of all files: the reason of the first says enough
+    except shutil.Error as error:  # lists all files; the first reason is enough
         raise OSError(error.args[0][0][2]) from error
 
 
 def forget_errors(writer: ArrayWriter) -> None:
-    """After a write that failed: the writer keeps an error for each file, and would raise the next
-    one of them in each later write, and when it is closed."""
+    """Clears the writer's errors after a failed write: Orbax keeps one for each file, and raises
+    the next of them in each later write and on closing."""
     for _ in range(MOST_ERRORS):
         try:
             writer.wait_until_finished()
@@ -143,17 +143,17 @@ def forget_errors(writer: ArrayWriter) -> None:
 
 
 def complete_folder(path: pathlib.Path, description: dict[str, Any]) -> None:
-    """Opens the arrays that were written as a reader would, adds the description, and returns when
-    all is on disk.
+    """Opens the written arrays as a reader would, adds the description, and returns when all is on
+    disk.
 
     Raises:
-      ValueError: what was written cannot be read.
+      ValueError: the written arrays cannot be read.
     """
     saved = _open_arrays(path / ARRAYS)
     if frozen_arrays(description["arrays"]):
         saved |= _open_arrays(path / FROZEN)
     if differences := array_differences(saved, description["arrays"], part=False):
-        raise ValueError(f"what was written cannot be read: {differences[0]}")
+        raise ValueError(f"the written arrays cannot be read: {differences[0]}")
     description["files"] = durable.describe_files(path)
     (path / MARKER).parent.mkdir()
     (path / MARKER).write_text(write_description(description))
@@ -161,7 +161,7 @@ def complete_folder(path: pathlib.Path, description: dict[str, Any]) -> None:
 
 
 def _open_arrays(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The signatures of the arrays in a folder, opened as a reader opens them; none is read."""
+    """The shapes and types of the arrays in a folder, opened as a reader would; none is read."""
     handler = ocp.PyTreeCheckpointHandler()
     try:
         found = handler.metadata(epath.Path(path)).tree
@@ -176,14 +176,14 @@ def read_arrays(
     """Arrays of a checkpoint, each with the sharding and type of its `jax.ShapeDtypeStruct`.
 
     Args:
-      frozen: those that have files of their own.
+      frozen: names of arrays with separate files.
 
     Raises:
       DamagedError: they cannot be used.
       UnreadableError: the operating system does not let this process read them.
     """
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    reader = ocp.PyTreeCheckpointHandler()  # an `ocp.Checkpointer` waits for all processes
+    reader = ocp.PyTreeCheckpointHandler()  # `ocp.Checkpointer` would wait for all processes
 
     def read(folder: str, part: dict[str, Any]) -> dict[str, jax.Array]:
         restore_args = {
@@ -210,7 +210,7 @@ def read_arrays(
 
 
 def set_aside(path: pathlib.Path) -> pathlib.Path:
-    """Renames the folder of a checkpoint, which is then none; the new path."""
+    """Renames the folder of a checkpoint, so that it no longer counts as one; returns the path."""
     number = 1
     while (target := path.with_name(f"{path.name}.damaged{number}")).exists():
         number += 1
@@ -219,15 +219,15 @@ def set_aside(path: pathlib.Path) -> pathlib.Path:
 
 
 def remove(path: pathlib.Path) -> None:
-    """Deletes a checkpoint, unless it is being read: then it is left for the next time. A line is
-    logged where it cannot be deleted."""
+    """Deletes a checkpoint, or leaves it for the next time while it is being read. A failure is
+    logged."""
     deleted = path.with_suffix(".deleted")
     try:
         with durable.claimed(path / MARKER) as free:
-            # Under another name first: a deletion that is cut short leaves no half checkpoint.
+            # Renamed first, so that an interrupted deletion leaves no partial checkpoint.
             if free:
                 path.rename(deleted)
         if free:
             shutil.rmtree(deleted)
     except OSError as error:
-        log.info(f"checkpoint {path.name} is old but could not be deleted: {error}")
+        log.info(f"checkpoint {path.name} is no longer kept but could not be deleted: {error}")

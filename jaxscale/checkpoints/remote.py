@@ -1,7 +1,7 @@
-"""The checkpoints at a run's address.
+"""Remote checkpoints: upload, download and removal at a run's URL.
 
-A checkpoint there is the objects of its folder. Its description, which lists all others with their
-sizes, is put last and removed first: without it there is no checkpoint.
+A remote checkpoint is the objects of its folder. Its description, which lists all others with their
+sizes, is uploaded last and removed first: without it there is no checkpoint.
 """
 
 import pathlib
@@ -13,18 +13,18 @@ from jaxscale.storage.local_tier import CHECKPOINTS, MARKER, check_free, stored_
 from jaxscale.storage.object_store import ObjectStore, StoreError
 
 FETCHED = ".fetched"
-"""The file of a checkpoint here that came from the address, and can do so again."""
+"""The file that marks a local checkpoint as downloaded, so that it can be downloaded again."""
 
 
 def send_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> int:
-    """Puts a checkpoint, its description last; returns the bytes that were sent. A file that it
-    shares with a checkpoint which is there already is copied inside the store.
+    """Uploads a checkpoint, its description last; returns the bytes that were sent. A file that it
+    shares with a checkpoint in the store is copied inside the store.
 
     Args:
-      folder: of the checkpoints here.
+      folder: of the local checkpoints.
 
     Raises:
-      StoreError: it is not there as a whole; nobody takes what is there for a checkpoint.
+      StoreError: the upload is incomplete; the store then has no checkpoint of this step.
     """
     prefix, place = f"{CHECKPOINTS}/{step}", folder / str(step)
     paths = [path for path in place.rglob("*") if path.is_file() and path.name != FETCHED]
@@ -46,8 +46,8 @@ def send_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> int:
 
 
 def _stored_twins(store: ObjectStore, folder: pathlib.Path, step: int) -> dict[str, str]:
-    """Objects of a checkpoint that is still to be put in a store: the same object of another that
-    is there, where here both are links to one file."""
+    """Object of a checkpoint to upload -> the same object of a stored one, where both are hard
+    links to one local file."""
     twins: dict[str, str] = {}
     frozen = [path for path in (folder / str(step) / FROZEN).rglob("*") if path.is_file()]
     others = stored_steps(store) if frozen else []
@@ -63,11 +63,11 @@ def _stored_twins(store: ObjectStore, folder: pathlib.Path, step: int) -> dict[s
 
 
 def fetch_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> pathlib.Path:
-    """Brings a checkpoint into a folder under another name, which is returned.
+    """Downloads a checkpoint into a folder under another name, which is returned.
 
     Raises:
-      ValueError: what is in the store is damaged; says why in a few words.
-      StoreError: the store cannot be read, or there is no room here.
+      ValueError: the one in the store is corrupt; a short reason.
+      StoreError: the store cannot be read, or the local disk has too little free space.
     """
     prefix, path = f"{CHECKPOINTS}/{step}", folder / f"{step}.unfinished"
     data = store.read(f"{prefix}/{MARKER}")
@@ -91,7 +91,7 @@ def fetch_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> pat
 
 
 def remove_checkpoint(store: ObjectStore, step: int) -> None:
-    """Removes a checkpoint, or what an interrupted upload left of one."""
+    """Removes a checkpoint, or the rest of an interrupted upload."""
     names = store.sizes(f"{CHECKPOINTS}/{step}")
     marker = f"{CHECKPOINTS}/{step}/{MARKER}"
     if marker in names:
@@ -100,7 +100,7 @@ def remove_checkpoint(store: ObjectStore, step: int) -> None:
 
 
 def set_aside_stored(store: ObjectStore, step: int) -> str:
-    """Gives a damaged checkpoint another name, which is returned; it is one no more."""
+    """Renames a corrupt checkpoint, so that it no longer counts as one; returns the new name."""
     names, number = store.sizes(CHECKPOINTS), 1
     while any(name.startswith(f"{CHECKPOINTS}/{step}.damaged{number}/") for name in names):
         number += 1
@@ -113,6 +113,6 @@ def set_aside_stored(store: ObjectStore, step: int) -> str:
 
 
 def unfinished_steps(store: ObjectStore) -> list[int]:
-    """The steps of which an interrupted upload, or removal, left a part."""
+    """The steps with parts left by an interrupted upload or removal."""
     parts = {name.split("/")[1] for name in store.sizes(CHECKPOINTS)}
     return sorted({int(part) for part in parts if part.isdecimal()} - set(stored_steps(store)))

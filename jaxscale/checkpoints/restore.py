@@ -1,4 +1,4 @@
-"""Reads a checkpoint onto any layout: names, shapes and types are compared first, then the bits."""
+"""Restores a checkpoint onto any layout, after comparing names, shapes, types and checksums."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,11 +25,11 @@ def restore(
 
     Args:
       step: one of `checkpoints.steps()`.
-      abstract_state: tree of `jax.ShapeDtypeStruct` with shardings; one without a sharding goes to
-        the default device.
-      config: the present config, so that an error can name the settings that changed.
-      part: whether the checkpoint may hold more arrays than `abstract_state`.
-      without: a part of the saved state that is left out.
+      abstract_state: tree of `jax.ShapeDtypeStruct` with shardings; without a sharding, an array is
+        read to the default device.
+      config: the current config, so that an error can name the settings that changed.
+      part: whether the checkpoint may have more arrays than `abstract_state`.
+      without: a part of the saved state to leave out.
 
     Returns:
       A tree like `abstract_state`, every value bit for bit as it was saved.
@@ -69,8 +69,8 @@ def check_fits(
     part: bool = False,
     without: str = "",
 ) -> dict[str, Any]:
-    """What the description of a checkpoint says of its arrays, by their names; none is read.
-    The arguments are those of `restore`.
+    """The arrays of a checkpoint by name, as its description has them; none is read. The arguments
+    are those of `restore`.
 
     Raises:
       ValueError: names, shapes or types differ, or the checkpoint cannot be used.

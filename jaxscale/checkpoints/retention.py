@@ -1,4 +1,4 @@
-"""Retention: which checkpoints of a run are kept."""
+"""Retention of checkpoints: the newest, multiples of a step, the best."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Retention:
-    """The newest checkpoints, and some of the others."""
+    """The rule by which checkpoints are kept."""
 
-    last: int  # of the newest
-    every: int = 0  # also those whose step is a multiple of this; 0 means none
-    best: bool = False  # also that with the lowest loss on held-out text
+    last: int  # number of newest checkpoints
+    every: int = 0  # also keeps steps that are a multiple of this; 0 keeps none
+    best: bool = False  # also keeps the lowest loss on held-out text
 
     def __post_init__(self) -> None:
         if self.last < 1 or self.every < 0:
@@ -20,7 +20,7 @@ class Retention:
             )
 
     def kept(self, steps: Collection[int], losses: Mapping[int, float]) -> set[int]:
-        """Those of some steps whose checkpoints are kept.
+        """The steps among `steps` whose checkpoints are kept.
 
         Args:
           losses: on held-out text, by step.
@@ -37,5 +37,5 @@ LAST_THREE = Retention(3)
 
 
 def best_step(steps: Collection[int], losses: Mapping[int, float]) -> int | None:
-    """That of some steps with the lowest loss, of equal ones the first; None where none has one."""
+    """The step with the lowest loss, the first of equal ones; None if no step has a loss."""
     return min(sorted(losses.keys() & set(steps)), key=losses.__getitem__, default=None)

@@ -3,10 +3,10 @@
 A checkpoint is a folder named by its step (`checkpoints/folder.py` writes and reads its files). It
 gets that name by one rename, after everything in it is on disk and was opened as a reader would: a
 killed save leaves a folder under another name, which is never read and which the next save removes.
-What the caller adds (data state, config, axes) is in the same folder and the same commit. Arrays
+The caller's metadata (data state, config, axes) is in the same folder and the same commit. Arrays
 that no step changes are written once: a later checkpoint has links to the files of the one before
-it, and is whole without that one. Checksums are compared on reading, so that a bit that flipped on
-disk does not go unnoticed.
+it (hard links), and is complete without it. Checksums are compared on reading, so that a bit that
+flipped on disk is detected.
 """
 
 import contextlib
@@ -43,16 +43,16 @@ from jaxscale.storage import durable
 log = logging.getLogger("jaxscale")
 
 LOOK_SECONDS = 5.0
-"""Between looks at how much is written, by one who waits for it."""
+"""Interval at which a waiting process checks how much is written."""
 
 
 class NotFiniteError(FloatingPointError):
-    """A state with numbers that are not finite, after `step`."""
+    """A state with non-finite numbers after `step`."""
 
     def __init__(self, step: int, names: list[str]) -> None:
         super().__init__(
             f"step {step}: {len(names)} arrays of the updated state are not finite, the first "
-            f"{names[0]}; stopped, and nothing after the last checkpoint is saved. Lower "
+            f"{names[0]}; stopped, and no state after the last checkpoint is saved. Lower "
             "optimizer.learning_rate, or set optimizer.clip_norm"
         )
         self.step = step
@@ -65,7 +65,7 @@ def _describe(
     finite: tuple[str, ...],
     frozen: Collection[str],
 ) -> dict[str, Any]:
-    """The description of a checkpoint, as JSON has it; the others are as of `save`."""
+    """The description of a checkpoint, a JSON object; the other arguments are those of `save`."""
     sums = array_sums(arrays)
     asked = (name for name in arrays if name.partition("/")[0] in finite and arrays[name].ndim)
     if names := [name for name in asked if not sums[name].finite]:
@@ -88,15 +88,15 @@ class CheckpointWriter(Checkpoints):
     to a folder at a time. A line is logged after each commit, and after a failure.
 
     Args:
-      directory: as of `Checkpoints`; made by the first save.
-      retention: which checkpoints a commit leaves.
-      newest_file: as of `Checkpoints`; gets the step of each commit.
-      host_gb: at least an array; no more is copied to the host, and held with its compressed form
-        until it is written, at a time. A state must not change then before `wait` returns. 0 is
-        all of it at once.
+      directory: as in `Checkpoints`; created by the first save.
+      retention: the checkpoints to keep after a commit.
+      newest_file: as in `Checkpoints`; gets the step of each commit.
+      host_gb: the most that is copied to host memory at a time, with its compressed form, but at
+        least one array; the state must then not change before `wait` returns. 0 copies all at
+        once.
 
     Attributes:
-      losses: on held-out text, by step; replaced by whoever evaluates.
+      losses: on held-out text, by step; set by the evaluation.
     """
 
     def __init__(
@@ -126,31 +126,31 @@ class CheckpointWriter(Checkpoints):
     ) -> None:
         """Begins a save and returns as soon as `state` may be changed or donated.
 
-        Waits first for the save before it. A save that fails, at once or later, is reported, and
-        `outcome` says why; the checkpoints before it are as they were.
+        Waits first for the previous save. A save that fails, at once or later, is logged, and
+        `outcome` returns the reason; earlier checkpoints are unchanged.
 
         Args:
           step: updates made; names the checkpoint.
           state: tree of arrays, in canonical form, in device or host memory.
-          metadata: what JSON can hold; the config, under "config", is used in messages.
-          finite: the parts of the state, such as "params", that are refused with a number that is
-            not finite in an array of 1 or more dimensions.
-          frozen: paths of arrays that training leaves as they are. Where the newest checkpoint has
-            the same bits of all of them, they are not written again.
+          metadata: a JSON object; the config, under "config", is used in messages.
+          finite: the parts of the state, such as "params", that are refused when an array of 1 or
+            more dimensions has a non-finite number.
+          frozen: paths of arrays that training does not change. If the newest checkpoint has the
+            same bits of all of them, they are not written again.
 
         Raises:
           ValueError: the step is already saved, or `metadata` is not JSON.
-          NotFiniteError: the state has a number that is not finite; nothing is written.
+          NotFiniteError: the state has a non-finite number; nothing is written.
         """
         self.wait()
-        # Process 0 asks for all: one that failed alone would leave the others in a collective.
-        if away := processes.from_first("begin of a save", self._clear_place(step)):
+        # Process 0 decides for all: one that failed alone would leave the others in a collective.
+        if away := processes.from_first("begin of a save", self._clear_leftovers(step)):
             self._fail(step, OSError(away))
             return
         arrays = named_arrays(state)
         description = _describe(step, arrays, metadata, finite, frozen)
-        # What ends the thread in a way that nobody foresaw is no success.
-        self._failure = f"saving checkpoint {step} in {self.directory} did not end"
+        # Replaced on commit: an unforeseen end of the thread must not count as success.
+        self._failure = f"saving checkpoint {step} in {self.directory} did not finish"
         begin = time.monotonic()
         linked = bool(frozen) and processes.from_first(
             "links of a save", self._link_frozen(step, description["arrays"])
@@ -173,9 +173,9 @@ class CheckpointWriter(Checkpoints):
             self._thread = None
             self._commit(*arguments)
 
-    def _clear_place(self, step: int) -> str:
-        """Removes what killed saves and deletions left, since nothing else is writing now; why the
-        folder cannot be listed, "" if it can."""
+    def _clear_leftovers(self, step: int) -> str:
+        """Removes files that killed saves and deletions left; nothing else is writing now. Returns
+        why the folder cannot be listed, "" if it can."""
         if jax.process_index() != 0:
             return ""
         try:
@@ -190,8 +190,8 @@ class CheckpointWriter(Checkpoints):
         return ""
 
     def _link_frozen(self, step: int, arrays: dict[str, dict[str, Any]]) -> bool:
-        """Makes links to the frozen arrays of the newest checkpoint, beside the unfinished one;
-        False where they are to be written: its bits are others, or there cannot be links."""
+        """Links the frozen arrays of the newest checkpoint into a folder next to the unfinished
+        one; False if they have to be written, since their bits differ or links fail."""
         if jax.process_index() != 0:
             return False
         frozen, newest = frozen_arrays(arrays), None
@@ -226,8 +226,8 @@ class CheckpointWriter(Checkpoints):
         self._thread = None
 
     def _unfinished_bytes(self) -> int:
-        """Bytes that all processes have written of an unfinished checkpoint; 0 in all processes but
-        the first, which would only ask the file system the same."""
+        """Bytes that all processes have written of an unfinished checkpoint; 0 in processes other
+        than the first, to spare the file system the same requests."""
         total = 0
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):  # a file that has another name by now
@@ -236,11 +236,11 @@ class CheckpointWriter(Checkpoints):
         return total
 
     def outcome(self) -> str | None:
-        """Why the last save failed, "" if it did not; None while it is being written."""
+        """The reason why the last save failed, "" if it did not; None while it is being written."""
         return None if self._thread and self._thread.is_alive() else self._failure
 
     def kept(self, steps: Collection[int]) -> set[int]:
-        """Those of some steps whose checkpoints are kept."""
+        """The steps among `steps` whose checkpoints are kept."""
         return self._retention.kept(steps, self.losses)
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class CheckpointWriter(Checkpoints):
                 log.info(f"old checkpoints could not be listed: {error}")
 
     def _finish(self, step: int, description: dict[str, Any], linked: bool) -> None:
-        """Completes what was written, and gives it the name of a checkpoint.
+        """Completes the written files, and gives the folder the name of a checkpoint.
 
         Raises:
           ValueError: it cannot be read.
@@ -285,13 +285,13 @@ class CheckpointWriter(Checkpoints):
         try:
             durable.move(path, target)
         except OSError:
-            with contextlib.suppress(OSError):  # else another attempt finds the step saved
+            with contextlib.suppress(OSError):  # else another attempt finds the step taken
                 target.rename(path)
             raise
         if file := self._newest_file:
             try:
                 durable.replace_file(file, f"{step}\n".encode())
-            except OSError as error:  # it costs only the notice that the folder was lost
+            except OSError as error:  # only the detection of a lost folder suffers
                 why = durable.reason(error)
                 log.info(f"warning: checkpoint {step} is saved, but {file} is not written ({why})")
 
@@ -305,7 +305,7 @@ class CheckpointWriter(Checkpoints):
         self._failure = (
             f"saving checkpoint {step} in {self.directory} failed ({durable.reason(error)})"
         )
-        with contextlib.suppress(OSError):  # the storage may be away
+        with contextlib.suppress(OSError):  # the storage may be disconnected
             saved = self.steps()
             newest = f"the newest one there is {max(saved)}" if saved else "there is none yet"
             self._failure += f"; {newest}"

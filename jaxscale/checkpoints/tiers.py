@@ -1,5 +1,4 @@
-"""The checkpoints of a run in both tiers, its folder here and its address: the newest intact one
-of both is used."""
+"""Local and remote checkpoints of a run (its folder and its URL), and the newest intact of both."""
 
 import contextlib
 import glob
@@ -32,28 +31,27 @@ from jaxscale.storage.object_store import ObjectStore, StoreError
 log = logging.getLogger("jaxscale")
 
 ATTEMPTS = 5
-"""How often a reader tries to fetch, while the run that trains removes checkpoints."""
+"""Download attempts of a reader, while the run that trains removes checkpoints."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The newest checkpoint that looks intact; those above it do not."""
+    """The newest checkpoint that looks intact, and the corrupt ones after it."""
 
     step: int  # 0: none
     metadata: dict[str, Any] = field(default_factory=dict)
-    damaged: dict[int, str] = field(default_factory=dict)  # newer steps, and why
+    damaged: dict[int, str] = field(default_factory=dict)  # newer steps, with the reason
 
 
 class Checkpoints:
     """The checkpoints of a run; `CheckpointWriter` also saves.
 
-    Every process of a run makes the same calls; the folder is one that all of them see. Any number
-    of runs may read.
+    Every process of a run makes the same calls on a shared folder. Any number of runs may read.
 
     Args:
-      directory: holds one folder per checkpoint.
-      newest_file: outside of the folder; has the newest step that was saved, so that a folder that
-        was lost is noticed.
+      directory: contains one folder per checkpoint.
+      newest_file: outside of the folder; stores the newest saved step, so that the loss of the
+        folder is detected.
     """
 
     def __init__(
@@ -71,26 +69,26 @@ class Checkpoints:
                 "--workdir or, where its name is, a locale of UTF-8, such as LC_ALL=C.UTF-8"
             )
         if self.directory.exists() and not self.directory.is_dir():
-            raise ValueError(f"{self.directory} is a file, and should be a folder; remove it")
+            raise ValueError(f"{self.directory} is a file and should be a folder; remove it")
         self._newest_file = newest_file
-        self._looked_at = b""  # the description of the checkpoint whose files were there
+        self._looked_at = b""  # the description of the checkpoint whose files were checked last
 
     def steps(self) -> list[int]:
-        """The steps with a committed checkpoint here, in order."""
+        """The steps with a committed local checkpoint, in order."""
         return local_steps(self.directory)
 
     def latest(self) -> int | None:
-        """The newest step here, or None.
+        """The newest local step, or None.
 
         Raises:
-          ValueError: there is none, and `newest_file` says that there was.
+          ValueError: there is none, but `newest_file` has one.
         """
         newest = max(self.steps(), default=None)
         if newest is None and self._newest_file and self._newest_file.is_file():
             newest_saved = self._newest_file.read_bytes().decode(errors="replace").strip()
             raise ValueError(
-                f"{self.directory} holds no checkpoint, and step "
-                f"{newest_saved or '?'} was saved there: put the folder back, "
+                f"{self.directory} has no checkpoint, and step "
+                f"{newest_saved or '?'} was saved there: restore the folder, "
                 f"or remove {self._newest_file} to begin again from step 0"
             )
         return newest
@@ -100,10 +98,10 @@ class Checkpoints:
         return sorted({*self.steps(), *self._stored()})
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """What a run added to the description of a checkpoint here.
+        """The metadata that a run added to the description of a local checkpoint.
 
         Raises:
-          ValueError: there is no such checkpoint, it cannot be used, or it is not that of a run.
+          ValueError: there is no such checkpoint, it cannot be used, or no run wrote it.
         """
         metadata = self.description(step)["metadata"]
         try:
@@ -114,8 +112,8 @@ class Checkpoints:
         return metadata
 
     def arrays(self, step: int, part: str) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes and types of the arrays of a part, such as "params", by their paths in it;
-        none where a checkpoint has no such part.
+        """The shapes and types of the arrays of a part, such as "params", by path; empty if the
+        checkpoint has no such part.
 
         Raises:
           ValueError: there is no such checkpoint, or it cannot be used.
@@ -127,7 +125,7 @@ class Checkpoints:
         }
 
     def description(self, step: int) -> dict[str, Any]:
-        """The description of a checkpoint here, whose files are looked at, but not its arrays.
+        """The description of a local checkpoint, after a check of its files' sizes and digests.
 
         Raises:
           ValueError: there is no such checkpoint.
@@ -142,7 +140,7 @@ class Checkpoints:
         def read() -> dict[str, Any]:
             data = (place / MARKER).read_bytes()
             description = read_description(data)
-            # Process 0 looks at the files for all, and once: thousands of processes that look at
+            # Process 0 checks the files for all, and once: thousands of processes that check
             # thousands of files stall a file system. Arrays are compared when they are read.
             if jax.process_index() == 0 and self._looked_at != data:
                 if changed := durable.changed_file(place, description["files"]):
@@ -157,20 +155,20 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def held(self, step: int) -> Iterator[bool]:
-        """Keeps a checkpoint from being deleted while it is read; whether it is still there."""
+        """Locks a checkpoint against deletion while it is read; False if it is already deleted."""
         with durable.held(self.directory / str(step) / MARKER):
             yield step in self.steps()
 
     def newest_intact(self, below: float = math.inf, *, refuse_damaged: bool = False) -> Found:
-        """The newest checkpoint whose files are there and whose description is intact. Its arrays
-        are checked when they are read. One that is intact only at the address is fetched.
+        """The newest checkpoint with an intact description and all its files, downloaded if it is
+        intact only in the store. Arrays are checked when they are read.
 
         Args:
-          below: only steps before it.
+          below: only steps before this one.
 
         Raises:
           DamagedError: there are checkpoints and none is intact; or with `refuse_damaged`, the
-            newest one is not.
+            newest is corrupt.
         """
 
         def search() -> tuple[int, list[tuple[int, str]]]:
@@ -189,7 +187,7 @@ class Checkpoints:
     def _search(
         self, below: float = math.inf, refuse_damaged: bool = False
     ) -> tuple[int, dict[int, DamagedError]]:
-        """The newest intact step, or 0, and what is wrong with those above it; for one process."""
+        """The newest intact step, or 0, and the errors of newer ones; for one process."""
         damaged = {}
         if not self._stored():
             self.latest()  # refuses a folder that was lost
@@ -206,46 +204,46 @@ class Checkpoints:
         return 0, damaged
 
     def replace(self, step: int, problem: DamagedError) -> None:
-        """Replaces a checkpoint whose arrays are damaged by that at the address.
+        """Replaces a checkpoint with corrupt arrays by the one in the store.
 
         Raises:
-          DamagedError: `problem`, where there is no other one.
+          DamagedError: `problem`, if it is not in the store.
         """
         done = jax.process_index() == 0 and self._fetched(step, problem)
         if not processes.from_first("checkpoint fetched", done):
             raise problem
 
     def set_aside(self, damaged: Mapping[int, str], intact: int) -> None:
-        """Renames damaged checkpoints in both tiers, with a line for each.
+        """Renames corrupt checkpoints in both tiers, with a warning for each.
 
         Args:
-          damaged: their steps, and why.
-          intact: the step where the run resumes.
+          damaged: step -> reason.
+          intact: the step from which the run resumes.
         """
         for step, why in sorted(damaged.items()) if jax.process_index() == 0 else ():
             names = [str(set_aside(self.directory / str(step)))] if step in self.steps() else []
             if (store := self._store()) and step in stored_steps(store):
                 names.append(set_aside_stored(store, step))
             log.warning(
-                f"warning: checkpoint {step} is damaged ({why}) and is now {' and '.join(names)}; "
+                f"warning: checkpoint {step} is corrupt ({why}); moved to {' and '.join(names)}; "
                 f"the newest intact one is {intact}"
             )
 
     @contextlib.contextmanager
     def reading(self, wanted: int | None = None) -> Generator[int | None]:
         """For a reader: the step of a checkpoint, by default the newest intact one of both tiers,
-        or None. It is here inside the context, and is not deleted.
+        or None. It is local and locked against deletion inside the context.
 
         Raises:
           ValueError: there is no checkpoint `wanted`.
-          StoreError: the address cannot be read.
+          StoreError: the store cannot be read.
         """
         self.fetch(wanted)
         while True:
             steps = self.steps()
             if wanted is not None and wanted not in steps:
                 raise ValueError(
-                    f"--step {wanted}: {self.directory} holds no checkpoint {wanted}; it holds "
+                    f"--step {wanted}: {self.directory} has no checkpoint {wanted}; it has "
                     f"{', '.join(map(str, steps)) or 'none'}"
                 )
             step = self.latest() if wanted is None else wanted
@@ -258,8 +256,8 @@ class Checkpoints:
                     return
 
     def fetch(self, wanted: int | None = None) -> None:
-        """For a reader: fetches a checkpoint that is only intact at the address, by default the
-        newest, unless a run is training here. Copies of what was removed there are removed."""
+        """For a reader: downloads a checkpoint that is intact only in the store, by default the
+        newest, unless a run trains here. Removes copies of checkpoints that the store removed."""
         with fetching(self.directory.parent) as store:
             if store is None:
                 return
@@ -277,7 +275,7 @@ class Checkpoints:
                     if attempt == ATTEMPTS or stored == stored_steps(store):
                         raise
             for step in self.steps() if max(self.steps(), default=0) in stored else ():
-                # What did not come from there may still be to be put there.
+                # A checkpoint that was not downloaded (`FETCHED`) may be waiting for its upload.
                 if step not in stored and (self.directory / str(step) / FETCHED).exists():
                     remove(self.directory / str(step))
 
@@ -285,12 +283,12 @@ class Checkpoints:
         return store_of(self.directory.parent)
 
     def _stored(self) -> list[int]:
-        """The steps with a checkpoint at the run's address; none where it has no address."""
+        """The steps with a checkpoint in the run's store, if it has one."""
         return stored_steps(store) if (store := self._store()) else []
 
     def _make_intact(self, step: int) -> None:
-        """Fetches a checkpoint that is missing here, or looks damaged. Its arrays are not compared:
-        that is done when they are read.
+        """Downloads a checkpoint that is missing here, or looks corrupt. Its arrays are compared
+        when they are read.
 
         Raises:
           DamagedError: it is not intact in either tier.
@@ -307,13 +305,14 @@ class Checkpoints:
             raise problem
 
     def _fetched(self, step: int, problem: DamagedError | None) -> bool:
-        """Whether a checkpoint came from the run's address, in place of a damaged one.
+        """Downloads a checkpoint from the run's store, in place of a corrupt local one; False if
+        there is none to download.
 
         Args:
-          problem: what is wrong with the one here; None where there is none.
+          problem: the error of the local one; None if there is none.
 
         Raises:
-          DamagedError: that at the address is damaged, and there is none here.
+          DamagedError: the one in the store is corrupt, and there is no local one.
         """
         store, begin = self._store(), time.monotonic()
         if store is None or step not in stored_steps(store):
@@ -329,8 +328,8 @@ class Checkpoints:
         why = "not here"
         if problem and step in self.steps():
             aside = set_aside(self.directory / str(step))
-            why = f"damaged here ({problem.reason}), where it is now {aside}"
+            why = f"corrupt here ({problem.reason}; moved to {aside})"
         durable.move(path, self.directory / str(step))
         seconds = duration(time.monotonic() - begin)
-        log.info(f"checkpoint {step} is {why}; fetched from {store.address} in {seconds}")
+        log.info(f"checkpoint {step} is {why}; downloaded from {store.address} in {seconds}")
         return True

@@ -25,7 +25,7 @@ SHRINKS = {
     SAVED: "remat = 'full', microbatches, offload = 'activations', context",
     "temporaries": "microbatches, context, tensor",
 }
-"""Kind of a buffer -> settings that shrink it."""
+"""Type of a buffer -> settings that shrink it."""
 
 SHRINKS_IN_PIPELINES = {
     **SHRINKS,
@@ -40,13 +40,13 @@ PIPELINE_BUFFERS = {"weights": "weights in use", "gradients": "gradients"}
 
 @dataclass(frozen=True)
 class BufferUse:
-    """Equal buffers that are live at the peak: their kind, number and module."""
+    """Equal buffers that are live at the peak: their type, number and module."""
 
     num_bytes: float  # of all together
     count: int
     shape: str
     what: str  # a key of SHRINKS
-    module: str  # of MODULES, or "" where it is unknown
+    module: str  # of MODULES; "" if unknown
     smaller_with: str  # settings that shrink them
 
 
@@ -71,7 +71,7 @@ def attribute_buffers(buffers: Sequence[Buffer], engine: Engine) -> list[BufferU
 
 
 def _settings(engine: Engine) -> dict[str, str]:
-    """SHRINKS without what the layout already has."""
+    """SHRINKS without the settings that the layout already has."""
     layout = engine.layout
     done = {
         **{f"zero_stage = {stage}": layout.zero_stage >= stage for stage in (1, 2, 3)},
@@ -94,11 +94,11 @@ def find_module(op_name: str) -> str:
 
 
 def _what(buffer: Buffer, engine: Engine, is_weight: bool, in_pipeline: str) -> str:
-    """The kind of a buffer, a key of SHRINKS.
+    """The type of a buffer, a key of SHRINKS.
 
     Args:
       is_weight: whether it has the size of a parameter, a layer of one, or a shard of either.
-      in_pipeline: the kind of pipeline buffers of its type and size.
+      in_pipeline: the type of pipeline buffers with its dtype and size.
     """
     if buffer.argument:
         kinds = {"state.params": "parameters", "state.opt_state": "optimizer state"}
@@ -119,7 +119,7 @@ def _what(buffer: Buffer, engine: Engine, is_weight: bool, in_pipeline: str) -> 
 
 
 def _weights(engine: Engine) -> Iterator[tuple[int, str]]:
-    """Elements of a parameter, of a layer or chunk of it, or of a shard of any -> its module."""
+    """Number of elements (of a parameter, a layer or chunk of it, or a shard) -> its module."""
     tensor = engine.layout.tensor
     chunk = engine.stages.capacity() if engine.stages else 1
     for path, leaf in jax.tree_util.tree_leaves_with_path(engine.abstract_state.params):
@@ -132,7 +132,7 @@ def _weights(engine: Engine) -> Iterator[tuple[int, str]]:
 
 
 def _pipeline(engine: Engine) -> Iterator[tuple[tuple[str, int], str]]:
-    """Type and elements of a pipeline rank's buffers between ticks -> a key of SHRINKS."""
+    """Dtype and elements of a pipeline rank's buffers between ticks -> a key of SHRINKS."""
     if engine.stages is None:
         return
     kept = engine.pipeline_buffers()

@@ -1,8 +1,8 @@
 """The collectives of a compiled program: runs, mesh axes, and the matmuls that overlap each.
 
-Compilers write them in many ways: one instruction, or a start and a done; several arrays in one; a
-call that a TPU's sparse cores run; one gather cut into pieces that are fused with the computations
-that hide it. Runs count the trips of loops.
+Compilers write a collective in many forms: one instruction, or a start and a done; several arrays
+in one; a call that a TPU's sparse cores run; one gather cut into pieces that are fused with the
+computations that hide it. Runs count the trips of loops.
 """
 
 import itertools
@@ -36,7 +36,7 @@ PRIMITIVES = {
     "ragged_all_to_all": "ragged-all-to-all",
     "ppermute": "collective-permute",
 }
-"""The kind that a program asked for, by the last part of an `op_name`."""
+"""Last part of an `op_name` -> the kind of collective that the program asked for."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +47,23 @@ class Collective:
     asked: str  # the kind that the program asked for; a compiler may replace it
     axes: tuple[str, ...]  # mesh axes that its groups span; () is a group of one device
     count: float  # runs
-    arrays: int  # that travel together
-    # Of one run: the whole arrays on one side, gathered or not yet scattered. A ragged exchange
-    # has a buffer without gaps on one side: its rows, of which some may be empty.
+    arrays: int  # sent together
+    # Of one run: the larger side, gathered or not yet scattered. For a ragged all-to-all, the rows
+    # of the side without gaps, of which some may be empty.
     num_bytes: float
     asynchronous: bool
-    overlapped_flops: float  # of one run: of matmuls between its start and its end, at least
+    overlapped_flops: float  # of one run: lower bound for matmuls between its start and its end
     op_name: str
-    computation: str  # that starts it
-    first: int = 0  # index of its start there
+    computation: str  # with its start
+    first: int = 0  # index of its start in the computation
     last: int = 0  # index of its end
     link_seconds: float | None = None  # of one run; see `overlap.with_waits`
     wait_seconds: float | None = None  # of one run, exposed: the device waits for it
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a collective is in flight: instructions `first` to `last` of a computation."""
+class _Span:
+    """The instructions `first` to `last` of a computation, in which a collective is in flight."""
 
     computation: str
     first: int
@@ -73,11 +73,11 @@ class _Place:
 def collectives(
     program: Program, mesh: Mapping[str, int], between: tuple[str, ...] = ()
 ) -> list[Collective]:
-    """Every collective that a call of the program runs.
+    """All collectives that a call of the program runs.
 
     Args:
-      mesh: axis -> size, in the order in which the program's devices are laid out.
-      between: the axes that use the network between slices of TPUs, through their hosts.
+      mesh: axis -> size, in the order of the program's devices.
+      between: the axes that use the network between TPU slices, through their hosts (DCN).
     """
     runs = program.executions()
     costs = computation_costs(program, instruction_flops, unknown_trips=1)
@@ -86,7 +86,7 @@ def collectives(
     for name, instructions in program.computations.items():
         for instruction in instructions:
             if instruction.opcode.removesuffix("-start") in KINDS and runs.get(name):
-                # On TPUs an asynchronous one may be cut into pieces.
+                # The TPU compiler may cut an asynchronous collective into pieces of one chain.
                 chain = instruction.attribute(r'chain_id="(\d+)"')
                 channel = instruction.attribute(r"channel_id=(\d+)") if chain else name
                 key = (chain or instruction.name, channel)
@@ -95,21 +95,21 @@ def collectives(
     for members in pieces.values():
         home, instruction = members[0]
         kind = instruction.opcode.removesuffix("-start")
-        place = _place(program, members, callers, runs)
+        span = _span(program, members, callers, runs)
         found.append(
             Collective(
                 kind=kind,
                 asked=PRIMITIVES.get(instruction.op_name.rsplit("/", 1)[-1], kind),
                 axes=_axes(instruction, mesh),
-                count=runs[place.computation],
+                count=runs[span.computation],
                 arrays=len(_parts(instruction)),
                 num_bytes=_payload(program.computations[home], instruction, kind),
-                asynchronous=place.last > place.first,
-                overlapped_flops=_flops_at(program, place, costs),
+                asynchronous=span.last > span.first,
+                overlapped_flops=_flops_at(program, span, costs),
                 op_name=instruction.op_name,
-                computation=place.computation,
-                first=place.first,
-                last=place.last,
+                computation=span.computation,
+                first=span.first,
+                last=span.last,
             )
         )
     return found + list(_between_slices(program, between, runs, costs))
@@ -121,13 +121,13 @@ def _between_slices(
     runs: Mapping[str, float],
     costs: Mapping[str, float],
 ) -> Iterator[Collective]:
-    """Collectives that hosts carry out: a send to them, and later a receive."""
+    """Collectives between slices, which hosts carry out: a send to the host, later a receive."""
     for name, instructions in program.computations.items():
-        for place, instruction in enumerate(instructions):
+        for index, instruction in enumerate(instructions):
             transfer = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"')
             if instruction.opcode == "send" and transfer and runs.get(name):
                 kind = transfer.lower().replace("_", "-")
-                where = _Place(name, place, _end(instructions, place))
+                where = _Span(name, index, _end(instructions, index))
                 yield Collective(
                     kind=kind,
                     asked=kind,
@@ -154,39 +154,39 @@ def _callers(program: Program) -> dict[str, tuple[str, int]]:
     }
 
 
-def _place(
+def _span(
     program: Program,
     members: list[tuple[str, Instruction]],
     callers: Mapping[str, tuple[str, int]],
     runs: Mapping[str, float],
-) -> _Place:
-    """From the start to the end of a collective, in the computation that has both."""
-    spots = [_spot(program, name, instruction, callers) for name, instruction in members]
-    # The start and the end run least often: pieces between them may be in a loop.
-    home = min((name for name, _ in spots), key=lambda name: runs[name])
-    at = sorted(i for name, i in spots if name == home)
+) -> _Span:
+    """The span from the start to the end of a collective, in the computation that has both."""
+    positions = [_position(program, name, instruction, callers) for name, instruction in members]
+    # Pieces between start and end may be in a loop, so these two run least often.
+    home = min((name for name, _ in positions), key=lambda name: runs[name])
+    at = sorted(i for name, i in positions if name == home)
     first, last = at[0], at[-1]
     if program.computations[home][first].opcode.endswith("-start"):
         last = _end(program.computations[home], first)
-    return _Place(home, first, last)
+    return _Span(home, first, last)
 
 
-def _spot(
+def _position(
     program: Program, name: str, instruction: Instruction, callers: Mapping[str, tuple[str, int]]
 ) -> tuple[str, int]:
-    """The instruction that is, or whose call is, a collective, outside fusions and async calls."""
-    place = program.computations[name].index(instruction)
+    """The computation and index of a collective, or of the fusion or async call around it."""
+    index = program.computations[name].index(instruction)
     while name in callers:
         caller, i = callers[name]
         opcode = program.computations[caller][i].opcode
         if opcode in ("while", "conditional", "call"):
             break
-        name, place = caller, i
-    return name, place
+        name, index = caller, i
+    return name, index
 
 
 def _end(instructions: tuple[Instruction, ...], start: int) -> int:
-    """The index of the `-done` of a `-start`, perhaps after updates."""
+    """The index of the `-done` of a `-start`, which `-update`s may precede."""
     following = {instructions[start].name}
     for i, instruction in enumerate(instructions[start + 1 :], start + 1):
         if following & set(instruction.operands):
@@ -197,19 +197,19 @@ def _end(instructions: tuple[Instruction, ...], start: int) -> int:
     return len(instructions) - 1
 
 
-def _flops_at(program: Program, place: _Place, costs: Mapping[str, float]) -> float:
-    if place.first == place.last:
+def _flops_at(program: Program, span: _Span, costs: Mapping[str, float]) -> float:
+    if span.first == span.last:
         return 0.0
-    each = instruction_costs(program, place.computation, instruction_flops, costs, unknown_trips=1)
-    return sum(each[place.first : place.last + 1])
+    each = instruction_costs(program, span.computation, instruction_flops, costs, unknown_trips=1)
+    return sum(each[span.first : span.last + 1])
 
 
 def _parts(instruction: Instruction) -> list[float]:
-    """Bytes of the shape's arrays; for a start that lists operands and results, of the results."""
+    """Bytes of each array of the shape; only of the results, if a start lists operands, too."""
     sizes = [hlo.array_bytes(*array) for array in hlo.arrays(instruction.shape)]
     nested = instruction.shape.startswith("((")
     if instruction.opcode == "collective-permute-start" and not nested:
-        return sizes[:1]  # the others: the result, and on TPUs what the done needs
+        return sizes[:1]  # then the result and, on TPUs, values for the done
     lists_both = nested or instruction.opcode == "all-gather-start"
     return sizes[len(sizes) // 2 :] if lists_both else sizes
 
@@ -280,11 +280,10 @@ def _axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def summed(found: Iterable[Collective]) -> list[Collective]:
-    """Collectives of one kind, axes and asynchrony as one row: runs added up; bytes, seconds and
-    `overlapped_flops` of all runs.
+    """Sums collectives of the same kind, axes and asynchrony to rows: runs, and the bytes, seconds
+    and `overlapped_flops` of all runs.
 
-    Those that overlap with matmuls and those that do not are never in one row, so that either all
-    bytes of a row are hidden or none.
+    A row has either only collectives that overlap with matmuls or only exposed ones.
     """
 
     def key(one: Collective) -> tuple:

@@ -1,4 +1,4 @@
-"""Compiles the train step for absent hardware, and reports its memory, FLOPs and collectives."""
+"""Ahead-of-time compilation of the train step for absent hardware: memory, FLOPs, collectives."""
 
 import dataclasses
 import math
@@ -48,46 +48,46 @@ class CompileReport:
     attention: str
     fits: bool
     limit_bytes: int
-    peak_bytes: int  # arguments, temporaries and code; what it would need where it does not fit
+    peak_bytes: int  # arguments, temporaries and code; also when it does not fit
     argument_bytes: int
     temp_bytes: int
     compile_seconds: float
-    # The defaults are of a step that the compiler refuses.
+    # The defaults are those of a step that the compiler refuses.
     output_bytes: int = 0
     alias_bytes: int = 0  # outputs that alias donated arguments
     host_bytes: int = 0
     flops: float | None = None  # of an average rank; None with data-dependent trip counts
-    narrow_flops: float | None = None  # of those, with operands of 8 bits
-    rematerialised_flops: float | None = None  # of those, what XLA recomputes without being asked
+    narrow_flops: float | None = None  # of these, with 8-bit operands
+    rematerialised_flops: float | None = None  # of these, XLA's own recomputation
     optimal_seconds: float | None = None  # the compiler's estimate; None on GPUs
     collectives: tuple[Collective, ...] = ()  # per step, by axes and kind
-    uses: tuple[BufferUse, ...] = ()  # at the peak, largest first; empty where it does not fit
-    refusal: str = ""  # the compiler's message where it ran out of memory
+    uses: tuple[BufferUse, ...] = ()  # at the peak, largest first; empty if it does not fit
+    refusal: str = ""  # the compiler's message if it ran out of memory
     program: str = ""  # HLO text
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes by which it does not fit."""
+        """Bytes that are missing; 0 if the step fits."""
         return max(0, self.peak_bytes - self.limit_bytes)
 
     @property
     def collective_bytes(self) -> float:
-        """Of every run of every collective."""
+        """Bytes of all runs of all collectives."""
         return sum(one.num_bytes for one in self.collectives)
 
     @property
     def overlapped_bytes(self) -> float:
-        """Of those runs that have matmuls between their start and their end, however small."""
+        """Bytes of runs with any matmul between their start and their end."""
         return sum(one.num_bytes for one in self.collectives if one.overlapped_flops > 0)
 
     @property
     def link_seconds(self) -> float | None:
-        """Of every run of every collective, alone on its links; None for a chip without figures."""
+        """Seconds of all collectives, each alone on its links; None for a chip without figures."""
         return _total(one.link_seconds for one in self.collectives)
 
     @property
     def wait_seconds(self) -> float | None:
-        """That the device waits for them: what matmuls hide of `link_seconds` is the rest."""
+        """The exposed part of `link_seconds`, which matmuls do not hide."""
         return _total(one.wait_seconds for one in self.collectives)
 
 
@@ -105,14 +105,14 @@ def compile_for(
 
     Args:
       config: one axis of its layout may be -1.
-      topology: a topology, or the name of one (see `topology.open_topology`).
-      unroll_loops: unrolls the loops over layers and of the loss. Slow to compile; XLA's own cost
-        analysis counts the body of a loop once, so it is complete only then, and gives
-        `optimal_seconds`.
+      topology: a topology, or its name (see `topology.open_topology`).
+      unroll_loops: unrolls the loops over layers and of the loss, which is slow to compile. XLA's
+        cost analysis, and so `optimal_seconds`, is complete only then, since it counts the body of
+        a loop once.
 
     Raises:
       ValueError: the layout does not match the model or the topology.
-      ModuleNotFoundError: a compiler is not installed; says what to install.
+      ModuleNotFoundError: a compiler is not installed; names the package.
     """
     machine = open_topology(topology) if isinstance(topology, str) else topology
     layout = resolve_sizes(config.layout, len(machine.devices))
@@ -120,7 +120,7 @@ def compile_for(
     engine = make_engine(config, make_mesh(layout, machine.devices), unroll_loops=unroll_loops)
     start = time.perf_counter()
     try:
-        # Tracing already queries cuDNN's version.
+        # JAX queries cuDNN's version during tracing.
         compiled = engine.step.lower(engine.abstract_state, engine.abstract_batch).compile()
     except RuntimeError as error:
         if engine.attention == "cudnn" and not has_cudnn():
@@ -171,7 +171,7 @@ def _report(
 
 
 def _collectives(machine: Topology, engine: Engine, program: hlo.Program) -> list[Collective]:
-    """Each with its seconds, where the chip's links are known."""
+    """The collectives, with their seconds if the chip's links are known."""
     sizes = engine.layout.sizes
     found = collectives(program, sizes, axes_between_slices(engine.layout, machine.devices))
     chip = find_chip(machine.devices[0].device_kind)
@@ -222,8 +222,8 @@ def _refused(machine: Topology, engine: Engine, refusal: str, seconds: float) ->
 def _seconds(
     machine: Topology, engine: Engine, compiled: Any, program: hlo.Program, unrolled: bool
 ) -> float | None:
-    """The compiler's estimate of compute seconds per step, without collectives; with a pipeline,
-    its bubble is added."""
+    """The compiler's estimate of compute seconds per step, without collectives, plus the bubble of
+    a pipeline."""
     if machine.clock_hertz is None:
         return None
     if unrolled and not engine.stages:

@@ -1,6 +1,6 @@
-"""FLOPs of a compiled program, and the cycles that the compiler expects.
+"""FLOPs of a compiled program, and the compiler's estimate of cycles.
 
-XLA's own cost analysis counts the body of a loop once; here it is multiplied by the trip count.
+XLA's cost analysis counts the body of a loop once; here it is multiplied by the trip count.
 """
 
 import json
@@ -18,23 +18,22 @@ UNKNOWN_CYCLES = 2.0**60
 
 ATTENTION_MATMULS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
 FLASH_MATMULS = {"flash_forward": 2, "flash_query_gradients": 3, "flash_key_gradients": 4}
-"""Matmuls between queries and keys in a Pallas kernel that declares no FLOPs; on TPUs, and on
-GPUs."""
+"""Pallas kernel without declared FLOPs (on TPUs, on GPUs) -> its matmuls of queries and keys."""
 
 RAGGED_DOT = 'ragged_dot_tiling="'
-"""What XLA's kernels of `ragged_dot` on TPUs all have among their attributes. Their name is the
-compiler's, and that of the traced operation is lost where it transposes the matrices. The tables of
-groups, vectors, come before the operands."""
+"""An attribute of all XLA kernels of `ragged_dot` on TPUs. Their names are the compiler's, and the
+name of the traced operation is lost if it transposes the matrices. The tables of groups, which are
+vectors, come before the operands."""
 
 Own = Callable[[Instruction, Mapping[str, Instruction]], float | None]
-"""The cost of an instruction by itself, given the instructions of its computation by name; None
-where it is the cost of the computations that it calls."""
+"""The cost of an instruction itself, given the instructions of its computation by name; None if its
+cost is that of the computations that it calls."""
 
 
 def computation_costs(
     program: Program, own: Own, unknown_trips: float = math.nan
 ) -> dict[str, float]:
-    """The cost of one run of each computation, with everything that it calls.
+    """The cost of one run of each computation, including its callees.
 
     Args:
       unknown_trips: trip count to assume for loops whose trip count depends on data.
@@ -82,8 +81,8 @@ def instruction_flops(instruction: Instruction, named: Mapping[str, Instruction]
 
 
 def narrow_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
-    """Of `instruction_flops` those of matmuls with operands of 8 bits; kernels of attention, whose
-    first operands may be tables of 8 bits, have none."""
+    """The part of `instruction_flops` in matmuls with 8-bit operands; none for attention kernels,
+    whose first operands may be 8-bit tables."""
     flops = instruction_flops(instruction, named)
     if not flops:
         return flops
@@ -98,11 +97,11 @@ def narrow_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> 
 
 
 def rematerialised_flops(program: Program) -> float:
-    """FLOPs of the matmuls of a step that XLA repeats without being asked, to save memory; nan
-    where some are in a loop whose trip count depends on data.
+    """FLOPs of matmuls that XLA itself repeats to save memory; nan if some are in a loop whose trip
+    count depends on data.
 
-    XLA names copies `NAME.remat`, and not what `layout.remat` recomputes. Where it then drops NAME
-    the first copy takes its place.
+    XLA names these copies `NAME.remat`; recomputation by `layout.remat` has other names. If XLA
+    then drops NAME, the first copy counts as the original.
     """
     whole = computation_costs(program, instruction_flops)
 
@@ -122,14 +121,14 @@ _COPY = re.compile(r"(.+?)\.remat\d*(?:\.|$)")
 
 
 def _first(name: str, named: Mapping[str, Instruction]) -> str:
-    """Of an instruction and its copies, the one that runs first."""
+    """The first to run of an instruction and its copies."""
     if name in named:
         return name
     return next(one for one in named if (copied := _COPY.match(one)) and copied[1] == name)
 
 
 def instruction_cycles(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
-    """The TPU compiler's estimate of an instruction's cycles; it has none for kernels and
+    """The TPU compiler's estimate of an instruction's cycles, which excludes kernels and
     collectives."""
     del named
     expected = float(instruction.attribute(r'"estimated_cycles":"(\d+)"') or "inf")
@@ -148,8 +147,8 @@ def _dot_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> fl
 
 
 def _convolution_flops(instruction: Instruction, named: Mapping[str, Instruction]) -> float:
-    """Counts the window positions inside the operand, as XLA does: the TPU compiler writes batched
-    matmuls as convolutions that read mostly padding."""
+    """FLOPs of the window positions inside the operand, as XLA counts: the TPU compiler writes
+    batched matmuls as convolutions that read mostly padding."""
     left, right = (_dims(name, named) for name in instruction.operands[:2])
     result = hlo.arrays(instruction.shape)[0][1]
     labels = instruction.attribute(r"dim_labels=([\w]+_[\w]+->[\w]+)")
@@ -183,7 +182,7 @@ def _kernel_flops(instruction: Instruction, named: Mapping[str, Instruction]) ->
     found = re.search(r"/(flash_\w+?)(_whole)?/", instruction.op_name)
     splash = next(filter(instruction.name.startswith, ATTENTION_MATMULS), "")
     if target.startswith("__cudnn$fmha") or found or splash:
-        # Tables of the mask come before, and are of integers; some kernels have vectors, too.
+        # Integer tables of the mask precede the operands; some kernels also have vectors.
         arrays = [hlo.arrays(named[name].shape)[0] for name in instruction.operands]
         query, key = [dims for dtype, dims in arrays if "f" in dtype and len(dims) > 2][:2]
         if found:  # [batch, time, heads, head_dim]

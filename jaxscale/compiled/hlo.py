@@ -1,4 +1,4 @@
-"""Parses the text of a compiled program: its computations, and how often each one runs."""
+"""Parses the HLO text of a compiled program: computations, and the number of runs of each."""
 
 import collections
 import functools
@@ -60,7 +60,7 @@ class Instruction:
         """Names of the operands."""
         return tuple(re.findall(r"%([\w.\-]+)", self.rest.split(")", 1)[0]))
 
-    @functools.cached_property  # several walks through a program ask each instruction
+    @functools.cached_property  # read in several passes over a program
     def callees(self) -> tuple[str, ...]:
         """Names of the computations that it calls."""
         listed = ",".join(_CALLED.findall(self.rest))
@@ -69,7 +69,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The scope and primitive of the traced program that it comes from."""
+        """Its scope and primitive in the traced program."""
         return self.attribute(r'op_name="([^"]*)"')
 
 
@@ -83,7 +83,7 @@ class Program:
     scopes: Mapping[str, float] = field(default_factory=dict)  # see `parse_hlo`
 
     def executions(self) -> dict[str, float]:
-        """How often each computation runs in one call; nan where a trip count is unknown."""
+        """Runs of each computation in one call; nan if a trip count is unknown."""
         runs: dict[str, float] = collections.defaultdict(float)
         runs[self.entry] = 1
         for name in self.callers_first():
@@ -93,7 +93,7 @@ class Program:
         return dict(runs)
 
     def calls(self, instruction: Instruction) -> list[tuple[str, float]]:
-        """The computations that an instruction calls, and how often each."""
+        """The computations that an instruction calls, with the number of calls."""
         if instruction.opcode.endswith(("-update", "-done")):
             return []  # counted at the start
         callees = [name for name in instruction.callees if name in self.computations]
@@ -111,7 +111,7 @@ class Program:
         return self._expected_trips(loop) if math.isnan(counted) else counted
 
     def _expected_trips(self, loop: Instruction) -> float:
-        """By the innermost scope around the loop; a scope may say them in its name."""
+        """The trip count from the innermost scope around the loop, or from the scope's name."""
         for word in reversed(loop.op_name.split("/")):
             if word in self.scopes:
                 return self.scopes[word]
@@ -120,7 +120,7 @@ class Program:
         return math.nan
 
     def _counted_trips(self, loop: Instruction) -> float:
-        """From a condition `counter < constant`, as `lax.scan` writes it."""
+        """The trip count from a condition `counter < constant`, as `lax.scan` writes it."""
         condition = self.computations.get(loop.attribute(r"condition=%?([\w.\-]+)"), ())
         constants = [
             int(value)
@@ -154,11 +154,10 @@ class Program:
 
 
 def parse_hlo(text: str, scopes: Mapping[str, float] | None = None) -> Program:
-    """A program from `compiled.as_text()`.
+    """Parses `compiled.as_text()`.
 
     Args:
-      scopes: mean trip counts of loops whose trip count depends on data, by the `jax.named_scope`
-        around them.
+      scopes: `jax.named_scope` -> mean trip count, for loops whose trip count depends on data.
     """
     computations: dict[str, list[Instruction]] = {}
     entry, current = "", None

@@ -1,9 +1,9 @@
 """The buffers that are live at the peak memory of a compiled program.
 
-The compilers report how much memory they need, not for what. Here the instruction schedule in the
+Compilers report the amount of memory but not its contents. Here the instruction schedule in the
 program's text is replayed: an array is live from the instruction that defines it to its last use.
-An array that is updated in place, or whose last use defines another one of its size, shares its
-buffer with that one. Padding and fragmentation are not modelled.
+An array that is updated in place, or whose last use defines an array of the same size, shares its
+buffer with the new one. Padding and fragmentation are not modelled.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jaxscale.compiled.hlo import Instruction, Program
 SAME = ("bitcast", "while", "opt-barrier", "domain")
 """Instructions whose result aliases their operand."""
 
-Places = Any
+Indices = Any
 """The buffer of a result: an index into a list of buffers, or for a tuple a list of these."""
 
 _LEAF = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?|[()]")
@@ -41,7 +41,7 @@ class _Life:
     buffer: Buffer
     start: int
     end: int
-    outside: bool = False  # allocated by the caller, who counts it
+    outside: bool = False  # allocated and counted by the caller
     kept: bool = False  # an argument that is not donated
 
 
@@ -79,35 +79,36 @@ def _total(buffers: Sequence[Buffer]) -> float:
 class _Replay:
     """The state of the replay of a computation."""
 
-    entry: bool  # whether it is the program's
+    entry: bool  # whether it is the program's entry computation
     lives: list[_Life] = field(default_factory=list)
-    holds: dict[str, Places] = field(default_factory=dict)  # result -> places in `lives`
-    begins: dict[str, int] = field(default_factory=dict)  # where it, or its start, stands
-    made: list[tuple[int, int, list[int]]] = field(default_factory=list)  # at, place, from
+    results: dict[str, Indices] = field(default_factory=dict)  # result -> indices in `lives`
+    begins: dict[str, int] = field(default_factory=dict)  # index of it, or of its start
+    # New buffers: the defining instruction, index in `lives`, indices of the operands.
+    made: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
     def add(self, buffer: Buffer, start: int, *, outside: bool = False, kept: bool = False) -> int:
         """Allocates a buffer; returns its index."""
         self.lives.append(_Life(buffer, start, start, outside, kept))
         return len(self.lives) - 1
 
-    def read(self, places: Places, at: int) -> None:
+    def read(self, indices: Indices, at: int) -> None:
         """Keeps buffers live up to an instruction."""
-        for place in _flat(places):
-            self.lives[place].end = at
+        for index in _flat(indices):
+            self.lives[index].end = at
 
 
 def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool) -> list[_Life]:
-    """The live ranges of the buffers that a computation itself allocates."""
+    """The live ranges of the buffers that a computation allocates, without its callees."""
     replay = _Replay(entry)
     for i, instruction in enumerate(instructions):
-        operands = [replay.holds.get(operand, []) for operand in instruction.operands]
-        if instruction.opcode != "get-tuple-element":  # it names an array and reads none
+        operands = [replay.results.get(operand, []) for operand in instruction.operands]
+        if instruction.opcode != "get-tuple-element":  # selects an array without reading it
             replay.read(operands, i)
         replay.begins[instruction.name] = i
         if instruction.opcode.endswith(("-update", "-done")):
             replay.begins[instruction.name] = replay.begins[instruction.operands[0]]
-        replay.holds[instruction.name] = _result(program, replay, i, instruction, operands)
-    replay.read(replay.holds[instructions[-1].name], len(instructions))
+        replay.results[instruction.name] = _result(program, replay, i, instruction, operands)
+    replay.read(replay.results[instructions[-1].name], len(instructions))
     for life in replay.lives:
         if life.kept:
             life.end = len(instructions)
@@ -116,8 +117,8 @@ def _lives(program: Program, instructions: Sequence[Instruction], *, entry: bool
 
 
 def _result(
-    program: Program, replay: _Replay, i: int, instruction: Instruction, operands: list[Places]
-) -> Places:
+    program: Program, replay: _Replay, i: int, instruction: Instruction, operands: list[Indices]
+) -> Indices:
     """The buffers of an instruction's result: those of its operands, or new ones."""
     if instruction.opcode == "parameter":
         kept = replay.entry and int(instruction.rest.split(")")[0]) not in program.donated
@@ -131,11 +132,13 @@ def _result(
         return operands[0]
     read = _flat(operands)
     if instruction.opcode.endswith(("-start", "-update")):
-        return read  # the result of a start belongs to its `-done`
-    return _leaves(instruction, functools.partial(_place, program, replay, i, instruction, read))
+        return read  # the result of a start is defined by its `-done`
+    return _leaves(
+        instruction, functools.partial(_buffer_of, program, replay, i, instruction, read)
+    )
 
 
-def _place(
+def _buffer_of(
     program: Program,
     replay: _Replay,
     i: int,
@@ -143,26 +146,26 @@ def _place(
     read: list[int],
     leaf: Buffer,
 ) -> int:
-    """The buffer of a leaf of a result: that of an operand updated in place, or a new one, live
+    """The buffer of a leaf of a result: an operand's, if updated in place; else a new one, live
     from the start of an asynchronous instruction."""
-    place = _updated(program, instruction, leaf, [(p, replay.lives[p]) for p in read])
-    if place is None:
-        place = replay.add(leaf, replay.begins[instruction.name])
-        replay.made.append((i, place, read))
-    return place
+    index = _updated(program, instruction, leaf, [(p, replay.lives[p]) for p in read])
+    if index is None:
+        index = replay.add(leaf, replay.begins[instruction.name])
+        replay.made.append((i, index, read))
+    return index
 
 
-def _flat(places: Places) -> list[int]:
+def _flat(indices: Indices) -> list[int]:
     """All buffer indices, tuples flattened."""
-    if isinstance(places, int):
-        return [places]
-    return [place for inner in places for place in _flat(inner)]
+    if isinstance(indices, int):
+        return [indices]
+    return [index for inner in indices for index in _flat(inner)]
 
 
-def _leaves(instruction: Instruction, place: Callable[[Buffer], int]) -> Places:
-    """The buffers of a result's arrays, nested as the result is; 0 bytes outside the device's main
-    memory."""
-    tuples: list[list[Places]] = [[]]
+def _leaves(instruction: Instruction, allocate: Callable[[Buffer], int]) -> Indices:
+    """The buffers of a result's arrays, nested like the result; arrays outside the device's main
+    memory have 0 bytes."""
+    tuples: list[list[Indices]] = [[]]
     for found in _LEAF.finditer(instruction.shape):
         if found[0] == "(":
             tuples.append([])
@@ -170,12 +173,12 @@ def _leaves(instruction: Instruction, place: Callable[[Buffer], int]) -> Places:
             inner = tuples.pop()
             tuples[-1].append(inner)
         else:
-            tuples[-1].append(place(_leaf(instruction, *found.groups())))
+            tuples[-1].append(allocate(_leaf(instruction, *found.groups())))
     return tuples[0][0]
 
 
 def _leaf(instruction: Instruction, dtype: str, dims: str, arrangement: str | None) -> Buffer:
-    # Memory space 5 is the host's; on a TPU, whose arrays have tiles T, others are on-chip.
+    # Memory space 5 is host memory; on TPUs, whose layouts have tiles T, others are on-chip.
     space = re.search(r"S\((\d+)\)", arrangement or "")
     elsewhere = space and (space[1] == "5" or "T(" in (arrangement or ""))
     sizes = [int(size) for size in dims.split(",") if size]
@@ -195,15 +198,15 @@ def _updated(
     )
     if not updates:
         return None
-    return next((place for place, life in read if life.buffer.shape == leaf.shape), None)
+    return next((index for index, life in read if life.buffer.shape == leaf.shape), None)
 
 
 def _share(replay: _Replay) -> None:
-    """Ends live ranges whose last use defines an array of the same size, which reuses the
+    """Ends live ranges whose last use defines an array of the same size, which takes over the
     buffer."""
     given = set()
-    for i, place, read in replay.made:
-        new = replay.lives[place]
+    for i, index, read in replay.made:
+        new = replay.lives[index]
         for other in read:
             old = replay.lives[other]
             same = old.buffer.num_bytes == new.buffer.num_bytes and not old.kept

@@ -1,4 +1,4 @@
-"""How long a device waits for its collectives, by simulating a compiled program's schedule."""
+"""Exposed time of collectives, by a simulation of a compiled program's schedule."""
 
 import collections
 import dataclasses
@@ -15,20 +15,20 @@ def with_waits(
     link_seconds: Callable[[Collective], float],
     flops_per_second: float,
 ) -> list[Collective]:
-    """The collectives with their seconds on the links, and those of them that are exposed.
+    """Adds to the collectives their seconds on the links and the exposed part of these.
 
-    The links carry one collective at a time, in the order in which they are started, as XLA's
-    stream for them does, so that several of them share the matmuls that they overlap with. The
-    device waits where it needs a result that has not arrived. `wait_seconds` are the part of a
-    collective's time on the links in which the device waits, for it or for one queued after it.
+    The links run one collective at a time, in the order of the starts, like XLA's stream for
+    collectives, so that several of them share the matmuls with which they overlap. The device
+    waits for a result that has not arrived. `wait_seconds` is the part of a collective's time on
+    the links in which the device waits, for it or for one queued after it.
 
-    Only matmuls take time here, so this is an upper bound of the waiting, as far as the seconds on
-    the links are right. Each computation is simulated alone, from idle links: that collectives in
-    a loop delay one that is in flight across the loop is not counted.
+    Only matmuls take time here, so this is an upper bound of the exposed time, if the seconds on
+    the links are right. Each computation is simulated alone, from idle links: delays of a
+    collective in flight across a loop by collectives in the loop are not counted.
 
     Args:
       program: the compiled program.
-      found: as `collectives.collectives` returns them.
+      found: the result of `collectives.collectives`.
       link_seconds: of one run, alone on its links.
       flops_per_second: of the device, in matmuls.
     """
@@ -44,18 +44,18 @@ def with_waits(
 
 
 def _simulate(members: Sequence[Collective], seconds: Sequence[float]) -> list[Collective]:
-    """The collectives of one computation.
+    """Adds exposed seconds to the collectives of one computation.
 
     Args:
-      seconds: of compute, of each instruction.
+      seconds: compute time of each instruction.
     """
-    places = collections.defaultdict(list)
+    events = collections.defaultdict(list)
     for i, one in enumerate(members):
-        places[one.first, "start"].append(i)
-        # A collective that ends where it starts overlaps nothing, not even what it is fused with.
-        places[one.last, "end" if one.last > one.first else "at once"].append(i)
-    clock = links = 0.0  # when the device, and the links, have finished all so far
-    sent: list[tuple[float, float]] = [(0.0, 0.0)] * len(members)  # begin and end on the links
+        events[one.first, "start"].append(i)
+        # A synchronous collective overlaps nothing, not even the computation it is fused with.
+        events[one.last, "end" if one.last > one.first else "at once"].append(i)
+    clock = links = 0.0  # time at which the device, and the links, are free
+    sent: list[tuple[float, float]] = [(0.0, 0.0)] * len(members)  # start and end on the links
     waits = [0.0] * len(members)
 
     def wait(ending: list[int]) -> None:
@@ -67,12 +67,12 @@ def _simulate(members: Sequence[Collective], seconds: Sequence[float]) -> list[C
             waits[i] += max(0.0, min(end, arrival) - max(begin, clock))
         clock = arrival
 
-    for place, computing in enumerate(seconds):
-        for i in places[place, "start"]:
+    for position, computing in enumerate(seconds):
+        for i in events[position, "start"]:
             begin = max(links, clock)
             links = begin + (members[i].link_seconds or 0.0)
             sent[i] = begin, links
-        wait(places[place, "at once"])
+        wait(events[position, "at once"])
         clock += computing
-        wait(places[place, "end"])
+        wait(events[position, "end"])
     return [dataclasses.replace(one, wait_seconds=wait) for one, wait in zip(members, waits)]

@@ -1,4 +1,4 @@
-"""Plans, compiled for hardware that is absent: `plan --prove`."""
+"""Compiles plans for absent hardware and compares their memory: `plan --prove`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from jaxscale.planner.search.plan import Plan
 
 
 def prove_plans(plans: Sequence[Plan], name: str) -> list[dict[str, Any]]:
-    """Compiles plans for a topology, and compares their memory with what was predicted; prints a
-    table, and a line before each.
+    """Compiles plans for a topology and compares their memory with the prediction; prints a line
+    before each, and a table.
 
     Returns:
-      A record for each plan; one that the compiler refuses has `compiled_bytes` None.
+      A record for each plan, with `compiled_bytes` None if the compiler refuses it.
     """
     rows = [("", "predicted", "compiled", "error", "verdict")]
     proved = []
@@ -22,7 +22,7 @@ def prove_plans(plans: Sequence[Plan], name: str) -> list[dict[str, Any]]:
         try:
             compiled = compile_ahead.compile_for(one.config, name)
         except ValueError as error:
-            # Such as offloading: the compiler for absent GPUs has no host memory space.
+            # Such as offloading: the GPU compiler without a GPU has no host memory space.
             rows.append((str(number), gigabytes(one.memory_bytes), "-", "-", str(error)))
             proved.append(
                 {

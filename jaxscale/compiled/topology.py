@@ -1,4 +1,4 @@
-"""Absent hardware by name: `v5p:8x8x8` is a TPU slice, `h200:8x8` is nodes x GPUs.
+"""Topologies of absent hardware: `v5p:8x8x8` is a TPU slice, `h200:8x8` is nodes x GPUs.
 
 The compilers for both are packages (the extra `aot`) and do not need the hardware.
 """
@@ -28,7 +28,7 @@ _ENVIRONMENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once
     "TPU_SKIP_MDS_QUERY": "1",
-    # What libtpu would query from the cloud; the topology overrides it.
+    # Values that libtpu would query from the cloud; the topology overrides them.
     "TPU_ACCELERATOR_TYPE": "v5p-128",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
@@ -55,18 +55,18 @@ device_description_str: "{device_kind}"
 
 @dataclass(frozen=True)
 class Topology:
-    """Absent hardware: devices for a mesh that programs are compiled for and never run on."""
+    """Absent hardware: devices of a mesh for which programs are compiled but not run."""
 
     name: str
     platform: str  # "tpu" or "gpu"
     devices: tuple[Any, ...]
     limit_bytes: int  # of device memory, for a program
-    clock_hertz: float | None  # of the cycles that the compiler estimates, where it does
-    node: Mapping[str, Any]  # its nodes or slices, as `make_cluster` takes them
+    clock_hertz: float | None  # of the cycles that the TPU compiler estimates
+    node: Mapping[str, Any]  # its nodes or slices, as arguments of `make_cluster`
 
 
 def leave_hardware_alone() -> None:
-    """Keeps JAX on this machine's CPU, and libtpu from looking for local TPUs.
+    """Sets JAX to this machine's CPU, and keeps libtpu from looking for local TPUs.
 
     Call it before JAX initialises its back ends.
     """
@@ -77,20 +77,19 @@ def leave_hardware_alone() -> None:
 
 
 def open_topology(name: str) -> Topology:
-    """The topology of a name such as "v5p:4x4x4", "v5e:16x16:2" (two slices) or "h200:8x8".
+    """Opens a topology by name, such as "v5p:4x4x4", "v5e:16x16:2" (two slices) or "h200:8x8".
 
-    From now on this process compiles without JAX's compilation cache.
+    Disables JAX's compilation cache in this process.
 
     Raises:
-      ValueError: an unknown name; lists the known ones. Or a share of a GPU's memory, in the
-        environment, that is none.
-      ModuleNotFoundError: its compiler is not installed; says what to install.
+      ValueError: an unknown name, or an invalid share of a GPU's memory in the environment.
+      ModuleNotFoundError: its compiler is not installed; names the package.
     """
     platform = platform_of(name)
     check_installed(platform)
     leave_hardware_alone()
-    # JAX writes programs for absent devices to a compilation cache and cannot read them: every
-    # later compile would warn of it (jaxlib 0.12).
+    # JAX writes programs for absent devices to the compilation cache but cannot read them: every
+    # later compile would print a warning (jaxlib 0.12).
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     kind, _, shape = name.partition(":")
@@ -99,10 +98,10 @@ def open_topology(name: str) -> Topology:
 
 
 def platform_of(name: str) -> str:
-    """ "tpu" or "gpu", of a topology's name.
+    """The platform of a topology's name, "tpu" or "gpu".
 
     Raises:
-      ValueError: an unknown name; lists the known ones.
+      ValueError: an unknown name.
     """
     kind = name.partition(":")[0]
     for platform in PACKAGES:
@@ -114,14 +113,14 @@ def platform_of(name: str) -> str:
 
 
 def describe_topologies() -> str:
-    """A line with an example of every kind."""
+    """A line with an example for every type of hardware."""
     tpus = ", ".join(f"{kind}:{row['example']}" for kind, row in _table("tpu").items())
     gpus = ", ".join(f"{kind}:8x8" for kind in _table("gpu"))
     return f"TPUs (chips along each dimension): {tpus}; GPUs (nodes x GPUs): {gpus}"
 
 
 def topology_kinds() -> tuple[str, ...]:
-    """The kinds of hardware, with which a name begins."""
+    """The types of hardware, with which a name begins."""
     return (*_table("tpu"), *_table("gpu"))
 
 
@@ -129,14 +128,14 @@ def topology_name(cluster: Cluster) -> str:
     """The topology to compile for on a cluster.
 
     Raises:
-      ValueError: there is none; says how to give one.
+      ValueError: there is no target for the cluster; suggests --topology.
     """
     known = topology_kinds()
     plain = cluster.name.lower().removeprefix("tpu").removesuffix("-sxm")
     if plain not in known:
         raise ValueError(
             f"there is no compiler target for {cluster.name}; give a similar one, such as "
-            f"--topology h100:64x8 (kinds: {', '.join(known)})"
+            f"--topology h100:64x8 (types: {', '.join(known)})"
         )
     if cluster.torus:
         slices = cluster.num_devices // math.prod(cluster.torus)
@@ -156,7 +155,7 @@ def check_installed(platform: str) -> None:
     """Refuses a platform whose compiler is not installed.
 
     Raises:
-      ModuleNotFoundError: says what to install.
+      ModuleNotFoundError: names the package.
     """
     if not compiler_installed(platform):
         raise ModuleNotFoundError(
@@ -167,7 +166,7 @@ def check_installed(platform: str) -> None:
 
 
 def has_cudnn() -> bool:
-    """Whether cuDNN is installed, without which fused attention does not compile for GPUs."""
+    """Whether cuDNN is installed, which fused attention needs to compile for GPUs."""
     return _found("nvidia.cudnn")
 
 
@@ -182,13 +181,13 @@ def _tpu(name: str, row: dict[str, str], shape: str) -> Topology:
     matched = re.fullmatch(r"(\d+(?:x\d+)+)(?::0*([1-9]\d*))?", shape)
     if not matched:
         raise ValueError(
-            f"topology {name!r}: write the chips along each dimension of the torus, as in "
+            f"topology {name!r}: give the chips along each dimension of the torus, as in "
             f"{row['name']}:{row['example']}, followed by :2 for two such slices"
         )
     sizes = [int(size) for size in matched[1].split("x")]
     if len(sizes) != len(row["example"].split("x")):
         raise ValueError(
-            f"topology {name!r} has {len(sizes)} dimensions and a torus of {row['name']} has "
+            f"topology {name!r} has {len(sizes)} dimensions, and a torus of {row['name']} has "
             f"{len(row['example'].split('x'))}, as in {row['name']}:{row['example']}"
         )
     # A host has at most 2 x 2 chips.
@@ -207,16 +206,14 @@ def _tpu(name: str, row: dict[str, str], shape: str) -> Topology:
     limit = int(float(row["memory_gib"]) * 2**30)
     clock = float(row["clock_ghz"]) * 1e9
     devices = tuple(topology.devices)
-    # Where a chip is two devices they lie along the last side, as in `hardware.csv`.
+    # The two devices of a chip are adjacent in the last dimension, as in `hardware.csv`.
     sizes[-1] *= len(devices) // (math.prod(sizes) * int(matched[2] or 1))
     return Topology(name, "tpu", devices, limit, clock, {"torus": tuple(sizes)})
 
 
 def _gpu(name: str, row: dict[str, str], shape: str) -> Topology:
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", shape):
-        raise ValueError(
-            f"topology {name!r}: write nodes x GPUs in a node, as in {row['name']}:8x8"
-        )
+        raise ValueError(f"topology {name!r}: give nodes x GPUs per node, as in {row['name']}:8x8")
     limit = int(int(row["device_memory_size"]) * gpu_memory_fraction(GPU_MEMORY_FRACTION))
     major, minor = row["compute_capability"].split(".")
     topology = topologies.get_topology_desc(

@@ -1,8 +1,7 @@
-"""Where the time of traced steps went, by cause, on each device of this process.
+"""Time breakdown of traced steps by cause, for each device of this process.
 
-Reads the `.xplane.pb` that `jax.profiler` writes. Which operation an event belongs to is known by
-the name of its instruction, and what that instruction is by the text of the compiled program; the
-kernels of libraries are known by their names.
+Reads the `.xplane.pb` of `jax.profiler`. An event is matched to an instruction by name, and the
+instruction to a cause by the text of the compiled program; library kernels are matched by name.
 """
 
 import contextlib
@@ -22,13 +21,13 @@ from jaxscale.compiled.hlo import Instruction, Program, parse_hlo
 from jaxscale.training.kernels import ATTENTION_SCOPE
 
 COMPUTE = ("attention", "matmul", "other")
-"""What hides collectives. Where several run at once, on streams of a GPU or threads of a CPU, time
+"""Causes that hide collectives. When several run at once, on GPU streams or CPU threads, the time
 counts for the first of these."""
 
 CAUSES = (*COMPUTE, "collectives", "idle")
 
 CONTAINERS = ("while", "conditional", "call")
-"""Instructions whose time is that of the instructions which they run."""
+"""Instructions whose time is the sum of the instructions inside them."""
 
 MATMULS = ("dot", "convolution", "ragged-dot")
 KERNELS = {
@@ -46,32 +45,32 @@ _NAME = re.compile(r"%?([\w.\-]+)")
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """Of one device, from its first traced operation to its last."""
+    """The time of one device, from its first traced operation to its last."""
 
     device: str  # such as "GPU:0"
     seconds: float
-    # Key: of CAUSES. Their sum is `seconds`: "collectives" counts only while no compute runs, which
-    # is what is exposed of them.
+    # Keys are CAUSES; the sum is `seconds`. "collectives" counts only while no compute runs, which
+    # is their exposed time.
     seconds_by_cause: Mapping[str, float]
     collective_seconds: float  # in flight, hidden or exposed
 
 
 @dataclass(frozen=True)
 class OperationTime:
-    """Of an operation of the compiled program, in all its runs on one device."""
+    """The time of an operation of the compiled program, in all its runs on one device."""
 
     operation: str  # the instruction's name in the program's text, else the kernel's
-    source: str  # what it was compiled from, such as "jit(step)/.../dot_general"
+    source: str  # the traced primitive, such as "jit(step)/.../dot_general"
     cause: str  # of CAUSES
     runs: int
     seconds: float
 
 
 def read_trace(folder: pathlib.Path) -> Any:
-    """The newest trace, a `ProfileData`, in a folder that `jax.profiler.start_trace` was given.
+    """The newest trace, a `ProfileData`, in a folder of `jax.profiler.start_trace`.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: the folder has no trace.
     """
     found = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not found:
@@ -80,7 +79,7 @@ def read_trace(folder: pathlib.Path) -> Any:
 
 
 def time_by_cause(trace: Any, program_text: str) -> list[DeviceTime]:
-    """What each device of a trace did.
+    """The time of each device of a trace by cause.
 
     Args:
       trace: a `jax.profiler.ProfileData`.
@@ -96,7 +95,7 @@ def time_by_cause(trace: Any, program_text: str) -> list[DeviceTime]:
 
 
 def longest_operations(trace: Any, program_text: str, number: int) -> list[OperationTime]:
-    """So many operations, the longest in all their runs first, of the first device of a trace.
+    """The `number` longest operations of a trace's first device, by the time of all their runs.
 
     Args:
       trace: a `jax.profiler.ProfileData`.
@@ -113,7 +112,7 @@ def longest_operations(trace: Any, program_text: str, number: int) -> list[Opera
             first = first or device
             name, of = stats.get("hlo_op"), stats.get("hlo_module")
             if device == first and (cause := cause_of(event.name, name, of)):
-                # The kernels of a command buffer have the buffer's name and their own.
+                # A kernel in a CUDA graph (command buffer) has the graph's name and its own.
                 known = name if name in sources else event.name.partition(" = ")[0].lstrip("%")
                 key = (known, cause)
                 runs[key] += 1
@@ -127,14 +126,15 @@ def longest_operations(trace: Any, program_text: str, number: int) -> list[Opera
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Of the types that jaxlib makes when they are first used; as an error one ends the process."""
+    """Ignores warnings about types that jaxlib creates on first use; as errors, they would end the
+    process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
 
 def _operations(trace: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Events of operations: device, event, statistics."""
+    """Device, event and statistics of each operation's events."""
     planes = list(trace.planes)
     devices = [plane for plane in planes if _DEVICE.match(plane.name)]
     for plane in devices:
@@ -143,7 +143,7 @@ def _operations(trace: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
                 for event in line.events:
                     yield plane.name.removeprefix("/device:"), event, dict(event.stats)
     if devices:
-        return  # the host's events are then launches
+        return  # host events would be launches of kernels
     for plane in planes:
         for line in plane.lines if plane.name == "/host:CPU" else ():
             for event in line.events:
@@ -153,14 +153,14 @@ def _operations(trace: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 def _causes(program: Program, text: str) -> Callable[[str, Any, Any], str | None]:
-    """(event, its `hlo_op`, its `hlo_module`) -> its cause; None for a container."""
+    """A function (event, `hlo_op`, `hlo_module`) -> cause; None for a container."""
     named = re.match(r"HloModule ([\w.\-]+)", text)
     module = named[1] if named else ""
     instructions = {one.name: one for body in program.computations.values() for one in body}
 
     @functools.cache
     def cause(event: str, operation: str | None, of: str | None) -> str | None:
-        # A TPU's event is named by the text of its instruction, "%fusion.3 = ...".
+        # On TPUs the event's name is the text of the instruction, "%fusion.3 = ...".
         name = operation or ("" if (found := _NAME.match(event)) is None else found[1])
         if name in instructions and of in (None, module):
             return instruction_cause(instructions[name], program)
@@ -173,7 +173,7 @@ def _causes(program: Program, text: str) -> Callable[[str, Any, Any], str | None
 
 
 def instruction_cause(instruction: Instruction, program: Program) -> str | None:
-    """The cause, of CAUSES, that an instruction's time counts for; None for one of CONTAINERS."""
+    """The cause (of CAUSES) of an instruction's time; None for CONTAINERS."""
     if instruction.opcode in CONTAINERS:
         return None
     whole = list(_whole(instruction, program))
@@ -183,7 +183,7 @@ def instruction_cause(instruction: Instruction, program: Program) -> str | None:
     )
     if not multiplies and any(one.opcode.startswith(KINDS) for one in whole):
         return "collectives"
-    # A fusion's own name is that of its root.
+    # The `op_name` of a fusion is that of its root.
     scope = next(filter(None, (one.op_name for one in whole)), "")
     if ATTENTION_SCOPE in scope or any(map(KERNELS["attention"].search, kernels)):
         return "attention"
@@ -191,7 +191,7 @@ def instruction_cause(instruction: Instruction, program: Program) -> str | None:
 
 
 def _whole(instruction: Instruction, program: Program) -> Iterator[Instruction]:
-    """An instruction, and those of the computations that it calls."""
+    """An instruction, and the instructions of the computations that it calls."""
     yield instruction
     for callee, _ in program.calls(instruction):
         for one in program.computations[callee]:
@@ -225,7 +225,7 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def trace_line(times: Sequence[DeviceTime], num_steps: int) -> str:
-    """One line for a person: shares of the time, mean over devices."""
+    """One line of text: shares of the time, mean over devices."""
     seconds = sum(time.seconds for time in times) or 1.0
     shares = {
         cause: sum(time.seconds_by_cause[cause] for time in times) / seconds for cause in CAUSES

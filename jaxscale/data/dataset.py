@@ -1,7 +1,6 @@
-"""Packed examples by global index.
+"""Datasets of packed examples, addressed by a global index.
 
-Example i of a data set is a pure function of the seed and i: nothing about processes, rows or
-workers enters.
+Example i is a pure function of the seed and i, independent of processes, rows and workers.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ with epy.lazy_imports():
     import grain
 
 PACKING = 2
-"""A version number: it changes whenever the same corpus and settings would give other examples."""
+"""A version number, raised whenever the same corpus and settings would give other examples."""
 
 Split = Literal["train", "heldout"]
 
@@ -38,8 +37,8 @@ Split = Literal["train", "heldout"]
 class Examples(Protocol):
     """Training or held-out examples: a `Dataset`, or a `Mixture` of several.
 
-    `fingerprint` covers everything that determines example i. `token_bytes` [ids] is the
-    UTF-8 bytes that each id stands for.
+    `fingerprint` covers everything that determines example i. `token_bytes` [ids] is the number of
+    UTF-8 bytes of each id.
     """
 
     @property
@@ -60,7 +59,7 @@ class Examples(Protocol):
 
 @dataclass(frozen=True)
 class SourceProgress:
-    """How far the first examples of a run go through one source."""
+    """The progress of a run through one source."""
 
     name: str
     seen: int  # examples
@@ -82,27 +81,26 @@ def repeats(examples: Examples, first: int, last: int) -> list[SourceProgress]:
 class Dataset:
     """The documents of one split, concatenated, cut into windows, and made into examples.
 
-    `dataset[i]` is one packed example. For training i is any number from 0: each epoch visits
-    every window once, in an order of its own. Held-out windows have a fixed order, and examples
-    beyond the last are all padding, so that whole batches count each token once.
+    `dataset[i]` is one packed example. For training i is any number from 0: each epoch visits every
+    window once, in another order. Held-out windows have a fixed order, and examples beyond the last
+    are all padding, so that whole batches count each token once.
     """
 
     name: str
     stream: Stream = field(repr=False)
     split: Split
-    seq_len: int  # tokens of an example, padding included; of the encoder's, where there is one
+    seq_len: int  # tokens of an example, padding included; of the encoder's, if there is one
     seed: int
     objective: str
     vocabulary: Vocabulary = field(repr=False)
     token_bytes: np.ndarray = field(repr=False)
     fingerprint: str
-    target_len: int = 0  # of the decoder's of an encoder
-    # Where each window begins and ends, int64 [windows, 2], if documents stay whole; None: equal
-    # windows.
+    target_len: int = 0  # tokens of the decoder's part, with an encoder
+    # Begin and end of each window, int64 [windows, 2], if documents stay whole; None: equal ones.
     rows: np.ndarray | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
-        """Windows: examples of one epoch."""
+        """Number of windows: the examples of one epoch."""
         if self.rows is not None:
             return len(self.rows)
         beyond = self._objective.shortest - 1  # drops a last window without targets
@@ -115,7 +113,7 @@ class Dataset:
 
     @property
     def window_tokens(self) -> int:
-        """Tokens of the text that an example is made of."""
+        """Tokens of text in one example."""
         return self._objective.window
 
     @property
@@ -126,8 +124,8 @@ class Dataset:
         """Example `index`: a Batch whose fields are [seq_len], or those of a decoder [target_len]
         and the extra arrays of its encoder [seq_len].
 
-        A row cut from the middle of a document begins at position 0. Random choices of an
-        objective depend on `index`: another epoch masks other tokens.
+        A row that begins inside a document begins at position 0. Random choices of an objective
+        depend on `index`, so each epoch masks other tokens.
         """
         if index < 0:
             raise IndexError(f"example {index}; examples are numbered from 0")
@@ -147,23 +145,23 @@ class Dataset:
         return pad(example, self.target_len or self.seq_len, self.seq_len)
 
     def window(self, index: int) -> int:
-        """Which window of the split example `index` is."""
+        """The number of example `index`'s window in the split."""
         if self.split == "heldout":
             return index
         epoch, index_in_epoch = divmod(index, len(self))
-        # A hash, since seed + epoch would repeat the orders of a run with a neighbouring seed.
+        # A hash, because seed + epoch would repeat the orders of a run with a neighbouring seed.
         seed = int.from_bytes(digest([self.seed, epoch])[:4], "big")
         return grain.experimental.index_shuffle(
             index_in_epoch, max_index=len(self) - 1, seed=seed, rounds=4
         )
 
     def example_digest(self, indices: Sequence[int]) -> str:
-        """A short name for these examples in this order: equal where two runs see the same."""
+        """A digest of these examples in this order, to compare two runs."""
         windows = [self.window(index) for index in indices]
         return digest([self.fingerprint, windows]).hex()[:8]
 
     def progress(self, num_examples: int) -> list[SourceProgress]:
-        """How far the first `num_examples` go through the text."""
+        """The progress through the text after `num_examples`."""
         return [SourceProgress(self.name, num_examples, len(self))]
 
 
@@ -183,11 +181,11 @@ def open_dataset(
       directory: where tokens are cached; without it they stay in memory.
       corpus: the result of `open_corpus`, to open a second split without reading it again.
       vocab_size: ids of the model; None is as many as the objective needs.
-      entry: the index of an entry of `config.source`, to read that one only.
+      entry: the index of an entry of `config.source`, to read only this one.
 
     Raises:
       ValueError: the split is empty, or smaller than one example, or the model has no ids for the
-        objective's special tokens; says which setting to change.
+        objective's special tokens; names the setting to change.
     """
     if split == "heldout" and config.heldout == 0:
         raise ValueError(
@@ -211,7 +209,7 @@ def open_dataset(
     if dataset.rows is None and dataset.num_tokens < config.seq_len:
         change = "raise data.heldout" if split == "heldout" else "lower data.heldout"
         raise ValueError(
-            f"the {split} documents of {name} hold {dataset.num_tokens} tokens, fewer than one "
+            f"the {split} documents of {name} have {dataset.num_tokens} tokens, fewer than one "
             f"sequence of data.seq_len = {config.seq_len}; add text to data.source, lower "
             f"data.seq_len, or {change} (now {config.heldout})"
         )
@@ -226,8 +224,8 @@ def open_validation(
     *,
     vocab_size: int | None = None,
 ) -> Dataset:
-    """All documents of one of `config.validation`, as packed held-out examples; in their order,
-    unless they stay whole.
+    """All documents of one entry of `config.validation`, as packed held-out examples; in file order
+    unless documents stay whole.
 
     Args:
       directory: where tokens are cached; without it they stay in memory.
@@ -253,37 +251,37 @@ def _packed(
     vocabulary: Vocabulary,
     settings: list[object],
 ) -> Dataset:
-    """A data set of the documents `chosen` of a corpus, in this order.
+    """A dataset of the documents `chosen` of a corpus, in this order.
 
     Args:
-      settings: everything else that determines its examples.
+      settings: everything else that determines the examples.
     """
     objective = find_objective(config.objective, config.seq_len, config.target_len)
     marked, rows = corpus.marked(chosen), None
     pairs = bool(config.target_len) and config.objective == "prefix" and bool(marked.any())
     if pairs and not marked.all():
         raise ValueError(
-            f"{name} has prompts with responses beside other texts, of which an encoder reads a "
-            "random part; give each an entry of its own, in data.source with a weight and "
+            f"{name} has both prompts with responses and other texts, of which an encoder reads a "
+            "random part; give each a separate entry, in data.source with a weight and "
             "data.heldout = 0 (entries are held out together; data.validation evaluates each)"
         )
     if marked.any() and not objective.keeps_marks and not pairs:
         raise ValueError(
-            f"data.objective = {config.objective!r} chooses what is predicted, and so do the "
-            f"prompts and responses, or messages, of {name}; set data.objective = "
+            f"data.objective = {config.objective!r} conflicts with the prompts and responses, or "
+            f"messages, of {name}, which choose the loss; set data.objective = "
             f"{'prefix' if config.target_len else 'causal'!r}"
         )
     if pairs:
         chosen, rows = whole_pairs(config, tokenizer, corpus, f"{split}: {name}", chosen)
     elif marked.any():
         chosen, rows = whole_rows(config, corpus, f"{split}: {name}", chosen, marked)
-        settings = [*settings, "whole"]  # they were cut as text is, before
+        settings = [*settings, "whole"]  # an earlier version cut them like text
     lengths = np.diff(corpus.offsets)[chosen]
     offsets = np.append(0, np.cumsum(lengths))
     return Dataset(
         name=name,
-        # The boundary at which a document begins ends the one before; that of the first one chosen
-        # ends the last.
+        # The boundary that begins a document ends the one before it; that of the first chosen
+        # document ends the last.
         stream=Stream(
             corpus,
             corpus.offsets[np.append(chosen, chosen[0])],
@@ -306,13 +304,13 @@ def _packed(
 
 
 def _settings(config: DataConfig, vocabulary: Vocabulary) -> list[object]:
-    """What the examples of some documents depend on."""
+    """The settings that determine the examples of given documents."""
     lengths = [config.seq_len, config.target_len] if config.target_len else config.seq_len
     return [lengths, config.seed, config.objective, vocabulary.settings]
 
 
 def entry_name(config: DataConfig, entry: int) -> str:
-    """An entry of `config.source` in messages."""
+    """The name of an entry of `config.source` in messages."""
     return f"data.source[{entry}] ({', '.join(config.source[entry].path)})"
 
 
@@ -326,13 +324,12 @@ def _documents(corpus: Corpus, entry: int | None) -> tuple[int, int]:
     if entry is None:
         return 0, corpus.num_documents
     bounds = [*corpus.entries, *[corpus.num_documents] * 2]
-    first = min(entry, len(bounds) - 2)  # entries at the end may have no documents of their own
+    first = min(entry, len(bounds) - 2)  # the last entries may have no documents
     return bounds[first], bounds[first + 1]
 
 
 def _vocabulary(config: DataConfig, tokenizer: Tokenizer, vocab_size: int | None) -> Vocabulary:
-    """The ids of a model's examples; beyond the tokenizer's there are enough for every mark that it
-    does not have itself."""
+    """The ids of a model's examples; ids beyond the tokenizer's serve as marks that it lacks."""
     objective = find_objective(config.objective, config.seq_len, config.target_len)
     lengths = f"data.seq_len = {config.seq_len}"
     if config.target_len:
@@ -357,7 +354,7 @@ def _vocabulary(config: DataConfig, tokenizer: Tokenizer, vocab_size: int | None
     if size < needed:
         raise ValueError(
             f"model.vocab_size = {size} is too small: data.objective = {config.objective!r} needs "
-            f"{needed - tokenizer.vocab_size} ids beside the {tokenizer.vocab_size} of "
+            f"{needed - tokenizer.vocab_size} more ids than the {tokenizer.vocab_size} of "
             f"data.tokenizer = {config.tokenizer!r} with {lengths}; set model.vocab_size = {needed}"
         )
     special = tokenizer.special

@@ -1,4 +1,4 @@
-"""The contents of a source: counts and lengths of documents, and examples."""
+"""Inspection of a source: counts and lengths of documents, and sample examples."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from jaxscale.data.tokens.tokenizer import Tokenizer, begin_texts, load_tokenize
 from jaxscale.formatting import file_size
 
 SAMPLE_BYTES = 64_000_000
-"""Stored bytes of a source that is not prepared, above which only a sample is surveyed."""
+"""Stored bytes above which only a sample of an unprepared source is counted."""
 
 QUANTILES = (0, 10, 50, 90, 99, 100)
 _BAR, _SHOWN = 40, 300  # characters
@@ -37,7 +37,7 @@ class Survey:
     num_files: int
     stored_bytes: int
     complete: bool  # whether everything was counted
-    num_left_out: int | None  # bad documents; None where none were counted
+    num_left_out: int | None  # bad documents; None if not counted
     corpus: Corpus
     tokenizer: Tokenizer
 
@@ -84,8 +84,8 @@ def survey(
     """Counts one entry of `data.source`.
 
     Args:
-      tokenizer: its name; None is the folder's own, or "bytes" for a source that is not prepared.
-      text_begin: as `data.text_begin`, for a tokenizer that is named.
+      tokenizer: its name; None for the prepared folder's, or "bytes" for an unprepared source.
+      text_begin: as `data.text_begin`, if `tokenizer` is a name.
 
     Raises:
       ValueError: as `open_corpus` and `load_tokenizer`.
@@ -113,7 +113,7 @@ def survey(
 
 
 def survey_config(data: DataConfig, vocab_size: int) -> tuple[list[Survey], Examples | None]:
-    """The entries of a configuration, and its training examples as a run will see them.
+    """Surveys of the entries of a configuration, and the training examples of a run.
 
     The examples are None if an entry is too large to be tokenised for an inspection.
     """
@@ -130,7 +130,7 @@ def survey_config(data: DataConfig, vocab_size: int) -> tuple[list[Survey], Exam
 def examples_of(one: Survey) -> Examples:
     """Packed examples of one entry, all of its documents for training."""
     corpus, seq_len = one.corpus, min(256, max(one.corpus.num_tokens, 2))
-    if corpus.counted:  # what has marks stays whole
+    if corpus.counted:  # marked documents stay whole
         seq_len = max(seq_len, int(np.diff(corpus.offsets).max()))
     data = DataConfig(heldout=0, seq_len=seq_len)
     return open_examples(
@@ -139,7 +139,7 @@ def examples_of(one: Survey) -> Examples:
 
 
 def describe_data(one: Survey) -> str:
-    """The counts and the histogram, as text to print."""
+    """The counts and the histogram as text."""
     corpus, tokenizer = one.corpus, one.tokenizer
     of = "" if one.complete else ", of which a sample is counted here"
     quantiles = zip(QUANTILES, _quantiles(one.lengths))
@@ -200,7 +200,7 @@ def describe_examples(examples: Examples, tokenizer: Tokenizer, count: int) -> l
 
 
 def print_examples(described: Sequence[Sequence[dict]]) -> str:
-    """The records of `describe_examples` as text to print."""
+    """The records of `describe_examples` as text."""
     lines = []
     for i, parts in enumerate(described):
         lines.append(f"example {i}")
@@ -230,7 +230,7 @@ def mixture_of(examples: Examples, num_examples: int) -> list[dict[str, Any]]:
 
 
 def print_mixture(mixture: Sequence[dict[str, Any]], steps: int) -> str:
-    """The records of `mixture_of` as text to print."""
+    """The records of `mixture_of` as text."""
     lines = [f"what a run of {steps:,} steps reads"]
     lines += [
         f"  {one['name']}: {one['examples']:,} examples, {100 * one['share']:.1f} % of all, "
@@ -271,7 +271,7 @@ def png(path: str, surveys: Sequence[Survey]) -> None:
 
 
 def _sampled(files: Sequence[File], tokenizer: Tokenizer) -> Corpus:
-    """A corpus of documents from all over the files."""
+    """A corpus of documents sampled from all files."""
     render = tokenizer.template.render_with_loss if tokenizer.template else None
     documents = list(sample_documents(files, SAMPLE_BYTES, render=render))
     tokens, lengths, _, num_bytes = encode_documents(documents, tokenizer, marked=False)

@@ -1,6 +1,6 @@
-"""Batches of examples from any step on, prefetched.
+"""Prefetched batches of examples, starting at any step.
 
-The state of a stream is the number of its next example: neither processes nor workers enter.
+The state of a stream is the number of its next example, independent of processes and workers.
 """
 
 import contextlib
@@ -40,12 +40,12 @@ def batches(
     rows: slice | Sequence[int] | None = None,
     workers: int = 0,
 ) -> Generator[Batch]:
-    """Batches from `start_step` on; fields are [len(rows), seq_len].
+    """Batches from `start_step`; fields are [len(rows), seq_len].
 
-    Step s holds examples s * global_batch_size and on, whatever the rows and workers. Training
-    batches never end; held-out ones end after the last token. Batches are prefetched in a thread,
-    or in `workers` processes; closing the iterator ends them. Where one is killed, as by a host
-    that is short of memory, others continue with its batch.
+    The batch of step s begins with example s * global_batch_size, whatever the rows and workers.
+    Training batches never end; held-out ones end after the last token. Batches are prefetched in a
+    thread, or in `workers` processes; closing the iterator ends them. If a worker is killed, such
+    as by the host's out-of-memory killer, another continues with its batch.
 
     Args:
       rows: the rows of the global batch that this process loads; None is all of them.
@@ -65,7 +65,7 @@ def batches(
             grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH_BATCHES)
         )
         if workers:
-            if not absl.flags.FLAGS.is_parsed():  # Grain reads flags of its own, without values
+            if not absl.flags.FLAGS.is_parsed():  # Grain reads absl flags, which nobody has parsed
                 absl.flags.FLAGS.mark_as_parsed()
             reading = reading.mp_prefetch(
                 grain.MultiprocessingOptions(num_workers=workers),
@@ -82,7 +82,7 @@ def batches(
 def _begun_again(
     stream: Generator[Batch], begin: Callable[[int], Generator[Batch]], step: int
 ) -> Generator[Batch]:
-    """A stream from a step on, and further ones where a worker is killed."""
+    """A stream from a step, restarted when a worker is killed."""
     killed_at = -1
     while True:
         try:
@@ -109,9 +109,9 @@ def _begun_again(
 
 
 def _begin_worker(parent: int, worker: int, num_workers: int) -> None:
-    """In a worker process: ends it when its parent was killed and could not close it, and leaves
-    signals to the parent, which may need batches to stop in peace: a terminal, or a launcher, sends
-    them to all processes of a group."""
+    """Prepares a worker process: it ends when its parent was killed, and ignores signals, which a
+    terminal or launcher sends to all processes of a group while the parent may still need batches
+    to stop cleanly."""
     del worker, num_workers
     for number in LEFT_TO_PARENT:
         signal.signal(number, signal.SIG_IGN)
@@ -128,7 +128,7 @@ def _closing(iterator: "grain.DatasetIterator[Batch]") -> Generator[Batch]:
     try:
         yield from iterator
     except Exception:
-        # A wait that was broken off: Grain would wait 25 s for a worker that hangs.
+        # After an interrupted wait: Grain would wait 25 s for a worker that hangs.
         for process in multiprocessing.active_children():
             if process.name.startswith("grain"):
                 process.kill()

@@ -1,9 +1,8 @@
-"""Mixtures: to which entry of the source example i belongs, and which of its examples it is.
+"""Mixtures of datasets: maps example i to an entry of the source and an example of it.
 
-From the beginning of a stage on, every entry has had its share of any number of examples, rounded
-up or down (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). Shares are
-fractions with one denominator, so that the order of entries repeats and one table of a cycle serves
-any index.
+After any number of examples of a stage, every entry has had its share, rounded up or down
+(Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980). Shares are fractions
+with one denominator, so that the order of entries repeats and a table of one cycle gives any index.
 """
 
 import bisect
@@ -29,25 +28,25 @@ from jaxscale.data.tokens.corpus import Corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer
 
 LONGEST_CYCLE = 2**16
-"""The most examples after which the order of entries in a stage repeats."""
+"""The longest cycle, in examples, after which the order of entries in a stage repeats."""
 
 _EXACT = 1e-12  # relative: weights are floats, and 0.1 is not a tenth
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """Examples from `begin` on, in constant shares."""
+    """Examples from `begin`, in constant shares."""
 
     begin: int
     before: tuple[int, ...]  # examples of each member in earlier stages
     shares: tuple[int, ...]  # examples of each in one cycle
-    turns: np.ndarray  # [cycle], the member of each example
+    order: np.ndarray  # [cycle], the member of each example
     earlier: np.ndarray  # [cycle], earlier examples of that member in this cycle
 
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Several data sets in changing shares; example i is a function of i, as theirs are.
+    """Several datasets in changing shares; example i is a pure function of i.
 
     Each member reads its examples in its own order and epochs, independently of the others; a stage
     continues where the one before ended.
@@ -75,7 +74,7 @@ class Mixture:
 
     @property
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes that each id stands for."""
+        """UTF-8 bytes of each id."""
         return self.members[0].token_bytes
 
     def __getitem__(self, index: int, /) -> Batch:
@@ -84,23 +83,23 @@ class Mixture:
         return self.members[member][own]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The member that example `index` is of, and its index there."""
+        """The member of example `index`, and its index in the member."""
         if index < 0:
             raise IndexError(f"example {index}; examples are numbered from 0")
         stage = self._stage(index)
-        cycle, place = divmod(index - stage.begin, len(stage.turns))
-        member = int(stage.turns[place])
+        cycle, position = divmod(index - stage.begin, len(stage.order))
+        member = int(stage.order[position])
         earlier = stage.before[member] + cycle * stage.shares[member]
-        return member, earlier + int(stage.earlier[place])
+        return member, earlier + int(stage.earlier[position])
 
     def example_digest(self, indices: Sequence[int]) -> str:
-        """A short name for these examples in this order: equal where two runs see the same."""
+        """A digest of these examples in this order, to compare two runs."""
         located = [self.locate(index) for index in indices]
         windows = [(member, self.members[member].window(own)) for member, own in located]
         return digest([self.fingerprint, windows]).hex()[:8]
 
     def progress(self, num_examples: int) -> list[SourceProgress]:
-        """How far the first `num_examples` go through each member."""
+        """The progress through each member after `num_examples`."""
         seen = count(self._stage(max(num_examples - 1, 0)), num_examples)
         return [
             SourceProgress(member.name, number, len(member))
@@ -114,10 +113,10 @@ class Mixture:
 def open_examples(
     config: DataConfig, tokenizer: Tokenizer, corpus: Corpus, *, split: Split, vocab_size: int
 ) -> Examples:
-    """The training examples of a source, mixed by weight where it has any, or the held-out ones.
+    """The training examples of a source, mixed by its weights, or the held-out ones.
 
-    Without weights the entries are concatenated. Held-out documents always are, those of entries of
-    weight 0 included.
+    Without weights the entries are concatenated. Held-out documents are always concatenated,
+    including entries of weight 0.
 
     Raises:
       ValueError: as `open_dataset` and `fractions`; or only some entries have a weight.
@@ -148,10 +147,10 @@ def open_examples(
 def mix(
     members: Sequence[Dataset], weights: Sequence[Weight], *, global_batch_size: int
 ) -> Mixture:
-    """Training data sets in the shares of their weights, which need not sum to 1.
+    """Training datasets in the shares of their weights, which need not sum to 1.
 
-    A weight that is given as (step, weight) pairs changes after so many steps. A member whose
-    weight is 0 is absent.
+    A weight given as (step, weight) pairs changes after these steps. A member of weight 0 is
+    absent.
 
     Raises:
       ValueError: as `fractions`.
@@ -163,25 +162,25 @@ def mix(
         now = [staged[bisect.bisect_right(staged, (step, np.inf)) - 1][1] for staged in pairs]
         if not any(now):
             raise ValueError(
-                f"from step {step} on every weight of data.source is 0; give one entry a weight"
+                f"from step {step} every weight of data.source is 0; give one entry a weight"
             )
         begin = step * global_batch_size
         before = count(stages[-1], begin) if stages else (0,) * len(members)
         shares = fractions(now)
-        turns = take_turns(shares)
-        stages.append(Stage(begin, before, tuple(shares.tolist()), turns, _rank(turns)))
+        order = interleave(shares)
+        stages.append(Stage(begin, before, tuple(shares.tolist()), order, _rank(order)))
     settings = [[m.fingerprint for m in members], [(s.begin, s.shares) for s in stages]]
     return Mixture(tuple(members), tuple(stages), digest(settings).hex())
 
 
 def count(stage: Stage, index: int) -> tuple[int, ...]:
-    """The examples of each member before `index`, if this stage lasts until there.
+    """The examples of each member before `index`, if this stage lasts that long.
 
     Args:
       index: at least `stage.begin`.
     """
-    cycles, place = divmod(index - stage.begin, len(stage.turns))
-    partly = np.bincount(stage.turns[:place], minlength=len(stage.shares)).tolist()
+    cycles, position = divmod(index - stage.begin, len(stage.order))
+    partly = np.bincount(stage.order[:position], minlength=len(stage.shares)).tolist()
     return tuple(
         before + cycles * share + part
         for before, share, part in zip(stage.before, stage.shares, partly)
@@ -189,14 +188,14 @@ def count(stage: Stage, index: int) -> tuple[int, ...]:
 
 
 def fractions(weights: Sequence[float]) -> np.ndarray:
-    """Whole numbers in the ratio of the weights, with a sum of at most `LONGEST_CYCLE`.
+    """Integers in the ratio of the weights, with a sum of at most `LONGEST_CYCLE`.
 
-    They are the smallest exact ones, for weights such as 0.7, 0.2 and 0.1; if there are none, those
-    with the least maximum relative error: under 1e-8 for two weights of like size, 1e-6
-    for three, 1e-3 for eight. A weight of 0 stays 0.
+    They are the smallest exact ones, for weights such as 0.7, 0.2 and 0.1; if none are exact, the
+    ones with the least maximum relative error: under 1e-8 for two weights of similar size, 1e-6 for
+    three, 1e-3 for eight. A weight of 0 stays 0.
 
     Raises:
-      ValueError: a weight is too small a share of the sum for any such numbers.
+      ValueError: a weight is too small a share of the sum for such integers.
     """
     wanted = np.asarray(weights, np.float64)
     wanted = wanted / wanted.sum()
@@ -222,13 +221,13 @@ def fractions(weights: Sequence[float]) -> np.ndarray:
     return shares
 
 
-def take_turns(shares: np.ndarray) -> np.ndarray:
+def interleave(shares: np.ndarray) -> np.ndarray:
     """The member of each example in one cycle, whose length is the sum of the shares.
 
     After any n examples a member with share s of S has had n * s / S of them, within at most
     1 - 1 / (2 K - 2) for K members: the least bound that is always possible (Tijdeman). It gives
-    the earliest and the latest place of each example of a member. Of those that are due, the one
-    with the earliest deadline is taken, which meets all bounds if any order does.
+    the earliest and the latest position of each example of a member. Among members that are due,
+    the earliest deadline comes first, which meets all bounds if any order does.
     """
     length, slack = int(shares.sum()), max(2 * np.count_nonzero(shares) - 2, 1)
     members = np.repeat(np.arange(len(shares)), shares)
@@ -237,21 +236,21 @@ def take_turns(shares: np.ndarray) -> np.ndarray:
     # In whole numbers: (number + 1 / slack) / share and (number + 1 - 1 / slack) / share.
     earliest = -(-(numbers * slack + 1) * length // parts) - 1
     latest = ((numbers + 1) * slack - 1) * length // parts
-    order = np.argsort(-earliest, kind="stable")
-    coming = list(zip(*(field[order].tolist() for field in (earliest, latest, members))))
+    by_time = np.argsort(-earliest, kind="stable")
+    coming = list(zip(*(field[by_time].tolist() for field in (earliest, latest, members))))
     ready: list[tuple[int, int]] = []
-    turns = np.empty(length, np.int32)
-    for place in range(length):
-        while coming and coming[-1][0] <= place:
+    order = np.empty(length, np.int32)
+    for position in range(length):
+        while coming and coming[-1][0] <= position:
             heapq.heappush(ready, coming.pop()[1:])
-        turns[place] = heapq.heappop(ready)[1]
-    return turns
+        order[position] = heapq.heappop(ready)[1]
+    return order
 
 
-def _rank(turns: np.ndarray) -> np.ndarray:
-    """For each entry of `turns`, how many earlier entries are equal to it."""
-    order = np.argsort(turns, kind="stable")
-    counts = np.bincount(turns)
-    rank = np.empty(len(turns), np.int32)
-    rank[order] = np.arange(len(turns)) - np.repeat(np.cumsum(counts) - counts, counts)
+def _rank(members: np.ndarray) -> np.ndarray:
+    """For each entry of `members`, how many earlier entries are equal to it."""
+    order = np.argsort(members, kind="stable")
+    counts = np.bincount(members)
+    rank = np.empty(len(members), np.int32)
+    rank[order] = np.arange(len(members)) - np.repeat(np.cumsum(counts) - counts, counts)
     return rank

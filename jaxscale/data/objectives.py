@@ -1,24 +1,24 @@
-"""Training objectives: each turns a window of documents into an example, its targets and weights.
+"""Training objectives: functions from a window of documents to inputs, targets and loss weights.
 
-Every objective is a pure function of the window and of the example's own random bits, and all but
-one keep the window's pieces apart: each is a segment of its own, with positions from 0.
+Every objective is a pure function of the window and the example's random bits. All except
+"causal_across_documents" make each piece of the window a separate segment with positions from 0.
 
-- "causal": every token from those before it in its document.
-- "causal_across_documents": every token from all those before it in the row, which is one segment,
-  as GPT-3 was trained (Brown et al. 2020, arXiv 2005.14165, appendix B). A kernel of attention
-  needs no mask of documents then.
-- "prefix": the same, but a first part of each piece, of random length, carries no loss. The prefix
-  is read causally, as the rest; a prefix that sees itself in both directions (T5's prefix language
-  model) is what an encoder reads. Where the source has prompts and responses, an encoder reads the
-  prompt, and its decoder writes the response.
+- "causal": every token from the tokens before it in its document.
+- "causal_across_documents": every token from all tokens before it in the row, which is one segment,
+  as in GPT-3 (Brown et al. 2020, arXiv 2005.14165, appendix B). Attention then needs no mask of
+  documents.
+- "prefix": as "causal", but a first part of each piece, of random length, carries no loss. A
+  decoder reads the prefix causally, like the rest; an encoder reads it in both directions (T5's
+  prefix language model). If the source has prompts and responses, an encoder reads the prompt, and
+  its decoder writes the response.
 - "span_corruption": T5's (see `denoising`).
 - "ul2": UL2's mixture of denoisers, one of the seven for each example.
-- "masked": BERT's (Devlin et al. 2019, arXiv 1810.04805, section 3.1): 15 % of the tokens are to be
-  predicted at their own place; 80 % of them are masked, 10 % replaced at random, 10 % left.
+- "masked": BERT's (Devlin et al. 2019, arXiv 1810.04805, section 3.1): 15 % of the tokens are
+  predicted at their position; 80 % of them are masked, 10 % replaced at random, 10 % unchanged.
 
-A decoder alone reads what is given and what is predicted in one sequence, with loss on the second.
-Of an encoder and a decoder each has its own: the encoder's are the example's extra arrays, and both
-number the same pieces as the same segments.
+A single decoder reads inputs and targets in one sequence, with loss on the targets. An encoder and
+its decoder have a sequence each: the encoder's is in the example's extra arrays, and a piece has
+the same segment number in both.
 """
 
 import functools
@@ -48,11 +48,11 @@ from jaxscale.data.packing import Uniform, Vocabulary, Window, number
 DENSITY = 0.15
 """The share of tokens that masking predicts."""
 MASKED, RANDOM = 0.8, 0.1
-"""Of the tokens to predict, the shares that are replaced by a mask and by a random token."""
+"""Shares of the predicted tokens that are replaced by a mask and by a random token."""
 
 
 def causal(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
-    """Each token from those before it; the target of a document's last is the boundary."""
+    """Each token from the ones before it; the target of a document's last token is the boundary."""
     del draw
     segments, positions = number(window.lengths)
     targets = window.ids[1:].copy()
@@ -61,7 +61,7 @@ def causal(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
 
 
 def causal_across_documents(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
-    """`causal`, but the whole row is one segment: a document sees those before it."""
+    """`causal` with the whole row as one segment: a document sees the documents before it."""
     example = causal(window, draw, vocabulary)
     segments, positions = number(np.array([len(example.tokens)]))
     return example._replace(segments=segments, positions=positions)
@@ -75,16 +75,16 @@ def prefix(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
     """
     example = causal(window, draw, vocabulary)
     lengths = window.lengths
-    targets = lengths - (example.weights[window.bounds[1:] - 1] == 0)  # of some none follows
+    targets = lengths - (example.weights[window.bounds[1:] - 1] == 0)  # some have no successor
     begins = np.floor(draw(len(lengths)) * targets)
     counted = example.positions >= np.repeat(begins, lengths)
     return example._replace(weights=example.weights * counted)
 
 
 def span_corruption(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
-    """Each piece as [text with sentinels, the spans behind their sentinels, boundary].
+    """Each piece as [text with sentinels, the spans after their sentinels, boundary].
 
-    Loss is on the tokens after the first sentinel of the second part, which is given. A piece
+    Loss is on the tokens after the first sentinel of the second part, which is an input. A piece
     without a span (see `allot_spans`) is left out.
     """
     inputs, targets = corrupt_window(window, draw, vocabulary)
@@ -93,7 +93,7 @@ def span_corruption(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Ba
 
 
 def corrupt_window(window: Window, draw: Uniform, vocabulary: Vocabulary) -> tuple[Pieces, Pieces]:
-    """`corrupt` of whole pieces, the boundaries at their begins included."""
+    """`corrupt` of whole pieces, including the boundaries at which they begin."""
     lengths = window.lengths
     noise = noise_mask(lengths, *allot_spans(lengths), draw)
     pieces = np.repeat(np.arange(len(lengths)), lengths)
@@ -103,9 +103,9 @@ def corrupt_window(window: Window, draw: Uniform, vocabulary: Vocabulary) -> tup
 def allot_spans(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The number of noise tokens, and of the spans that they form, in each piece.
 
-    The cumulative counts are T5's for the cumulative lengths, so that pieces too short for a span
-    of their own still contribute; for a single piece the counts are exactly T5's. A piece keeps at
-    least as many text tokens as it has spans; noise and spans that do not fit in it are dropped.
+    The cumulative counts are T5's for the cumulative lengths, so that pieces too short for a whole
+    span also contribute; for a single piece the counts are exactly T5's. A piece keeps at least as
+    many text tokens as it has spans; noise and spans that do not fit in it are dropped.
     """
     noise_so_far, spans_so_far = _span_counts(np.cumsum(lengths))
     spans = np.minimum(np.diff(spans_so_far, prepend=0), lengths // 2)
@@ -119,7 +119,7 @@ def allot_spans(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def joined_tokens(seq_len: int) -> int:
-    """The most tokens of a window whose corrupted form, inputs and targets, fits in a row.
+    """The longest window, in tokens, whose corrupted form (inputs and targets) fits in a row.
 
     Every span adds its sentinel twice; the boundary at the end is a target only.
     """
@@ -129,7 +129,7 @@ def joined_tokens(seq_len: int) -> int:
 
 
 def masked(window: Window, draw: Uniform, vocabulary: Vocabulary) -> Batch:
-    """Tokens to predict at their own place, from both sides: for a model that is not causal.
+    """Masked tokens, predicted at their position from both sides, for a bidirectional model.
 
     Special tokens are never masked, and never replace a token.
     """
@@ -161,8 +161,8 @@ def denoised(
     """The window's texts, corrupted by one of the denoisers, drawn with equal shares.
 
     An encoder reads [mode, text with sentinels, boundary] of each, and its decoder writes [spans
-    behind their sentinels, boundary]. One sequence is [boundary, mode, text with sentinels, spans
-    behind their sentinels], with the boundary as its last target. Tokens at the end of a window
+    after their sentinels, boundary]. One sequence is [boundary, mode, text with sentinels, spans
+    after their sentinels], with the boundary as its last target. Tokens at the end of a window
     that do not fit are left out, and so are texts too short to lose a token.
     """
     chosen = denoisers[int(draw(1)[0] * len(denoisers))] if len(denoisers) > 1 else denoisers[0]
@@ -212,7 +212,7 @@ class Objective:
     """An objective for examples of certain lengths."""
 
     example: Callable[[Window, Uniform, Vocabulary], Batch]  # within the lengths
-    window: int  # tokens of its windows; 0 where the lengths are too short
+    window: int  # tokens of its windows; 0 if the lengths are too short
     num_sentinels: int = 0  # of the pieces of a window
     num_modes: int = 0
     masks: bool = False  # whether it needs a mask token
@@ -264,7 +264,7 @@ def nothing(lengths: Lengths) -> Batch:
 
 
 def _one_sequence(inputs: Pieces, targets: Pieces, vocabulary: Vocabulary) -> Batch:
-    """[inputs, targets, boundary] of each piece, with loss behind the first of the targets."""
+    """[inputs, targets, boundary] of each piece, with loss after the first of the targets."""
     present = np.unique(targets.pieces)
     ends = _each(present, vocabulary.boundary)
     ids, pieces = (np.concatenate(field) for field in zip(inputs, targets, ends))
@@ -273,15 +273,15 @@ def _one_sequence(inputs: Pieces, targets: Pieces, vocabulary: Vocabulary) -> Ba
     # The last token of a piece has no target, and its first token is not a target.
     same = pieces[1:] == pieces[:-1]
     segments, positions = number(np.bincount(pieces[1:][same])[present])
-    counted = predicted[1:] & predicted[:-1]  # not the first of the targets: it is given
+    counted = predicted[1:] & predicted[:-1]  # not the first target, which is an input
     return Batch(ids[:-1][same], ids[1:][same], segments, positions, counted[same].astype("f4"))
 
 
 def _two_sequences(inputs: Pieces, targets: Pieces, vocabulary: Vocabulary) -> Batch:
     """The targets of each piece for a decoder, with its inputs for an encoder as extra arrays.
 
-    Both end with a boundary. The decoder reads its targets shifted by one, behind a token that T5
-    takes from its padding.
+    Both end with a boundary. The decoder reads its targets shifted by one, after a begin token,
+    which in T5 is the padding token.
     """
     present = np.unique(targets.pieces)
     ends = _each(present, vocabulary.boundary)
@@ -312,7 +312,7 @@ def _each(pieces: np.ndarray, token: int) -> Pieces:
 
 
 def _span_counts(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """T5's noise tokens, and spans, of texts of these lengths; none where a text is too short."""
+    """T5's numbers of noise tokens and of spans for texts of these lengths; 0 if too short."""
     assert T5.mean_span is not None, "a constant"
     noise = np.rint(lengths * T5.density)
     return noise.astype(np.int64), np.rint(noise / T5.mean_span).astype(np.int64)

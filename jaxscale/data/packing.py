@@ -1,4 +1,4 @@
-"""Windows of documents that follow one another, and rows of equal length made of them."""
+"""Packing: windows of concatenated documents, and rows of equal length."""
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,19 +14,19 @@ OPEN_ROWS = 64
 
 
 class Vocabulary(NamedTuple):
-    """The ids of examples; those from `size` on are in the model, but not in the tokenizer."""
+    """The ids of examples; ids from `size` are in the model but not in the tokenizer."""
 
     size: int
     boundary: int  # the id that ends a document, and begins one unless `start` does
     model_size: int
     start: int | None = None  # begins a document, if not the boundary
-    pad: int | None = None  # begins what a decoder writes, as T5's does; None: the boundary
-    sentinels: tuple[int, ...] = ()  # the tokenizer's own, for the spans of a text, in order
-    mask: int | None = None  # the tokenizer's own
-    special: tuple[int, ...] = ()  # that no text has, and that never stand for a masked token
+    pad: int | None = None  # begins a decoder's text, as in T5; None: the boundary
+    sentinels: tuple[int, ...] = ()  # the tokenizer's, for the spans of a text, in order
+    mask: int | None = None  # the tokenizer's
+    special: tuple[int, ...] = ()  # in no text, and never replace a masked token
 
     def sentinel(self, i: Any) -> Any:
-        """The id of sentinel `i`; without their own they are the last of the model, downwards."""
+        """The id of sentinel `i`: the tokenizer's, else counted down from the model's last id."""
         return np.array(self.sentinels)[i] if self.sentinels else self.model_size - 1 - i
 
     def mode(self, i: int) -> int:
@@ -48,21 +48,21 @@ Uniform = Callable[[int], np.ndarray]
 def uniform(seed: int, index: int) -> Uniform:
     """The random numbers of example `index`: a function of both, on any machine and version.
 
-    Philox (Salmon et al. 2011) is counter-based: each example has a key of its own. NumPy
-    guarantees its raw words across versions, but not the distributions made from them.
+    Philox (Salmon et al. 2011) is counter-based: each example has a separate key. NumPy guarantees
+    its raw words across versions, but not the distributions made from them.
     """
     words = np.random.Philox(key=np.array([seed, index], np.uint64))
     return lambda count: (words.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
 
 class Window(NamedTuple):
-    """Consecutive tokens of a stream of documents, and the bounds between documents.
+    """Consecutive tokens of a stream of documents, with the bounds between documents.
 
-    A piece is the part of one document that lies in the window: all of it, unless it was cut.
+    A piece is the part of one document in the window: all of it, unless the document is cut.
     """
 
     ids: np.ndarray  # int32 [n + 1]: n tokens, and the one that follows them
-    bounds: np.ndarray  # int64 [pieces + 1], from 0 to n: where each piece begins
+    bounds: np.ndarray  # int64 [pieces + 1], from 0 to n: begin of each piece
     counted: np.ndarray | None = None  # bool [n], whether the next token carries loss; None: all
 
     @property
@@ -72,7 +72,7 @@ class Window(NamedTuple):
 
     @property
     def weights(self) -> np.ndarray:
-        """Of each token's successor as a target, float32 [n]."""
+        """Loss weight of each token's successor, float32 [n]."""
         if self.counted is None:
             return np.ones(len(self.ids) - 1, np.float32)
         return self.counted.astype(np.float32)
@@ -82,14 +82,14 @@ class Window(NamedTuple):
 class Stream:
     """Documents of a corpus, each [boundary, tokens...], concatenated in a chosen order.
 
-    The last entry of both arrays ends the stream: it points at a boundary, the token after the
-    last document. Of `closed` documents, [bos, tokens..., boundary], nothing follows the last
-    token; what follows the last of others is the boundary, whatever the next one begins with.
+    The last entry of both arrays ends the stream: it points at a boundary, the token after the last
+    document. In `closed` documents, [bos, tokens..., boundary], no target follows the last token;
+    in others the boundary follows it, whatever the next document begins with.
     """
 
     corpus: Corpus
-    starts: np.ndarray  # int64 [num_documents + 1], where each begins in the corpus
-    offsets: np.ndarray  # int64 [num_documents + 1], where each begins in this stream
+    starts: np.ndarray  # int64 [num_documents + 1], begin of each in the corpus
+    offsets: np.ndarray  # int64 [num_documents + 1], begin of each in this stream
     boundary: int
     closed: bool = False
 
@@ -99,11 +99,11 @@ class Stream:
         return int(self.offsets[-1])
 
     def window(self, start: int, count: int) -> Window:
-        """`count` tokens from `start` on; fewer where the stream ends, none beyond."""
+        """`count` tokens from `start`; fewer at the end of the stream, none beyond it."""
         stop = min(start + count, self.num_tokens)
         if start >= stop:
             return Window(np.zeros(1, np.int32), np.zeros(1, np.int64))
-        # The token at `stop` is read too; at the stream's end it is the boundary that ends it.
+        # The token at `stop` is also read; at the stream's end it is the final boundary.
         first, last = np.searchsorted(self.offsets, [start, stop], side="right") - 1
         inner = self.offsets[first + 1 : last + 1]
         bounds = np.concatenate([[start], inner, [stop + 1]])
@@ -117,16 +117,16 @@ class Stream:
             if self.closed:
                 counted[inner - start - 1] = False
         bounds[-1] = stop
-        ids = np.concatenate(pieces, dtype=np.int32)  # a copy: what is read may be a mapped file
+        ids = np.concatenate(pieces, dtype=np.int32)  # a copy, since the parts may be mapped files
         if bounds[-2] == stop:
-            bounds = bounds[:-1]  # of the last document only the next token was read
+            bounds = bounds[:-1]  # only the first token of the last document was read
             ids[-1] = self.boundary
         return Window(ids, bounds - start, counted)
 
 
 def pack_whole(sizes: np.ndarray, most: Sequence[int]) -> np.ndarray:
-    """Where each example begins, and the last one ends, when each takes as many of the following
-    items as fit.
+    """The begin of each example, and the end of the last, when each takes as many of the next items
+    as fit.
 
     Args:
       sizes: of each item in each of an example's sequences, [items, sequences]; each fits alone.
@@ -142,24 +142,24 @@ def pack_whole(sizes: np.ndarray, most: Sequence[int]) -> np.ndarray:
 
 
 def best_fit(sizes: np.ndarray, most: int) -> np.ndarray:
-    """The row of each item, int64 [items], when each goes into the fullest that has room for it.
+    """Best-fit packing: the row of each item, int64 [items], the fullest that it fits in.
 
-    Rows are numbered by their first items. Of those begun, the `OPEN_ROWS` with the most room may
-    still be filled: with more, rows would be hardly fuller.
+    Rows are numbered by their first items. Only the `OPEN_ROWS` rows with the most free space
+    remain candidates; more of them would hardly improve the packing.
 
     Args:
       sizes: of the items; each is at most `most`, the length of a row.
     """
     rows, begun = np.empty(len(sizes), np.int64), 0
-    open_rows: list[tuple[int, int]] = []  # the room in each, and its number, in order
+    open_rows: list[tuple[int, int]] = []  # free space and number of each, sorted
     for item, size in enumerate(sizes.tolist()):
         place = bisect.bisect_left(open_rows, (size,))
         if place < len(open_rows):
-            room, row = open_rows.pop(place)
+            free, row = open_rows.pop(place)
         else:
-            room, row, begun = most, begun, begun + 1
+            free, row, begun = most, begun, begun + 1
         rows[item] = row
-        bisect.insort(open_rows, (room - size, row))
+        bisect.insort(open_rows, (free - size, row))
         del open_rows[:-OPEN_ROWS]
     return rows
 

@@ -1,6 +1,6 @@
-"""Examples without some that a run passed over, since they did it harm.
+"""A dataset that skips ranges of examples blamed for bad steps.
 
-Example i is still a function of the seed, i and the list of what was passed over.
+Example i remains a pure function of the seed, i and the list of skipped ranges.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from jaxscale.batch import Batch
 from jaxscale.data.dataset import Examples, SourceProgress, Split
 
 Ranges = tuple[tuple[int, int], ...]
-"""First example and the first after it, in order and apart from each other."""
+"""First example and the one after the last of each range, in order and without overlap."""
 
 
 @dataclass(frozen=True, eq=False)
-class PassedOver:
-    """Training examples without those in `ranges`, which count as in `examples`."""
+class SkippedExamples:
+    """Training examples without `ranges`, which are indices in `examples`."""
 
     examples: Examples
     ranges: Ranges
 
     @property
     def split(self) -> Split:
-        """Always that of training."""
+        """The training split."""
         return self.examples.split
 
     @property
@@ -34,12 +34,12 @@ class PassedOver:
 
     @property
     def fingerprint(self) -> str:
-        """Of all examples; the ranges are kept beside it."""
+        """The fingerprint of all examples; checkpoints store the ranges separately."""
         return self.examples.fingerprint
 
     @property
     def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes that each id stands for."""
+        """UTF-8 bytes of each id."""
         return self.examples.token_bytes
 
     @property
@@ -52,30 +52,30 @@ class PassedOver:
         return len(self.examples)
 
     def __getitem__(self, index: int, /) -> Batch:
-        """Example `index` of those that are left."""
-        return self.examples[self.place(index)]
+        """Example `index` of the remaining ones."""
+        return self.examples[self.position(index)]
 
-    def place(self, index: int) -> int:
-        """The number among all examples of one of those that are left."""
+    def position(self, index: int) -> int:
+        """The index among all examples of a remaining one."""
         for first, last in self.ranges:
             if index >= first:
                 index += last - first
         return index
 
     def example_digest(self, indices: Sequence[int]) -> str:
-        """A short name for these examples in this order: equal where two runs see the same."""
-        return self.examples.example_digest([self.place(index) for index in indices])
+        """A digest of these examples in this order, to compare two runs."""
+        return self.examples.example_digest([self.position(index) for index in indices])
 
     def progress(self, num_examples: int) -> list[SourceProgress]:
-        """How far the first `num_examples` of those that are left go through the text."""
-        return self.examples.progress(self.place(num_examples - 1) + 1 if num_examples else 0)
+        """The progress through the text after `num_examples` of the remaining ones."""
+        return self.examples.progress(self.position(num_examples - 1) + 1 if num_examples else 0)
 
 
-def pass_over(examples: Examples, first: int, last: int) -> PassedOver:
-    """The examples without those from `first` to before `last`."""
+def skip_examples(examples: Examples, first: int, last: int) -> SkippedExamples:
+    """The examples without `first` to `last` - 1."""
     ranges = [(first, last)]
-    if isinstance(examples, PassedOver):
-        ranges = [*examples.ranges, (examples.place(first), examples.place(last - 1) + 1)]
+    if isinstance(examples, SkippedExamples):
+        ranges = [*examples.ranges, (examples.position(first), examples.position(last - 1) + 1)]
         examples = examples.examples
     joined: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
@@ -83,15 +83,15 @@ def pass_over(examples: Examples, first: int, last: int) -> PassedOver:
             joined[-1] = joined[-1][0], max(end, joined[-1][1])
         else:
             joined.append((begin, end))
-    return PassedOver(examples, tuple(joined))
+    return SkippedExamples(examples, tuple(joined))
 
 
 def ranges_of(examples: Examples) -> Ranges:
-    """What is passed over, for a checkpoint; nothing of other examples."""
-    return examples.ranges if isinstance(examples, PassedOver) else ()
+    """The skipped ranges, for a checkpoint; () for other examples."""
+    return examples.ranges if isinstance(examples, SkippedExamples) else ()
 
 
 def with_ranges(examples: Examples, ranges: Sequence[Sequence[int]]) -> Examples:
-    """The examples without those that a checkpoint says were passed over."""
-    whole = examples.examples if isinstance(examples, PassedOver) else examples
-    return PassedOver(whole, tuple((a, b) for a, b in ranges)) if ranges else whole
+    """The examples without the ranges of a checkpoint."""
+    whole = examples.examples if isinstance(examples, SkippedExamples) else examples
+    return SkippedExamples(whole, tuple((a, b) for a, b in ranges)) if ranges else whole

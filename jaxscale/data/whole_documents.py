@@ -1,4 +1,4 @@
-"""Documents that stay whole in a row: prompts with their responses, and conversations."""
+"""Packing of whole documents into rows: prompts with responses, and conversations."""
 
 import logging
 
@@ -18,9 +18,8 @@ log = logging.getLogger("jaxscale")
 def whole_rows(
     config: DataConfig, corpus: Corpus, name: str, chosen: np.ndarray, marked: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The documents `chosen` in the order of their rows, without the marked ones that are longer
-    than a row; and where each row begins and ends, [rows, 2]: of whole documents that are marked,
-    or a window of the others.
+    """The documents `chosen` in the order of their rows, without marked ones longer than a row; and
+    the begin and end of each row, [rows, 2]: whole documents if marked, else a window.
 
     Raises:
       ValueError: no document is left.
@@ -41,7 +40,7 @@ def whole_rows(
     end = whole[-1] + lengths[~marked].sum()
     windows = np.arange(whole[-1], end, config.seq_len)
     begins = np.concatenate([whole[:-1], windows, [end]])
-    # Both kinds in their shares, so that the first rows are a sample of all.
+    # Both types in their shares, so that the first rows are a sample of all.
     places = [(np.arange(count) + 0.5) / count for count in (len(whole) - 1, len(windows))]
     order = np.argsort(np.concatenate(places), kind="stable")
     together = chosen[marked & fits][np.argsort(row, kind="stable")]
@@ -51,8 +50,8 @@ def whole_rows(
 def whole_pairs(
     config: DataConfig, tokenizer: Tokenizer, corpus: Corpus, name: str, chosen: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The documents whose prompt an encoder can read, and whose response its decoder can write,
-    whole; and where each row of them begins and ends, [rows, 2].
+    """The documents whose prompt fits whole in the encoder and whose response in the decoder; and
+    the begin and end of each row, [rows, 2].
 
     Raises:
       ValueError: there is none, or a document is not a prompt with its response.
@@ -87,5 +86,5 @@ def whole_pairs(
 
 
 def _from_to(begins: np.ndarray) -> np.ndarray:
-    """Where each row begins and ends, [rows, 2], of where each begins and the last one ends."""
+    """Begin and end of each row, [rows, 2], from all begins and the last end."""
     return np.stack([begins[:-1], begins[1:]], axis=1)

@@ -1,6 +1,6 @@
-"""What must be the same in all processes of a run, and which process differs.
+"""Consistency check of a run's processes: settings, code, versions, environment, devices.
 
-Nothing here imports JAX: most of it is compared before that is needed.
+Nothing here imports JAX: most of it is compared before JAX is needed.
 """
 
 import collections
@@ -39,21 +39,21 @@ OWN_VARIABLES = {
     "JAX_COORDINATOR_BIND_ADDRESS",
     "JAX_COMPILATION_CACHE_DIR",
 }
-"""Variables for JAX that may differ from process to process."""
+"""JAX's environment variables that may differ from process to process."""
 
 ADVICE = {
     "settings": "start all with the same flags and the same config",
     "code": "install the same jaxscale everywhere",
     "versions": "install the same packages everywhere",
     "environment": "set the same variables everywhere",
-    "devices": "give each process as many devices of one kind (JAX_NUM_CPU_DEVICES on a CPU, "
-    "CUDA_VISIBLE_DEVICES on GPUs)",
+    "devices": "give each process the same number of devices of one type (JAX_NUM_CPU_DEVICES on "
+    "a CPU, CUDA_VISIBLE_DEVICES on GPUs)",
 }
-"""What must not differ -> what to do about it."""
+"""Group of compared values -> the remedy when they differ."""
 
 
 def describe_process(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What must be the same in all processes, and is known before JAX is imported."""
+    """The values to compare between processes that are known before JAX is imported."""
     package = pathlib.Path(__file__).parents[1]
     code = {
         str(file.relative_to(package.parent)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
@@ -66,7 +66,7 @@ def describe_process(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if (name.startswith("JAX_") and name not in OWN_VARIABLES) or name in GPU_MEMORY_VARIABLES
     }
     for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
-        # Each process may dump to a folder of its own.
+        # Each process may dump to a separate folder.
         words = [w for w in os.environ.get(name, "").split() if not w.startswith("--xla_dump")]
         shown |= {name: " ".join(words)} if words else {}
     drivers = {"an NVIDIA GPU": "/dev/nvidia[0-9]*", "a TPU": "/dev/accel*"}
@@ -92,20 +92,20 @@ def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree if isinstance(tree, int | float | str | None) else str(tree)
 
 
-def alike_in_form(value: Any, example: Any, depth: int = 3) -> bool:
-    """Whether something received has the keys and types of `example`, to some depth; a value that
-    is None in either may be anything."""
+def matches_form(value: Any, example: Any, depth: int = 3) -> bool:
+    """Whether a received value has the keys and types of `example`, down to `depth`; None in either
+    matches anything."""
     if isinstance(example, dict) and depth:
         return (
             isinstance(value, dict)
             and (depth == 1 or value.keys() == example.keys())
-            and all(alike_in_form(value[k], v, depth - 1) for k, v in example.items() if k in value)
+            and all(matches_form(value[k], v, depth - 1) for k, v in example.items() if k in value)
         )
     if isinstance(example, list):
         return (
             isinstance(value, list)
             and len(value) == len(example)
-            and all(alike_in_form(*pair, depth - 1) for pair in zip(value, example))
+            and all(matches_form(*pair, depth - 1) for pair in zip(value, example))
         )
     return value is None or example is None or not depth or isinstance(value, type(example))
 
@@ -113,17 +113,19 @@ def alike_in_form(value: Any, example: Any, depth: int = 3) -> bool:
 def first_difference(
     reports: Sequence[Mapping[str, Mapping[str, Any]]], names: Sequence[str]
 ) -> str:
-    """One sentence: which process differs from most, in what, and what to do; "" when none does.
+    """One sentence with the first process that differs from most, the values and the remedy; ""
+    when none differs.
 
     Args:
-      reports: for each process, kind (a key of ADVICE) -> key -> value.
+      reports: for each process, group (a key of ADVICE) -> key -> value.
       names: of each process, for the message.
     """
-    found = (_difference(kind, [report[kind] for report in reports], names) for kind in reports[0])
+    groups = reports[0]
+    found = (_difference(group, [report[group] for report in reports], names) for group in groups)
     return next(filter(None, found), "")
 
 
-def _difference(kind: str, reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+def _difference(group: str, reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
     texts = [json.dumps(report, sort_keys=True) for report in reports]
     common = collections.Counter(texts).most_common(1)[0][0]  # on a tie, the first
     odd = [i for i, text in enumerate(texts) if text != common]
@@ -136,8 +138,8 @@ def _difference(kind: str, reports: Sequence[Mapping[str, Any]], names: Sequence
     more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
     rest = f" (and {len(odd) - 1} more processes)" if len(odd) > 1 else ""
     return (
-        f"the processes differ in {kind}: {names[odd[0]]}{rest} has {here}{more}, and "
-        f"{names[texts.index(common)]} has {there}; {ADVICE[kind]}"
+        f"the processes differ in {group}: {names[odd[0]]}{rest} has {here}{more}, and "
+        f"{names[texts.index(common)]} has {there}; {ADVICE[group]}"
     )
 
 

@@ -1,10 +1,10 @@
 """The control channel of a run: every process to process 0, for agreement and failure detection.
 
-It is separate from JAX's own connections, which do not report what people ask first: which process
-is missing, what differs between two, which one died. JAX ends a process without naming the one that
-failed. Here a process that ends closes its connection (the kernel does it even for a process that
-is killed), and process 0 tells the others within a second. Messages are small, few, and JSON, one a
-line: no data of a training step is sent here.
+It is separate from JAX's own connections, which report neither a missing process, nor a difference
+between two, nor which process died: JAX ends a process without naming the one that failed. Here a
+process that ends closes its connection (the kernel closes it even after SIGKILL), and process 0
+tells the others within a second. Messages are few, small, and JSON, one a line; no data of a
+training step is sent here.
 """
 
 import collections
@@ -24,20 +24,20 @@ from jaxscale.distributed import messages
 from jaxscale.storage.untrusted import parse_json
 
 MOST_MESSAGE_BYTES = 1 << 24
-"""No message is nearly as long: what sends more is not one of our processes."""
+"""Far above any message of ours: a sender of more is another program."""
 
 LOST_SECONDS = 30
 """A host that has not responded for this long counts as dead."""
 
 SILENT_SECONDS = 5
-"""A process that does not answer a question for this long is frozen."""
+"""A process that does not answer an inquiry for this long counts as frozen."""
 
 ERRORS = (1, 2)
-"""Statuses of a process that failed, and of one that refused to go on; others were asked to end."""
+"""Exit statuses of a failure and of a refusal; with any other, the process was asked to end."""
 
 SILENT_DEATH = (
-    "it ended without reporting an error; its log, or its launcher, may say whether it was killed "
-    "or ran out of memory"
+    "it ended without reporting an error; look in its log, or its launcher's, for a kill or for "
+    "out of memory"
 )
 
 Decide = Callable[[list[Any]], Any]
@@ -47,7 +47,10 @@ class Connection:
     """A socket to one process: JSON messages in and out."""
 
     def __init__(self, sock: socket.socket):
+        # A message is one small write; Nagle's algorithm would delay a report of a death.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A host that loses power or its network sends no FIN, and Linux probes an idle connection
+        # only after two hours. Keepalive finds an idle peer, TCP_USER_TIMEOUT one with unsent data.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (
             ("TCP_KEEPIDLE", LOST_SECONDS // 3),
@@ -63,7 +66,9 @@ class Connection:
         self._lock = threading.Lock()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message; drops it when the other end is gone."""
+        """Sends a message; drops it when the other end has closed."""
+        # Several threads send: a line must not be cut by another. A lost peer is reported by
+        # `receive`, so an error here adds nothing.
         with self._lock, contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
@@ -74,7 +79,7 @@ class Connection:
           most_bytes: of a message; by default `MOST_MESSAGE_BYTES`.
 
         Raises:
-          ValueError: the data is not one of our messages: some other program sent it.
+          ValueError: the data is not a message of this channel: another program sent it.
         """
         try:
             data = self.socket.recv(1 << 16)
@@ -97,9 +102,11 @@ class Connection:
 
 
 def end(who: int, text: str, status: int = 1) -> NoReturn:
-    """Ends this process at once: another one is gone, and no collective completes without it."""
+    """Ends this process at once: another one has ended, and no collective completes without it."""
     with contextlib.suppress(OSError):  # the terminal may be closed
         print(f"error: {text}" if status in ERRORS else text, file=sys.stderr, flush=True)
+    # `sys.exit` in this thread would leave the main thread in its collective, and JAX's exit
+    # handlers wait for the other processes.
     os._exit(status)
 
 
@@ -107,7 +114,7 @@ class ControlChannel:
     """Connects this process to the others, once all have joined.
 
     Args:
-      connections: process id -> its connection: all others in process 0, process 0 alone elsewhere.
+      connections: by process id: to all others in process 0, to process 0 in the others.
       names: of each process, for error messages.
       on_death: called with the id, a sentence and the status to end with when another process
         failed, died or left.
@@ -123,33 +130,33 @@ class ControlChannel:
         self.process_id, self.names = process_id, names
         self._connections, self._on_death = connections, on_death
         self._changed = threading.Condition()
-        # Process 0: topic, process -> its reports, in their order.
+        # In process 0: (topic, process) -> its reports, oldest first.
         self._reports = collections.defaultdict[tuple[str, int], collections.deque](
             collections.deque
         )
-        # Topic -> process 0's broadcasts, in their order.
+        # Topic -> broadcasts of process 0, oldest first.
         self._answers = collections.defaultdict[str, collections.deque](collections.deque)
         self._failure: messages.Failure | None = None
         self._failing = self._closed = False
-        # A process may run several training loops, one after the other; keys are a loop's number.
+        # A process may run several training loops, one after the other. The dictionaries are keyed
+        # by the number of the loop, so that a late message of one never stops the next.
         self._loop, self._step = 0, 0
-        self._signals: dict[int, tuple[int, str]] = {}  # the process, and what asked it
-        self._positions = collections.defaultdict[int, dict[int, int]](
-            dict
-        )  # process 0: each's step
+        self._signals: dict[int, tuple[int, str]] = {}  # the process asked first, and its request
+        # In process 0: the step at which each process waits.
+        self._positions = collections.defaultdict[int, dict[int, int]](dict)
         self._last: dict[int, int] = {}  # the step after which all stop
-        # What this process is doing, and whether for too long; what it prints in a hang.
-        self.place: Callable[[], tuple[str, bool]] = lambda: ("starting", False)
+        # The activity of this process, and whether it is past its deadline; the report in a hang.
+        self.activity: Callable[[], tuple[str, bool]] = lambda: ("starting", False)
         self.dump: Callable[[str], Any] = lambda doing: None
         self._question, self._asking = 0, False
-        self._places: dict[int, tuple[str, bool]] = {}  # process 0: answers to the question
+        self._activities: dict[int, tuple[str, bool]] = {}  # in process 0: answers to an inquiry
         self._thread = threading.Thread(target=self._receive, name="control channel", daemon=True)
         self._thread.start()
 
     # Called by the main thread.
 
     def gather(self, topic: str, report: Any, decide: Decide, timeout: float | None = None) -> Any:
-        """Gathers a report of each process in process 0; all get what `decide` returns.
+        """Gathers a report of each process in process 0; all get the result of `decide`.
 
         Args:
           topic: names the exchange; every process must make the same number of calls for it.
@@ -157,7 +164,7 @@ class ControlChannel:
           timeout: in seconds.
 
         Raises:
-          TimeoutError: names the processes that sent no report, where that is known.
+          TimeoutError: in process 0 it names the processes that sent no report.
         """
         if self.process_id:
             self._send_up(messages.ProcessReport(topic, report))
@@ -178,7 +185,7 @@ class ControlChannel:
         self._send_down(messages.Broadcast(topic, answer))
 
     def await_answer(self, topic: str, timeout: float | None = None) -> Any:
-        """Waits for what process 0 broadcasts on a topic."""
+        """Waits for the next broadcast of process 0 on a topic."""
         with self._changed:
             answers = self._answers[topic]
             if not self._changed.wait_for(lambda: answers, timeout):
@@ -188,8 +195,8 @@ class ControlChannel:
     def stops(self, step: int, request: str = "") -> tuple[int, str] | None:
         """Whether all processes stop at this step; called by each at the same points of the loop.
 
-        Once any of them is asked to stop, all report their step and wait for the decision: the
-        earliest step that none has passed. Nothing is sent before that.
+        When one is asked to stop, each reports its step and waits; process 0 decides on the
+        earliest step that none has passed. Nothing is sent before the request.
 
         Args:
           step: counts the calls, from 1.
@@ -198,6 +205,8 @@ class ControlChannel:
         Returns:
           The process that was asked first, and its request; None to continue.
         """
+        # JAX dispatches steps ahead, so processes are at different steps: one that stopped alone
+        # would leave the others in a collective.
         loop = self._loop
         if request and loop not in self._signals:
             self._send_up(messages.StopRequest(request, loop))
@@ -216,11 +225,11 @@ class ControlChannel:
 
         Args:
           patience: seconds to wait first for a report that another one has failed.
-          status: that the others end with.
+          status: the exit status of the others.
 
         Returns:
-          The process that failed first, its error, which often is the reason for this one, and
-          the status of all.
+          The process that failed first, its error, often the cause of this one, and the exit
+          status of all.
         """
         with self._changed:
             self._failing = True
@@ -235,8 +244,8 @@ class ControlChannel:
         return first.who, first.text, first.status
 
     def inquire(self) -> None:
-        """Makes process 0 ask all what they are doing, and end the run when they hang; called by a
-        thread of a process that waits for too long."""
+        """Makes process 0 ask all for their activity, and end the run when it hangs; called by the
+        watchdog thread of a process that is past its deadline."""
         before = self._question
         self._send_up(messages.Overdue())
         with self._changed:
@@ -246,7 +255,9 @@ class ControlChannel:
                 return
         text = f"{self.names[0]} does not respond; {self._here()}"
         hang = messages.Failure(text, who=0, hung=True)
-        self._send_up(hang)  # one that goes on later would take the end of this one for a death
+        # For a process 0 that was only frozen (SIGSTOP) and resumes: it would take the end of this
+        # process for a death, and its supervisor would exclude the wrong host.
+        self._send_up(hang)
         self._handle(0, hang)
 
     def close(self) -> None:
@@ -255,6 +266,7 @@ class ControlChannel:
             self._closed = True
         for connection in self._connections.values():
             connection.send(messages.encode(messages.Goodbye()))
+            # `close` of the socket with unread data sends RST, which may discard the goodbye.
             with contextlib.suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_WR)
 
@@ -264,16 +276,16 @@ class ControlChannel:
         with selectors.DefaultSelector() as selector:
             for who, connection in self._connections.items():
                 selector.register(connection.socket, selectors.EVENT_READ, (who, connection))
-                self._handle_received(who, connection)  # what arrived with the answer to the hello
+                self._handle_received(who, connection)  # read together with the rendezvous's answer
             while selector.get_map():
                 for key, _ in selector.select():
                     who, connection = key.data
                     try:
                         more = connection.receive()
-                        goes_on = self._handle_received(who, connection)
-                    except (ValueError, KeyError, TypeError):  # no message of ours
-                        more, goes_on = False, True
-                    if not goes_on:
+                        stays = self._handle_received(who, connection)
+                    except (ValueError, KeyError, TypeError):  # from another program
+                        more, stays = False, True
+                    if not stays:
                         selector.unregister(connection.socket)
                     elif not more:
                         selector.unregister(connection.socket)
@@ -291,40 +303,43 @@ class ControlChannel:
         return True
 
     def _send_up(self, message: messages.Message) -> None:
-        """To process 0, which may be this one."""
+        """Sends to process 0, which may be this one."""
         if self.process_id:
             self._connections[0].send(messages.encode(message))
         else:
             self._handle(0, message)
 
     def _send_down(self, message: messages.Message) -> None:
-        """From process 0 to all, itself included."""
+        """Sends from process 0 to all, itself included."""
         for connection in self._connections.values():
             connection.send(messages.encode(message))
         self._handle(0, message)
 
     def _here(self) -> str:
-        return f"{self.names[self.process_id]}: {self.place()[0]}"
+        return f"{self.names[self.process_id]}: {self.activity()[0]}"
 
     def _ask(self) -> None:
-        """In process 0, in a thread: asks what all are doing, and ends them when they hang."""
+        """Asks all for their activity, and ends them when they hang; in a thread of process 0."""
         with self._changed:
-            self._places = {}
+            self._activities = {}
         self._send_down(messages.Inquiry(self._question + 1))
         with self._changed:
             count = len(self.names)
-            self._changed.wait_for(lambda: len(self._places) == count, SILENT_SECONDS)
-            places, self._asking = dict(self._places), False
-        silent = [name for i, name in enumerate(self.names) if i not in places]
-        overdue = [f"{self.names[i]}: {doing}" for i, (doing, late) in places.items() if late]
+            self._changed.wait_for(lambda: len(self._activities) == count, SILENT_SECONDS)
+            answers, self._asking = dict(self._activities), False
+        silent = [name for i, name in enumerate(self.names) if i not in answers]
+        overdue = [f"{self.names[i]}: {doing}" for i, (doing, late) in answers.items() if late]
+        # The others may be waiting for one process that is within its deadline, such as process 0
+        # in a long save: that is no hang.
         if not silent and len(overdue) < count:
-            return  # somebody is at work
+            return
         who = f"{', '.join(silent)} {'do' if silent[1:] else 'does'} not respond" if silent else ""
-        text = "; ".join([who or "nothing goes on", *overdue[:4]])
+        text = "; ".join([who or "the run hangs", *overdue[:4]])
         self._handle(0, messages.Failure(text, hung=True))
 
     def _handle(self, who: int, message: messages.Message) -> None:
         """Handles a message: from `who` in process 0, or from process 0 in any process."""
+        # Sent without the lock: a send may block on a full socket, or in process 0 call this again.
         with self._changed:
             before = self._failure
             answer = self._answer(who, message)
@@ -336,7 +351,7 @@ class ControlChannel:
             self._end(new_failure)
 
     def _answer(self, who: int, message: messages.Message) -> messages.Message | None:
-        """Takes in a message; what is sent because of it."""
+        """Updates the state by a message; returns the reply to send, if any."""
         match message:
             case messages.ProcessReport(topic, report):
                 self._reports[topic, who].append(report)
@@ -347,7 +362,7 @@ class ControlChannel:
                 return messages.Stopping(who, request, loop)
             case messages.Stopping(first, request, loop):
                 self._signals[loop] = (first, request)
-                # In a loop that has not begun here, any step can still be the last.
+                # Step 0 for a loop that this process has not begun: any step may be the last.
                 return messages.StepPosition(self._step if loop == self._loop else 0, loop)
             case messages.StepPosition(step, loop):
                 self._positions[loop][who] = step
@@ -356,13 +371,14 @@ class ControlChannel:
             case messages.LastStep(step, loop):
                 self._last[loop] = step
             case messages.Overdue() if not (self._asking or self._closed):
+                # In a thread, because the receiving thread has to read the answers.
                 self._asking = True
                 threading.Thread(target=self._ask, name="inquiry", daemon=True).start()
             case messages.Inquiry(number):
                 self._question = number
-                return messages.Activity(*self.place())
+                return messages.Activity(*self.activity())
             case messages.Activity(doing, late):
-                self._places[who] = (doing, late)
+                self._activities[who] = (doing, late)
             case messages.Failure() if not (self._failure or self._closed):
                 first = who if message.who is None else message.who
                 self._failure = replace(message, who=first)
@@ -372,8 +388,8 @@ class ControlChannel:
     def _end(self, failure: messages.Failure) -> None:
         """Ends this process because of the first failure."""
         assert failure.who is not None
-        # This process may be about to find the same error by itself. Process 0 ends last: its
-        # messages must arrive, and its end makes JAX end the others.
+        # This process may be about to report the same error itself (`_failing`). Process 0 ends
+        # last: its messages must arrive, and JAX ends all others when process 0 ends.
         time.sleep(1.0 if self.process_id else 1.5)
         if failure.hung:
             self.dump(self._here())

@@ -1,9 +1,9 @@
-"""What no longer goes on is noticed within a deadline that the run itself teaches, named, and ends.
+"""Hang detection: a watchdog with a deadline learned from earlier phases, which ends a hung run.
 
-A thread of each process compares its phase with the longest of that kind so far. One that takes
-much longer asks the others (`ControlChannel.inquire`): a process that does not respond is frozen;
-when all respond and none has time left, they wait for each other. Either ends the run, and every
-process prints what it was doing and the stacks of its threads.
+A thread of each process compares the current phase with the longest of the same name so far. If it
+takes much longer, the process asks the others (`ControlChannel.inquire`). A process that does not
+respond is frozen; when all respond and all are past their deadlines, they wait for each other.
+Either ends the run: the error names the process, and each prints its activity and its stacks.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ LEAST_SECONDS = {
     "training": 30.0,
     "waiting for input": 60.0,
     "evaluating": 60.0,  # a batch
-    "saving": 120.0,  # what stands in the way of training
-    "writing the checkpoint": 600.0,  # since a file of it grew
+    "saving": 120.0,  # the part of a save that blocks training
+    "writing the checkpoint": 600.0,  # since one of its files grew
 }
-"""Phases that are watched: every one of them has at least this long."""
+"""Watched phases -> the shortest deadline of each."""
 
 FIRST_SECONDS = 600.0
-"""The first of a kind has this long: nothing is known yet, and an evaluation compiles."""
+"""Deadline of the first phase of a name: no duration is known, and an evaluation compiles."""
 
 TIMES = 10
-"""Others have this many times the longest one so far."""
+"""Deadline of later ones, as a multiple of the longest so far."""
 
 LOOK_SECONDS = 1.0
 
@@ -39,13 +39,13 @@ ADVICE = "run.hang_seconds allows more than the run has shown to need; the same 
 
 @contextlib.contextmanager
 def watching(limit_seconds: float = 0.0) -> Iterator[None]:
-    """Inside, a phase that takes too long ends the process with status 1.
+    """Watches phases inside the context: one past its deadline ends the process with status 1.
 
     Args:
-      limit_seconds: how long a phase may take; 0 learns it.
+      limit_seconds: the deadline of a phase; 0 learns it.
     """
     done, watch = threading.Event(), _Watch(limit_seconds)
-    processes.answer_with(watch.place, _dump)
+    processes.answer_with(watch.activity, _dump)
     thread = threading.Thread(target=watch.run, args=(done,), name="hang detection", daemon=True)
     thread.start()
     try:
@@ -56,7 +56,7 @@ def watching(limit_seconds: float = 0.0) -> Iterator[None]:
 
 
 def allowed_seconds(name: str, limit_seconds: float) -> float | None:
-    """How long a phase may take; None when it is not watched."""
+    """The deadline of a phase; None when the phase is not watched."""
     if name not in LEAST_SECONDS:
         return None
     if limit_seconds:
@@ -66,14 +66,14 @@ def allowed_seconds(name: str, limit_seconds: float) -> float | None:
 
 
 class _Watch:
-    """The thread, and what it knows."""
+    """The watchdog thread and its clock."""
 
     def __init__(self, limit_seconds: float):
         self._limit_seconds = limit_seconds
         self._resumed = time.monotonic()
 
-    def place(self) -> tuple[str, bool]:
-        """What this process is doing, and whether for too long."""
+    def activity(self) -> tuple[str, bool]:
+        """The activity of this process, and whether it is past its deadline."""
         phase = phases.current()
         seconds = time.monotonic() - max(phase.since, self._resumed)
         allowed = allowed_seconds(phase.name, self._limit_seconds)
@@ -83,20 +83,20 @@ class _Watch:
         looked = self._resumed
         while not done.wait(LOOK_SECONDS):
             now = time.monotonic()
-            if now - looked > 5 * LOOK_SECONDS:  # this process itself was stopped, or starved
+            if now - looked > 5 * LOOK_SECONDS:  # this process was stopped (SIGSTOP) or starved
                 self._resumed = now
-            doing, overdue = self.place()
+            doing, overdue = self.activity()
             if overdue and processes.alone():
                 _dump(doing)
-                processes.leave(f"error: nothing goes on: {doing}; {ADVICE}", 1)
+                processes.leave(f"error: the run hangs: {doing}; {ADVICE}", 1)
             if overdue:
                 processes.inquire()
             looked = time.monotonic()
 
 
 def _dump(doing: str) -> None:
-    """Prints what this process is doing, its data workers, and the stacks of its threads; ends the
-    workers, which would stay when they are stopped."""
+    """Prints this process's activity, its data workers and the stacks of its threads; kills the
+    workers, since a stopped one would outlive the process."""
     with contextlib.suppress(OSError, ValueError):
         print("\n".join([doing, *_workers(), "the stacks of its threads:"]), file=sys.stderr)
         sys.stderr.flush()
@@ -107,7 +107,7 @@ def _dump(doing: str) -> None:
 
 
 def _workers() -> Iterator[str]:
-    """A line for each data worker that is not at work."""
+    """A line for each data worker, with its state."""
     words = {"T": "stopped", "t": "traced", "Z": "dead", "D": "waiting for its disk"}
     for worker in multiprocessing.active_children():
         with contextlib.suppress(OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Where `jax.distributed` is initialised, once the processes of a run are connected and alike."""
+"""Initialises `jax.distributed`, after the processes of a run are connected and compared."""
 
 import contextlib
 import os
@@ -17,21 +17,21 @@ with epy.lazy_imports():  # once the processes agree
     import jax
 
 HEARTBEAT_SECONDS = 300
-"""JAX counts a process as dead that was stopped, or hangs in its driver, for this long. Our own
-deadlines (`hangs`) are shorter: JAX ends all without a word of what they were doing."""
+"""After this long without a heartbeat (stopped, or hung in its driver) JAX counts a process as
+dead. Our deadlines (`hangs`) are shorter: JAX ends all processes without naming their activity."""
 
 
 class NoDevicesError(ValueError):
-    """JAX does not start on the devices that it was to have."""
+    """JAX does not start on the requested devices."""
 
-    exit_status = 1  # a driver may come back: a supervisor tries again
+    exit_status = 1  # a driver may recover, so a supervisor tries again
 
 
 def num_devices() -> int:
-    """The devices of all processes; the first use of any starts JAX's back ends.
+    """The number of devices of all processes; starts JAX's back ends.
 
     Raises:
-      NoDevicesError: they do not start.
+      NoDevicesError: a back end does not start.
     """
     try:
         return jax.device_count()
@@ -39,13 +39,13 @@ def num_devices() -> int:
         reason = str(error) or "no plugin for it loads"
         raise NoDevicesError(
             f"JAX does not start with JAX_PLATFORMS = {os.environ.get('JAX_PLATFORMS')!r} in the "
-            f"environment: {reason}; python -m jaxscale.doctor says what is missing, and "
-            "JAX_PLATFORMS=cpu does without an accelerator"
+            f"environment: {reason}; python -m jaxscale.doctor lists what is missing, and "
+            "JAX_PLATFORMS=cpu needs no accelerator"
         ) from None
 
 
 def initialize_jax(channel: ControlChannel, cluster: ProcessGroup, timeout: int) -> None:
-    """Forms JAX's own cluster, and compares the devices.
+    """Connects JAX's cluster, and compares the devices.
 
     Args:
       timeout: seconds to wait for the other processes and their devices.
@@ -54,7 +54,7 @@ def initialize_jax(channel: ControlChannel, cluster: ProcessGroup, timeout: int)
       ValueError: the processes have different devices, or could not reach each other's host.
     """
     port = _port(channel)
-    # Its handler would replace ours for SIGTERM (run/signals.py, `processes.stops`).
+    # JAX's handler of SIGTERM would replace ours (run/signals.py, `processes.stops`).
     jax.config.update("jax_enable_preemption_service", False)
     host = cluster.coordinator.rpartition(":")[0]
     jax.distributed.initialize(
@@ -74,7 +74,7 @@ def initialize_jax(channel: ControlChannel, cluster: ProcessGroup, timeout: int)
     report = {
         "alike": {"devices": {"local devices": kind}},
         "host": launcher.host_identity(),
-        # Gloo gives the others the address that this host resolves its own name to.
+        # Gloo sends the others the IP address to which this host resolves its own name.
         "loopback": launcher.loopback(socket.gethostname()) if local[0].platform == "cpu" else None,
     }
 
@@ -83,9 +83,9 @@ def initialize_jax(channel: ControlChannel, cluster: ProcessGroup, timeout: int)
         for name, report in zip(channel.names, reports):
             if several_hosts and report["loopback"]:
                 return (
-                    f"{name}: the name {report['host'][0]} stands for {report['loopback']} there "
-                    "(see /etc/hosts), which the processes of other hosts would be told to "
-                    "connect to; map it to an address that they reach"
+                    f"{name}: its host name {report['host'][0]} resolves to {report['loopback']} "
+                    "there (see /etc/hosts), to which processes of other hosts cannot connect; map "
+                    "the name to an IP address that they reach"
                 )
         return consistency.first_difference([report["alike"] for report in reports], channel.names)
 
@@ -94,8 +94,8 @@ def initialize_jax(channel: ControlChannel, cluster: ProcessGroup, timeout: int)
 
 
 def _bound(host: str, port: int) -> str | None:
-    """Where JAX's own service listens, which knows no token: on the one address that is needed;
-    None, which is all of them, where a name stands for several or for another machine."""
+    """HOST:PORT on which JAX's service listens: only the IP address that is needed, since the
+    service checks no token; None for all, where the name has several or another machine's."""
     found = rendezvous.bind_address(host)
     if found is None:
         return None
@@ -104,11 +104,11 @@ def _bound(host: str, port: int) -> str | None:
 
 
 def _through_here(host: str, port: int) -> int:
-    """A port of this process that stands for another one's: what is sent goes on unchanged.
+    """A local port that forwards to process 0 (a TCP proxy).
 
-    JAX ends a process whose connection to process 0 breaks, at once and with a page of C++. Behind
-    this port the connection only falls silent, so that the control channel, which knows which
-    process is gone, says so and ends it.
+    JAX ends a process whose connection to process 0 breaks, at once and with a C++ stack trace.
+    Behind this proxy the connection only becomes silent, so that the control channel, which knows
+    the process that ended, reports it and ends this one.
     """
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -117,7 +117,7 @@ def _through_here(host: str, port: int) -> int:
             here = listener.accept()[0]
             try:
                 there = socket.create_connection((host, port))
-            except OSError:  # not yet: JAX tries again
+            except OSError:  # process 0 does not listen yet; JAX tries again
                 here.close()
                 continue
             start(_pump, here, there, True)
@@ -131,7 +131,7 @@ def _through_here(host: str, port: int) -> int:
 
 
 def _pump(source: socket.socket, target: socket.socket, close: bool) -> None:
-    """Sends on what comes, until it ends; `close` then ends the other side, too."""
+    """Forwards bytes until the source closes; `close` then closes the target, too."""
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
             target.sendall(data)

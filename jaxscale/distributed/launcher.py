@@ -1,4 +1,4 @@
-"""Which processes make up a run: from flags, or from their launcher.
+"""Process discovery: the processes of a run from flags, or from SLURM, Open MPI or Kubernetes.
 
 Nothing here imports JAX: an incomplete set of flags must be refused in a fraction of a second.
 """
@@ -28,19 +28,19 @@ FLAGS = {
     "num_processes": ("--num_processes", "JAX_NUM_PROCESSES"),
     "process_id": ("--process_id", "JAX_PROCESS_ID"),
 }
-"""Value -> its flag, and the variable that stands for it, as Kubeflow's trainer sets them."""
+"""Value -> its flag, and JAX's variable for it, which Kubeflow's trainer sets."""
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The place of this process among several."""
+    """The id of this process among several, and the coordinator."""
 
     coordinator: str  # HOST:PORT where process 0 listens
     num_processes: int
     process_id: int
     source: str = "flags"  # of these values, for messages
     num_hosts: int | None = None  # None: not known
-    devices: tuple[int, ...] | None = None  # GPUs of this host that are this process's; None: all
+    devices: tuple[int, ...] | None = None  # GPUs of this host for this process; None: all
 
     def __post_init__(self):
         if not 1 <= self.num_processes <= MOST_PROCESSES:
@@ -70,35 +70,35 @@ class ProcessGroup:
 
 
 ALONE = ProcessGroup(f"localhost:{DEFAULT_PORT}", 1, 0)
-"""For a process that ignores the others that its launcher started."""
+"""A single process, which ignores the others that its launcher started."""
 
 
 def add_process_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of every command that runs as several processes."""
+    """Adds the flags of every command that runs as several processes."""
     group = parser.add_argument_group(
         "several processes",
         "detected under SLURM, Open MPI, Kubernetes and on TPU pods; --num_processes=1 "
-        "makes each process a run of its own",
+        "makes each process a separate run",
     )
     group.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="where process 0 runs, and a free port there"
+        "--coordinator", metavar="HOST:PORT", help="host of process 0, and a free port on it"
     )
     group.add_argument(
         "--num_processes",
         metavar="N",
         type=command_line.whole(1, MOST_PROCESSES),
-        help="how many there are",
+        help="number of processes of the run",
     )
     group.add_argument(
         "--process_id",
         metavar="I",
         type=command_line.whole(0, MOST_PROCESSES - 1),
-        help="which one this is, from 0",
+        help="id of this process, from 0",
     )
 
 
 def common_flags(options: argparse.Namespace) -> dict[str, str]:
-    """The flags that must be equal in every process: all but process ids and paths."""
+    """The flags that must be equal in every process: all except process ids and paths."""
     own = {*FLAGS, "workdir", "config", "json"}
     return {f"--{name}": str(value) for name, value in vars(options).items() if name not in own}
 
@@ -106,15 +106,16 @@ def common_flags(options: argparse.Namespace) -> dict[str, str]:
 def find_processes(
     options: argparse.Namespace, environ: Mapping[str, str] = os.environ
 ) -> ProcessGroup | None:
-    """This process's place among several; ALONE when flags say so, None when nothing is set.
+    """The process group from flags or environment; ALONE for --num_processes=1, None when nothing
+    is set.
 
-    Flags come before JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and those
-    before the variables of SLURM, Open MPI or an indexed Kubernetes Job. TPU pods are not
+    Flags take precedence over JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, and
+    these over the variables of SLURM, Open MPI or an indexed Kubernetes Job. TPU pods are not
     detected here.
 
     Raises:
-      ValueError: some of the values are missing or wrong, or the coordinator has a loopback
-        address while there are several hosts.
+      ValueError: some of the values are missing or wrong, or the coordinator is a loopback host
+        while there are several hosts.
     """
     given = {name: _given(name, options, environ) for name in FLAGS}
     given = {name: value for name, value in given.items() if value is not None}
@@ -134,7 +135,7 @@ def find_processes(
 
 
 def _given(name: str, options: argparse.Namespace, environ: Mapping[str, str]) -> Any:
-    """A value by its flag, or else by JAX's variable; None: by neither."""
+    """A value from its flag, or else from JAX's variable; None when neither is set."""
     flag, variable = getattr(options, name), FLAGS[name][1]
     if flag is not None or not environ.get(variable):
         return flag
@@ -142,13 +143,13 @@ def _given(name: str, options: argparse.Namespace, environ: Mapping[str, str]) -
 
 
 def host_identity() -> list[str]:
-    """Host name and boot id: hosts may share the first, containers on one host share the second."""
+    """Host name and boot id: hosts may share a name, containers on one host share the boot id."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     return [socket.gethostname(), boot.read_text().strip() if boot.exists() else ""]
 
 
 def loopback(host: str) -> str | None:
-    """The loopback address that a host name resolves to here, or None."""
+    """The loopback IP address that a host name resolves to on this host, or None."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:  # such as a DNS name that does not exist yet
@@ -159,12 +160,12 @@ def loopback(host: str) -> str | None:
 
 
 def loopback_message(coordinator: str, address: str, num_hosts: int, port: int) -> str:
-    """Why a coordinator cannot serve several hosts, and what to give instead."""
+    """The error for a loopback coordinator of several hosts, with the remedy."""
     host = coordinator.rpartition(":")[0]
     named = host if host == address else f"{host}, here {address} (see /etc/hosts),"
     return (
         f"--coordinator = {coordinator}: {named} means the host itself, and there are {num_hosts} "
-        f"hosts; give an address of process 0's host that the others reach, such as "
+        f"hosts; give a host name or IP of process 0 that the others reach, such as "
         f"10.0.0.1:{port}"
     )
 
@@ -174,17 +175,17 @@ def _incomplete(given: Mapping[str, Any], missing: list[str], launched: Mapping[
     if not launched:
         return (
             f"{names} without {' and '.join(missing)}: several processes need all three, and "
-            "neither SLURM, Open MPI nor Kubernetes set them; one process needs none"
+            "SLURM, Open MPI or Kubernetes did not set them; one process needs none"
         )
     return (
         f"{launched['source']} started this as process {launched['process_id']} of several, and "
         f"does not say {' and '.join(missing)}: {launched['hint']}; --num_processes=1 if each "
-        "process is a run of its own"
+        "process is a separate run"
     )
 
 
 def _open_mpi(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """What mpirun of Open MPI sets, in all versions."""
+    """The process group from the variables that Open MPI's mpirun sets in all versions."""
     size = _int(environ, "OMPI_COMM_WORLD_SIZE", 1)
     if size == 1 or "OMPI_COMM_WORLD_RANK" not in environ:
         return None
@@ -200,7 +201,7 @@ def _open_mpi(environ: Mapping[str, str]) -> dict[str, Any] | None:
     port = _port(uri.partition(".")[0] or namespace)
     if here == size:
         return _complete(found, "127.0.0.1", port, 1)
-    # Versions 4 and 5 name the host of mpirun itself; rank 0 is there by default.
+    # Versions 4 and 5 name the host of mpirun itself, where rank 0 runs by default.
     named = re.search(r"tcp://([^,:]+)|tcp6://\[([^],]+)", uri) or re.match(
         r"prterun-(.+)-\d+@", namespace
     )
@@ -208,11 +209,11 @@ def _open_mpi(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """What srun sets for the tasks of a step; the batch script itself is not one of them."""
+    """The process group from srun's variables; None in the batch script, which is no task."""
     size = _int(environ, "SLURM_STEP_NUM_TASKS", 1)
     if size == 1 or not {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environ.keys():
         return None
-    # "2(x3),1": tasks on each node in turn.
+    # "2(x3),1": the tasks of each node, in order.
     counts: list[int] = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
         tasks, _, times = part.rstrip(")").partition("(x")
@@ -238,7 +239,7 @@ def first_host(nodes: str) -> str:
 
 
 def _kubernetes(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """What a pod of an indexed Job is told; its manifest must set the number of processes."""
+    """The process group of a pod of an indexed Job; its manifest sets the number of processes."""
     on_tpu = {"TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", "TPU_PROCESS_ADDRESSES_PATH"}
     if "JOB_COMPLETION_INDEX" not in environ or on_tpu & environ.keys():
         return None
@@ -274,7 +275,7 @@ def _int(environ: Mapping[str, str], variable: str, default: int | None = None) 
 
 
 def _devices(local_id: int, here: int, environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """A process's share of its host's GPUs, where each process is shown all of them.
+    """A process's share of its host's GPUs, where each process sees all of them.
 
     Args:
       local_id: of this process among the `here` processes on this host.
@@ -282,7 +283,7 @@ def _devices(local_id: int, here: int, environ: Mapping[str, str]) -> tuple[int,
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [*pathlib.Path("/dev").glob("nvidia[0-9]*")]
     count = len(gpus)
-    # SLURM may assign each task its own: then a task sees fewer than the node has.
+    # SLURM may assign GPUs to each task, which then sees fewer than the node has.
     if here == 1 or count < max(here, _int(environ, "SLURM_GPUS_ON_NODE", 0)):
         return None
     if count % here:

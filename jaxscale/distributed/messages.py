@@ -1,4 +1,4 @@
-"""The messages of the control channel: between process 0 and the others, JSON on the way."""
+"""Message types of the control channel, sent as JSON between process 0 and the others."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ProcessReport:
-    """To process 0: one process's part of a gather."""
+    """To process 0: one process's report for a gather."""
 
     topic: str
     report: Any
@@ -14,7 +14,7 @@ class ProcessReport:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """From process 0: what it makes of a topic."""
+    """From process 0: its answer on a topic."""
 
     topic: str
     answer: Any
@@ -22,7 +22,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class StopRequest:
-    """To process 0: what asked one to stop, such as "SIGTERM", in its training loop."""
+    """To process 0: a request to stop, such as "SIGTERM", and the number of the training loop."""
 
     request: str
     loop: int
@@ -30,7 +30,7 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Stopping:
-    """From process 0: the process that was asked first, for all to say where they are."""
+    """From process 0: the process that was asked first to stop; all answer with their step."""
 
     who: int
     request: str
@@ -39,7 +39,7 @@ class Stopping:
 
 @dataclass(frozen=True)
 class StepPosition:
-    """To process 0: the step of one process, which waits there."""
+    """To process 0: the step at which one process waits for the decision."""
 
     step: int
     loop: int
@@ -55,19 +55,19 @@ class LastStep:
 
 @dataclass(frozen=True)
 class Overdue:
-    """To process 0: one waits for too long, and wants all to be asked what they are doing."""
+    """To process 0: a process has waited too long; process 0 asks all what they are doing."""
 
 
 @dataclass(frozen=True)
 class Inquiry:
-    """From process 0: what are you doing?"""
+    """From process 0: the question what each process is doing."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Activity:
-    """To process 0: what one is doing, and whether for too long."""
+    """To process 0: the activity of one process, and whether it takes too long."""
 
     doing: str
     late: bool
@@ -75,17 +75,17 @@ class Activity:
 
 @dataclass(frozen=True)
 class Failure:
-    """To process 0 and from there to all: one has failed, died or left."""
+    """To process 0, which forwards it to all: a process has failed, died or left."""
 
     text: str
-    status: int = 1  # that all end with
-    who: int | None = None  # in process 0, by default the sender
-    hung: bool = False  # where the processes of a run wait for one another
+    status: int = 1  # exit status of all processes
+    who: int | None = None  # None: the sender, filled in by process 0
+    hung: bool = False  # the processes wait for one another
 
 
 @dataclass(frozen=True)
 class Goodbye:
-    """The last message of a process that is done."""
+    """The last message of a process that has finished."""
 
 
 Message = (
@@ -103,21 +103,21 @@ Message = (
 )
 
 UPWARD = StepPosition | Activity
-"""Answers to process 0; all others are of process 0 to all."""
+"""Replies that go to process 0; every other reply is a broadcast of process 0."""
 
 _BY_NAME: dict[str, type[Message]] = {one.__name__: one for one in Message.__args__}
 
 
 def encode(message: Message) -> dict[str, Any]:
-    """As JSON has it."""
+    """The JSON object of a message."""
     return {"message": type(message).__name__, **vars(message)}
 
 
 def decode(values: dict[str, Any]) -> Message:
-    """From JSON.
+    """The message of a JSON object.
 
     Raises:
-      KeyError, TypeError: it is not one of our messages.
+      KeyError, TypeError: the object is not a message of this channel.
     """
     fields = {name: value for name, value in values.items() if name != "message"}
     return _BY_NAME[values["message"]](**fields)

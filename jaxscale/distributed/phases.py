@@ -1,4 +1,4 @@
-"""What this process is doing, and for how long: said when it is stopped or hangs, and added up into
+"""Phases of a process with their durations: reported when it is stopped or hangs, and summed for
 the account of a run's time."""
 
 import collections
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run, as it reads after "while"."""
+    """A phase of a run, named to follow the word "while"."""
 
     name: str
-    step: int  # that it belongs to; 0 before the first
+    step: int  # 0 before the first
     since: float  # `time.monotonic()`
 
     def __str__(self) -> str:
@@ -26,7 +26,7 @@ _longest: dict[str, float] = {}
 
 
 def enter_phase(name: str, step: int = 0) -> None:
-    """Ends the phase before this one; called by the main thread alone."""
+    """Begins a phase and ends the one before it; called by the main thread only."""
     global _now
     before, _now = _now, Phase(name, step, time.monotonic())
     spent = _now.since - before.since
@@ -36,7 +36,7 @@ def enter_phase(name: str, step: int = 0) -> None:
 
 @contextlib.contextmanager
 def within(name: str) -> Iterator[None]:
-    """A phase inside the present one, which goes on afterwards."""
+    """A phase nested in the current one, which resumes afterwards."""
     outer = _now
     enter_phase(name, outer.step)
     try:
@@ -46,7 +46,7 @@ def within(name: str) -> Iterator[None]:
 
 
 def current() -> Phase:
-    """The present one."""
+    """The current phase."""
     return _now
 
 
@@ -56,6 +56,6 @@ def longest_phase(name: str) -> float | None:
 
 
 def seconds_spent() -> dict[str, float]:
-    """Name -> seconds spent so far, the present phase included."""
+    """Name -> seconds spent so far, including the current phase."""
     now = time.monotonic()
     return {**_seconds, _now.name: _seconds.get(_now.name, 0.0) + now - _now.since}

@@ -1,7 +1,7 @@
-"""Several processes as one run: they start together, are checked for equality, agree on decisions,
-and end together.
+"""Several processes as one run: they start together, are compared, agree on decisions, and end
+together.
 
-JAX is imported inside functions: what can be compared without it is compared first.
+JAX is imported inside functions: settings that can be compared without it are compared first.
 """
 
 import contextlib
@@ -30,24 +30,24 @@ from jaxscale.hardware import (
 from jaxscale.storage.local_tier import VARIABLE, store_of
 
 START_SECONDS = 300
-"""How long processes wait for each other to start, and for the devices of all."""
+"""How long processes wait for each other to start, and for the devices of all to appear."""
 
 LOOPBACK_SECONDS = 60
-"""The same on one host, where all start at once."""
+"""The same when all processes are on one host and start at once."""
 
 FOLDER_SECONDS = 10
-"""How long a network's file system may take to show a new file to another host."""
+"""How long a network file system may take to show a new file to another host."""
 
 DEVICE_FILES = ("accel*", "vfio/[0-9]*", "nvidia*", "dxg", "kfd", "dri/render*")
-"""Under /dev: TPUs; GPUs of NVIDIA, under Windows, of AMD, and any other."""
+"""Files in /dev of TPUs, and of GPUs: NVIDIA, WSL, AMD, and others."""
 
 PINNED_FRACTION = 0.8
-"""Share of the host's memory that may be pinned for GPUs; it is taken as it is used."""
+"""Share of the host's memory that may be pinned for GPUs; allocated on use."""
 
 PLUGINS = ("libtpu", "jax_cuda13_plugin")
 """Packages of the extra `aot`."""
 
-_channel: ControlChannel | None = None  # one per process, as JAX's own cluster is
+_channel: ControlChannel | None = None  # one per process, as JAX's cluster
 
 
 @contextlib.contextmanager
@@ -57,14 +57,14 @@ def together(
     """Runs the body as one of several processes; call it before any device is used.
 
     They are compared first, and all refuse to start when they differ. When one fails or dies inside
-    the body, all end, and each names the one that failed. For a single process nothing is done.
+    the body, all end, and each names the one that failed. A single process only runs the body.
 
     Args:
       settings: flags and config, which must be the same everywhere.
-      workdir: must be one folder, seen by all.
+      workdir: a folder that all processes share.
 
     Raises:
-      SystemExit: with status 2 and one line, when the processes do not fit together.
+      SystemExit: with status 2 and one line, when the processes differ.
     """
     global _channel
     leave_absent_hardware_alone()
@@ -100,7 +100,7 @@ def from_first(topic: str, value: Any) -> Any:
 
 
 def first[T](topic: str, work: Callable[[], T]) -> T:
-    """Does the work in process 0, then in the others, which find the files it wrote."""
+    """Does the work in process 0, then in the others, which find the files that it wrote."""
     if _channel is None:
         return work()
     if _channel.process_id:
@@ -112,7 +112,7 @@ def first[T](topic: str, work: Callable[[], T]) -> T:
 
 
 def all_reports(topic: str, report: Any) -> list[Any]:
-    """What each process reports, in order, in every process."""
+    """The reports of all processes, in order, in every process."""
     return _channel.gather(topic, report, lambda reports: reports) if _channel else [report]
 
 
@@ -127,14 +127,14 @@ def first_of_all() -> bool:
 
 
 def stops(point: int, request: str = "") -> str:
-    """Whether all stop now because one was asked to; each calls it at the same points of the loop.
+    """The request by which all processes stop now; called by each at the same points of the loop.
 
     Args:
       point: counts the calls, from 1.
       request: what asked this process to stop, such as "SIGTERM"; "" when nothing did.
 
     Returns:
-      What was asked, and of which process where there are several; "" to continue.
+      The request, with the process that got it if there are several; "" to continue.
     """
     if _channel is None:
         return request
@@ -142,21 +142,21 @@ def stops(point: int, request: str = "") -> str:
     return f"{found[1]} to {_channel.names[found[0]]}" if found else ""
 
 
-def answer_with(place: Callable[[], tuple[str, bool]], dump: Callable[[str], Any]) -> None:
-    """Sets how this process answers when another one suspects a hang: what it is doing, and whether
-    for too long; and what it prints when there is one."""
+def answer_with(activity: Callable[[], tuple[str, bool]], dump: Callable[[str], Any]) -> None:
+    """Sets the answers of this process to a suspected hang: its activity and whether it is past its
+    deadline; and the report that it prints in a hang."""
     if _channel is not None:
-        _channel.place, _channel.dump = place, dump
+        _channel.activity, _channel.dump = activity, dump
 
 
 def inquire() -> None:
-    """Asks what all are doing, because this process waits for too long; ends all when they hang."""
+    """Asks all for their activity, since this process is past its deadline; ends a hung run."""
     assert _channel
     _channel.inquire()
 
 
 def leave(text: str, status: int) -> NoReturn:
-    """Ends this process at once, and with it the run; for any thread.
+    """Ends this process at once, and with it the run; may be called in any thread.
 
     Args:
       text: the reason, in one line.
@@ -179,7 +179,7 @@ def _join(cluster: ProcessGroup, settings: Mapping[str, Any]) -> ControlChannel:
         "loopback": itself,
         "alike": consistency.describe_process(settings),
     }
-    hint = f"; {host} means the host itself, so all must be on one" if itself else ""
+    hint = f"; {host} is a loopback name, so all processes must be on one host" if itself else ""
     channel, _ = rendezvous.join(
         cluster.coordinator,
         cluster.address,
@@ -189,13 +189,13 @@ def _join(cluster: ProcessGroup, settings: Mapping[str, Any]) -> ControlChannel:
         lambda reports: {"refusal": _refusal(cluster, reports)},
         LOOPBACK_SECONDS if itself else START_SECONDS,
         hint,
-        lambda other: consistency.alike_in_form(other, report),
+        lambda other: consistency.matches_form(other, report),
     )
     return channel
 
 
 def _refusal(cluster: ProcessGroup, reports: Sequence[dict[str, Any]]) -> str:
-    """Why these processes cannot run together; "" when they can."""
+    """The reason why these processes cannot run together; "" when they can."""
     names = [rendezvous.name(i, report["host"][0]) for i, report in enumerate(reports)]
     num_hosts = len({tuple(report["host"]) for report in reports})
     for name, report in zip(names, reports):
@@ -216,7 +216,7 @@ def _check_folder(channel: ControlChannel, workdir: pathlib.Path) -> None:
     file = from_first("token", token.name)
     deadline = time.monotonic() + FOLDER_SECONDS
     while not (seen := (workdir / file).exists()) and time.monotonic() < deadline:
-        os.listdir(workdir) if workdir.is_dir() else None  # refreshes the client's cache
+        os.listdir(workdir) if workdir.is_dir() else None  # refreshes NFS's cache of the folder
         time.sleep(0.2)
 
     def decide(reports: list[bool]) -> str:
@@ -227,7 +227,7 @@ def _check_folder(channel: ControlChannel, workdir: pathlib.Path) -> None:
                 if store := store_of(workdir):
                     advice = f"for {store.address} set {VARIABLE} to"
                 return (
-                    f"--workdir {workdir} is not one folder for all: {name} does not see what "
+                    f"--workdir {workdir} is not shared: {name} does not see a file that "
                     f"{channel.names[0]} wrote there; {advice} a folder that every host has mounted"
                 )
         return ""
@@ -237,7 +237,7 @@ def _check_folder(channel: ControlChannel, workdir: pathlib.Path) -> None:
 
 
 def leave_absent_hardware_alone() -> None:
-    """Keeps JAX on the CPU where there is no accelerator and JAX_PLATFORMS is not set.
+    """Sets JAX to the CPU when there is no accelerator and JAX_PLATFORMS is not set.
 
     The compilers of the extra `aot` are plugins of JAX: at each start they would report, with
     tracebacks, that they find no hardware.
@@ -249,12 +249,12 @@ def leave_absent_hardware_alone() -> None:
 
 
 def take_gpu_memory() -> None:
-    """Has JAX take as much of a GPU as plans count on, and pin as much of the host's memory as
-    there is for what is offloaded, where the environment does not say otherwise. By itself JAX
-    takes 75 %, and XLA pins at most 64 GiB for all GPUs of a process.
+    """Sets the share of a GPU's memory that JAX allocates to the planner's, and lets XLA pin most
+    of the host's memory for offloading, unless the environment sets either. The defaults are 75 %
+    of a GPU, and 64 GiB of pinned memory for all GPUs of a process.
 
     Raises:
-      ValueError: the environment names no share of a GPU's memory.
+      ValueError: the environment's share of a GPU's memory is not valid.
     """
     gpu_memory_fraction()
     if not any(map(os.environ.get, GPU_MEMORY_VARIABLES)):
@@ -264,10 +264,10 @@ def take_gpu_memory() -> None:
 
 
 def _tpu_pod() -> ProcessGroup | None:
-    """The place of this process in a TPU pod, as JAX finds it in variables or host metadata."""
+    """The process group of a TPU pod, as JAX finds it in variables or host metadata."""
     if not _has_tpu():
         return None
-    # JAX has no public way to read the values without connecting at once.
+    # JAX has no public API that reads the values without connecting at once.
     from jax._src import cloud_tpu_init  # noqa: PLC0415
     from jax._src.clusters import GceTpuCluster, GkeTpuCluster  # noqa: PLC0415
 
@@ -281,14 +281,14 @@ def _tpu_pod() -> ProcessGroup | None:
 
 
 def _has_tpu() -> bool:
-    """Whether a TPU may be here: asking JAX takes seconds."""
+    """Whether this host may have a TPU, from its files: asking JAX takes seconds."""
     files = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*")
     return bool(files and importlib.util.find_spec("libtpu"))
 
 
 def _report(message: str, status: int) -> tuple[str, int]:
-    """Reports to the others that this process refuses to continue; returns what to print here, and
-    the status."""
+    """Reports to the others that this process refuses to continue; returns the text to print here
+    and the exit status."""
     assert _channel
     me = _channel.process_id
     words, status = _announce(_channel, message, 0.5 if me else 0, status)
@@ -296,8 +296,8 @@ def _report(message: str, status: int) -> tuple[str, int]:
 
 
 def _announce(channel: ControlChannel, text: str, patience: float, status: int) -> tuple[str, int]:
-    """Reports an error to the others; returns what this process prints, and the status that all end
-    with: a supervisor of each decides by it.
+    """Reports an error to the others; returns the text that this process prints, and the exit
+    status of all, by which each one's supervisor decides.
 
     Often all find the same error at once: it is printed once on each host. Or another process
     died, and this one has only lost its connection to it.
@@ -312,7 +312,7 @@ def _announce(channel: ControlChannel, text: str, patience: float, status: int) 
 
 
 def _end(channel: ControlChannel, error: BaseException) -> NoReturn:
-    """Ends this process and reports it to the others; JAX would wait for them for minutes."""
+    """Reports an error to the others and ends this process; JAX would wait minutes for them."""
     status = 1
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else 1
@@ -331,5 +331,5 @@ def _end(channel: ControlChannel, error: BaseException) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if channel.process_id == 0:
-        time.sleep(1.5)  # the report must arrive before the others notice that this process is gone
+        time.sleep(1.5)  # the report must arrive before the others notice the closed connection
     os._exit(status)

@@ -1,7 +1,8 @@
-"""The start-up barrier: waits for every process of a run, and verifies that they fit together.
+"""The start-up barrier (rendezvous): waits for every process of a run, and compares them.
 
-Process 0 sends a challenge to each that connects. The hello is signed with that and the token, and
-the answer with the hello's nonce: what was heard of another start is worth nothing in this one.
+Process 0 sends a challenge to each that connects. The hello is signed with the challenge and the
+token, the answer with the hello's nonce, so that messages recorded at another start cannot be
+replayed.
 """
 
 import contextlib
@@ -19,20 +20,20 @@ from typing import Any, NamedTuple, Self
 from jaxscale.distributed.control_channel import Connection, ControlChannel, Decide
 
 TOKEN = "JAXSCALE_TOKEN"
-"""An environment variable: when it is set, only processes that know its value take part."""
+"""An environment variable: when set, only processes with the same value are admitted."""
 
 MOST_GUESTS = 64
-"""Connections beyond the number of processes that may be open without a hello: of more, that which
-is open for longest is closed."""
+"""Connections without a hello that may be open beyond the number of processes; the oldest is closed
+when there are more."""
 
 GUEST_SECONDS = 10.0
-"""How long one may be."""
+"""How long a connection may stay open without a hello."""
 
 MOST_HELLO_BYTES = 1 << 20
-"""No hello is nearly as long."""
+"""Far above the size of any hello."""
 
 LATE_SECONDS = 5
-"""After a refusal, how long process 0 stays to tell it to processes that connect late."""
+"""After a refusal, how long process 0 waits to send it to processes that connect late."""
 
 
 class _Refused(ValueError):  # noqa: N818 - sent to all, it ends start-up
@@ -42,13 +43,13 @@ class _Refused(ValueError):  # noqa: N818 - sent to all, it ends start-up
 
 
 class MissingProcessError(_Refused):
-    """One did not come: it may the next time, so that a supervisor tries again."""
+    """A process did not connect; a supervisor tries again, since it may connect the next time."""
 
     exit_status = 1
 
 
 class _Start(NamedTuple):
-    """What one process knows of a start; all but `hello` and `deadline` as `join` has it."""
+    """A start as one process sees it; the fields other than `hello` and `deadline` are `join`'s."""
 
     coordinator: str
     address: tuple[str, int]
@@ -72,22 +73,22 @@ def join(
     """Waits until every process has connected, and compares their reports.
 
     Args:
-      coordinator: the address as messages show it.
-      address: host and port, where process 0 listens.
+      coordinator: HOST:PORT as messages show it.
+      address: host and port where process 0 listens.
       report: of this process.
-      decide: called in process 0 with all reports in order; every process gets what it returns. A
-        "refusal" in it, a sentence, aborts every process.
+      decide: called in process 0 with all reports in order; every process gets its result. A
+        "refusal" in the result, a sentence, aborts every process.
       timeout: in seconds.
       hint: appended to the error when a process is missing.
-      valid: whether something received may be a report; strangers are not listened to.
+      valid: whether a received value has the form of a report; others are ignored.
 
     Returns:
       The control channel, and the answer.
 
     Raises:
       ValueError: the refusal; or a process is missing, has the id of another, or was given another
-        number of processes. The text is the same in all; one process on each host has it whole,
-        the others on that host refer to it.
+        number of processes. One process on each host raises the whole text, the others on that
+        host refer to it.
     """
     hello = {
         "process_id": process_id,
@@ -108,7 +109,7 @@ def join(
 def _accept_all(
     start: _Start, decide: Decide, valid: Callable[[Any], bool]
 ) -> tuple[dict[int, Connection], dict[str, Any]]:
-    """In process 0: accepts the others."""
+    """Accepts all other processes, in process 0."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
     hello, count = start.hello, start.hello["num_processes"]
@@ -138,22 +139,22 @@ def _accept_all(
 
 
 class _Entrance:
-    """Where process 0 listens, and those that have connected; members have said a signed hello.
+    """The listener of process 0 and its connections: members have sent a signed hello, guests not.
 
-    What is closed with it are the listener and all others: strangers, or processes on their way.
+    Leaving the context closes the listener and the guests.
     """
 
     def __init__(
         self, listener: socket.socket, most_guests: int, valid: Callable[[Any], bool]
     ) -> None:
         self.members: dict[Connection, dict[str, Any]] = {}  # -> its hello
-        self._guests: dict[Connection, tuple[str, float]] = {}  # -> its challenge, and until when
+        self._guests: dict[Connection, tuple[str, float]] = {}  # -> challenge, deadline
         self._listener, self._most_guests, self._valid = listener, most_guests, valid
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
     def await_member(self, deadline: float) -> Connection | None:
-        """The next process to say hello; None when there is none before the deadline."""
+        """The next process to send a hello; None when there is none before the deadline."""
         while (now := time.monotonic()) < deadline:
             ends = [deadline]
             for guest, (_, until) in [*self._guests.items()]:
@@ -178,7 +179,7 @@ class _Entrance:
     def _accept(self) -> None:
         try:
             connection = Connection(self._listener.accept()[0])
-        except OSError:  # gone already; or there are no more file descriptors
+        except OSError:  # already closed, or out of file descriptors (EMFILE)
             self._dismiss_oldest()
             return
         if len(self._guests) >= self._most_guests:
@@ -193,13 +194,13 @@ class _Entrance:
             self.dismiss(guest)
 
     def _is_new_member(self, connection: Connection) -> bool:
-        """Whether what a connection has sent makes it a member; one that sends anything else, or
-        has closed, is closed here, too."""
+        """Whether a connection has sent a valid hello and is now a member; closes one that has sent
+        anything else, or is closed at the other end."""
         challenge, _ = self._guests.get(connection, (None, 0))
         try:
             more = connection.receive(MOST_HELLO_BYTES)
             messages = [*connection.messages()]
-        except ValueError:  # no process of ours: a port scan, a health check
+        except ValueError:  # another program: a port scan, a health check
             more, messages = False, []
         if challenge and len(messages) == 1 and "proof" in messages[0]:
             hello = _opened("hello", challenge, messages[0])
@@ -244,7 +245,7 @@ def _check_member(
 
 
 def _abort_all(hello: dict[str, Any], entrance: _Entrance, refusal: _Refused) -> None:
-    """Sends the refusal to every process that has said hello: the whole text once on each host."""
+    """Sends the refusal to every member: the whole text to one process on each host."""
     printing = {hello["host"]: 0}  # host -> the process that prints it
     for connection, member in [*entrance.members.items()]:
         host, who = member["host"], member["process_id"]
@@ -261,18 +262,18 @@ def _send_refusal(connection: Connection, refusal: _Refused, member: Mapping[str
 
 
 def _signed(kind: str, nonce: str, content: Mapping[str, Any]) -> dict[str, str]:
-    """A message of one start, all of which is signed with the token.
+    """A message of one start, signed with the token (HMAC-SHA256).
 
     Args:
-      kind: "hello" or "answer"; one is never taken for the other.
-      nonce: of the receiver, which hears it once.
+      kind: "hello" or "answer"; part of the signed text, so that neither passes for the other.
+      nonce: of the receiver, used once.
     """
     text = json.dumps(content)
     return {"content": text, "proof": _proof(kind, nonce, text)}
 
 
 def _opened(kind: str, nonce: str, message: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What is in a message, if it is signed with our token."""
+    """The content of a message; None unless it is signed with our token."""
     text, proof = message.get("content"), message.get("proof")
     if not isinstance(text, str) or not isinstance(proof, str):
         return None
@@ -280,7 +281,7 @@ def _opened(kind: str, nonce: str, message: Mapping[str, Any]) -> dict[str, Any]
         if not hmac.compare_digest(_proof(kind, nonce, text).encode(), proof.encode()):
             return None
         content = json.loads(text)
-    except (ValueError, RecursionError):  # no text, or no JSON
+    except (ValueError, RecursionError):  # not text, or not JSON
         return None
     return content if isinstance(content, dict) else None
 
@@ -291,8 +292,8 @@ def _proof(kind: str, nonce: str, text: str) -> str:
 
 
 def _refuse_late(entrance: _Entrance, absent: set[int], refusal: _Refused) -> None:
-    """Sends the refusal to the processes that have not said hello yet, for `LATE_SECONDS`. Only the
-    answer to a hello is believed: until one comes, a process tries again."""
+    """Sends the refusal to processes that connect late, for `LATE_SECONDS`. A process only believes
+    a signed answer to its hello, and connects again until it gets one."""
     deadline = time.monotonic() + LATE_SECONDS
     while absent and (connection := entrance.await_member(deadline)):
         member = entrance.members[connection]
@@ -302,8 +303,8 @@ def _refuse_late(entrance: _Entrance, absent: set[int], refusal: _Refused) -> No
 
 
 def host_name() -> str:
-    """The name of this host in messages: what those who can do without it call it. JAXSCALE_NODE is
-    for containers, whose own names say nothing; `srun --exclude` takes SLURM's name."""
+    """The name of this host in messages, as a supervisor excludes it: JAXSCALE_NODE for containers,
+    whose host names are arbitrary; else SLURM's name, which `srun --exclude` takes."""
     given = os.environ.get("JAXSCALE_NODE") or os.environ.get("SLURMD_NODENAME")
     return given or socket.gethostname()
 
@@ -314,8 +315,8 @@ def name(process_id: int, host: str) -> str:
 
 
 def bind_address(host: str) -> tuple[socket.AddressFamily, str] | None:
-    """Where this host listens, to be reached as `host`: the one address that the name stands for;
-    None where there are several, or it is another machine's that forwards to this one."""
+    """The family and IP address on which to listen to be reached as `host`; None when the name has
+    several IP addresses, or that of another machine, which forwards to this one."""
     with contextlib.suppress(OSError):
         found = {(info[0], str(info[4][0])) for info in socket.getaddrinfo(host, None)}
         if len(found) == 1:
@@ -337,13 +338,13 @@ def _listen(coordinator: str, host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ValueError(
             f"process 0 cannot listen on port {port} of --coordinator = {coordinator} "
-            f"({error.strerror}): another run, or another process with --process_id = 0, may have "
+            f"({error.strerror}): another run, or another process with --process_id = 0, may use "
             "it; choose another port"
         ) from error
 
 
 def _is_hello(message: Mapping[str, Any]) -> bool:
-    """Whether a message has the fields of a hello, in their types."""
+    """Whether a message has the fields of a hello, with the right types."""
     numbers = [message.get(key) for key in ("process_id", "num_processes")]
     texts = [message.get(key) for key in ("host", "nonce")]
     return (
@@ -363,7 +364,7 @@ def _missing(start: _Start, members: Mapping[Connection, dict[str, Any]]) -> str
     return (
         f"{_processes(missing)} of {hello['num_processes']} did not connect to "
         f"{start.coordinator} in {start.timeout:.0f} s ({_listing(joined)} did): look at the first "
-        "lines of their logs, and whether their hosts reach that address"
+        "lines of their logs, and check that their hosts reach that port"
     )
 
 
@@ -378,7 +379,7 @@ def _listing(words: list[str], most: int = 8) -> str:
 
 
 def _connect(start: _Start) -> tuple[Connection, dict[str, Any]]:
-    """In any process but 0: sends the hello to process 0, and waits for its answer."""
+    """Sends the hello to process 0 and waits for its answer, in every other process."""
     trouble = "no answer"
     # Process 0 times out first: it knows which processes are missing.
     while (left := start.deadline + 5 - time.monotonic()) > 0:
@@ -394,21 +395,21 @@ def _connect(start: _Start) -> tuple[Connection, dict[str, Any]]:
             connection.socket.close()
             raise
         except (ValueError, KeyError):
-            trouble = "something else listens on that port"
+            trouble = "another program listens on that port"
         except ConnectionError as error:  # process 0 ended: it may be restarted
             trouble = str(error)
         connection.socket.close()
         time.sleep(0.3)
     who = name(start.hello["process_id"], start.hello["host"])
     raise MissingProcessError(
-        f"{who} found no process 0 at {start.coordinator} in {start.timeout:.0f} s ({trouble}): is "
-        f"it running, is that the address of its host, and is the port open between hosts?"
+        f"{who} found no process 0 at {start.coordinator} in {start.timeout:.0f} s ({trouble}): "
+        f"check that it runs, that this is its host, and that the port is open between hosts"
         f"{start.hint}"
     )
 
 
 def _answer(connection: Connection, hello: dict[str, Any], deadline: float) -> dict[str, Any]:
-    """Says hello once process 0 has sent a challenge; its answer."""
+    """Sends the hello after the challenge of process 0; returns the answer."""
     while True:
         connection.socket.settimeout(max(0.1, deadline - time.monotonic()))
         more = connection.receive()
@@ -416,14 +417,14 @@ def _answer(connection: Connection, hello: dict[str, Any], deadline: float) -> d
             if isinstance(message.get("challenge"), str):
                 connection.send(_signed("hello", message["challenge"], hello))
                 continue
-            if message.get("unproven"):  # one with another token cannot prove who it is
+            if message.get("unproven"):  # the token differs, or is set in one of the two only
                 raise _Refused(
-                    f"{TOKEN} is not that of process 0; set the same in the environment of all "
+                    f"{TOKEN} differs from process 0's; set the same in the environment of all "
                     "processes"
                 )
             answer = _opened("answer", hello["nonce"], message)
             if answer is None:
-                raise ValueError("no answer of process 0")
+                raise ValueError("not an answer of process 0")
             if "refusal" in answer:
                 raise (MissingProcessError if answer["missing"] else _Refused)(answer["refusal"])
             connection.socket.settimeout(None)

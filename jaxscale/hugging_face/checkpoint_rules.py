@@ -1,5 +1,4 @@
-"""Which tensor of a checkpoint each parameter is in: every tensor and every parameter accounted for
-before any is read."""
+"""Maps parameters to tensors of a checkpoint, and checks that none is missing or left over."""
 
 import dataclasses
 import fnmatch
@@ -19,22 +18,22 @@ from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.sharding.rules import Axes
 
 LINES = 10
-"""Names that a message lists; it only counts the rest."""
+"""Names that a message lists; further ones are only counted."""
 
 
 @dataclass(frozen=True)
 class ParameterTensors:
-    """Where a parameter is: of a stack one tensor per layer, or per layer and expert; else one."""
+    """The tensors of a parameter: one per layer (and expert) of a stack; otherwise a single one."""
 
     name: str  # of the parameter
     rule: TensorRule
     tensors: tuple[str, ...]  # names, those of a layer's experts together
-    copies: tuple[tuple[str, str], ...]  # a tensor, and one that must be equal where it is present
-    parts: tuple[int, ...]  # layers, and experts, with a tensor each
-    written: tuple[str, ...] = ()  # those copies of its one tensor that are written too
+    copies: tuple[tuple[str, str], ...]  # a tensor, and an optional one that must be equal
+    parts: tuple[int, ...]  # number of layers, and of experts, with a tensor each
+    written: tuple[str, ...] = ()  # copies of its tensor that are written as well
 
     def tensor(self, *place: int) -> str:
-        """The tensor of a layer, or of its expert."""
+        """The tensor of a layer, or of a layer and expert."""
         return self.tensors[int(np.ravel_multi_index(place, self.parts)) if place else 0]
 
 
@@ -48,8 +47,8 @@ def parameter_tensors(
       shapes: the tree of their shapes, in canonical form.
 
     Raises:
-      ValueError: a parameter without a rule, a rule without a parameter, or one of another shape:
-        a fault of the family's file, not of a checkpoint.
+      ValueError: a parameter has no rule, a rule has no parameter, or their shapes differ: a fault
+        of the family's file, not of a checkpoint.
     """
     pairs = jax.tree_util.tree_map_with_path(
         lambda path, names, leaf: _Parameter(leaf_name(path), names, leaf.shape),
@@ -92,7 +91,7 @@ def _tensors_of(
 
 
 def _names(rule: TensorRule, parts: tuple[int, ...]) -> list[str]:
-    """The tensors of the layers, and of the experts of each."""
+    """The tensors of all layers, and of all experts of each."""
     layers, experts = (*parts, 1, 1)[:2]
     return [
         rule.name.format(layer=rule.first + rule.stride * layer, expert=expert)
@@ -102,10 +101,10 @@ def _names(rule: TensorRule, parts: tuple[int, ...]) -> list[str]:
 
 
 def _split(rule: TensorRule, wanted: tuple[int, ...]) -> TensorRule:
-    """The rule with dims split in its view as they are in ours: without a last reshape.
+    """The rule with its view's dims split as the parameter's, so that no last reshape is needed.
 
     Raises:
-      ValueError: it does not give the wanted shape.
+      ValueError: the rule does not give the wanted shape.
     """
     shape = taken_shape(rule)
     fault = ValueError(f"the rule of {rule.name} gives {shape}, and {rule.param} is {wanted}")
@@ -145,8 +144,8 @@ def shape_of(rule: TensorRule) -> tuple[int, ...]:
 
 
 def _check_whole(rules: Sequence[TensorRule]) -> None:
-    """Refuses rules that leave a part of a tensor out: it would be dropped silently. Adapters of
-    fused weights share a matrix, or have zeros between them."""
+    """Refuses rules that cover only a part of a tensor: the rest would be dropped silently. Not for
+    adapters: those of fused weights share a matrix, or have zeros between them."""
     rules = [rule for rule in rules if not is_adapter(rule.param)]
     taken: dict[tuple[str, int], int] = {}
     for rule in rules:
@@ -169,7 +168,7 @@ def _unfit(
     """A line for each tensor that is missing, unknown, or of another shape or type.
 
     Args:
-      others: patterns of tensors that need not be read.
+      others: patterns of tensors that are not read.
     """
     there = {name: (found[name], shape) for name, shape in required.items() if name in found}
     return [
@@ -199,10 +198,10 @@ def check_tensors(
     ignored: Sequence[str],
     where: object,
 ) -> None:
-    """Refuses a checkpoint with missing or unknown tensors, or tensors of another shape or type.
+    """Refuses a checkpoint with missing or unknown tensors, or with other shapes or types.
 
     Args:
-      ignored: patterns of tensors that carry no parameter.
+      ignored: patterns of tensors without parameters.
       where: the folder, for messages.
 
     Raises:
@@ -213,7 +212,7 @@ def check_tensors(
     lines = _unfit(found, required, (*copies, *ignored))
     if not lines:
         lines = [
-            f"{copy}: differs from {name}, with which the model shares it"
+            f"{copy}: differs from {name}, to which it is tied"
             for copy, name in copies.items()
             if copy in found and not same_values(found[copy], found[name])
         ]

@@ -1,6 +1,6 @@
-"""A model's folder as transformers writes it: config.json, tensors, tokenizer.
+"""Hugging Face model folders (config.json, safetensors, tokenizer): opened, read and written.
 
-Nothing in it is run: no code (`auto_map`), no pickles.
+Nothing in a folder is run: no code (`auto_map`), no pickles.
 """
 
 import dataclasses
@@ -49,44 +49,44 @@ from jaxscale.storage.untrusted import load_json
 log = logging.getLogger("jaxscale")
 
 FAMILIES = {kind: family for family in SHIPPED for kind in family.hf_types}
-"""By `model_type` of config.json."""
+"""`model_type` of config.json -> family."""
 
 AS_IT_IS = "PreTrainedTokenizerFast"
-"""The class of transformers 4 and 5 that reads a tokenizer's file as it is."""
+"""The class of transformers 4 and 5 that uses a tokenizer.json unchanged."""
 
 MAX_FILE_BYTES = 5_000_000_000  # as in transformers
 
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A model's folder: its settings, and where its tensors are."""
+    """A model's folder: its settings, and the location of its tensors."""
 
     directory: pathlib.Path
     settings: Mapping[str, Any]  # ours
     tensors: Mapping[str, StoredTensor]
     ignored: tuple[str, ...]  # patterns of tensors without a parameter
-    left_out: tuple[str, ...]  # likewise, of trained ones
-    adapters: pathlib.Path | None = None  # the folder of those that PEFT wrote for it
-    shared: bool = False  # as `adapter_rules`
-    stored_vocab: int | None = None  # tokens in it, where the adapters have more
+    left_out: tuple[str, ...]  # patterns of trained tensors that are not read
+    adapters: pathlib.Path | None = None  # a folder of PEFT adapters
+    shared: bool = False  # as in `adapter_rules`
+    stored_vocab: int | None = None  # tokens of the model, if the adapters have more
 
     has_state = False  # of an optimizer
-    stop_ids = ()  # those of its files come with the tokenizer
+    stop_ids = ()  # the tokenizer reads them from the folder
 
     @property
     def config(self) -> ModelConfig:
-        """Its settings, with the defaults of the others."""
+        """The config of the model; settings that config.json lacks have their defaults."""
         return ModelConfig(**self.settings)
 
     @property
     def context(self) -> int:
-        """Tokens that the weights are for, by their config.json."""
+        """The longest text for the weights, in tokens, from config.json."""
         return self.config.max_seq_len
 
     @property
     def dtype(self) -> str:
-        """The type that holds every parameter: bfloat16 where all tensors are, but for those that
-        are never and adapters, else float32."""
+        """The narrowest type for all parameters: bfloat16 if all tensors are, except adapters and
+        tensors that are always float32; else float32."""
         rules = find_family(self.config.family).tensors(self.config)
         wide = [rule.name.format(layer="*", expert="*") for rule in rules if rule.wide]
         narrow = all(
@@ -98,7 +98,7 @@ class HuggingFaceModel:
 
     @property
     def largest_tensor_bytes(self) -> int:
-        """About what the host holds while the parameters are read."""
+        """The approximate host memory for reading the parameters."""
         return max(
             math.prod(one.shape) * DTYPES[one.dtype].itemsize
             for one in self.tensors.values()
@@ -106,14 +106,14 @@ class HuggingFaceModel:
         )
 
     def check(self, axes: Any, shapes: Any) -> tuple[ParameterTensors, ...]:
-        """The tensors of each parameter, all of them accounted for; reads headers only.
+        """The tensors of each parameter, after a check of all names and shapes; reads headers only.
 
         Args:
           axes: the tree of logical axes of the parameters.
           shapes: the tree of their shapes, in canonical form.
 
         Raises:
-          ValueError: names missing and unknown tensors, and those of another shape or type.
+          ValueError: tensors are missing, unknown, or of another shape or type; names them.
         """
         parameters = parameters_of(
             self.config, axes, shapes, shared=self.shared, stored_vocab=self.stored_vocab
@@ -123,8 +123,8 @@ class HuggingFaceModel:
         return parameters
 
     def read(self, axes: Any, abstract: Any) -> Any:
-        """The parameters, in canonical form, on the devices of `abstract`; as `check` and
-        `read_params`. A line names the trained tensors that are left out."""
+        """The parameters, in canonical form, on the devices of `abstract`; see `check` and
+        `read_params`. Logs the trained tensors that are not read."""
         parameters = self.check(axes, abstract)
         others = self.tensors.keys() - {name for one in parameters for name in one.tensors}
         for pattern in self.left_out:
@@ -137,7 +137,7 @@ class HuggingFaceModel:
 
 
 def is_hugging_face(directory: pathlib.Path) -> bool:
-    """Whether a folder is a model's as transformers writes it, and not a run's.
+    """Whether a folder is a Hugging Face model's rather than a run's.
 
     Raises:
       FileNotFoundError: it is neither.
@@ -154,8 +154,8 @@ def open_model(
     """Opens a folder; reads no values.
 
     Args:
-      prediction_depth: how many of the modules that predict further tokens are read.
-      adapters: a folder with adapters of PEFT, which are read, too.
+      prediction_depth: number of multi-token prediction (MTP) modules to read.
+      adapters: a folder of PEFT adapters to read as well.
 
     Raises:
       FileNotFoundError: no config.json, no checkpoint, or no adapters.
@@ -169,8 +169,8 @@ def open_model(
     kind = hf.get("model_type")
     if kind is None and isinstance(whole.get("model"), dict):
         raise ValueError(
-            f"{directory} is the folder of a run, not of a Hugging Face model; convert --to_hf "
-            f"--workdir {directory} writes one"
+            f"{directory} is the folder of a run, not of a Hugging Face model; write one with "
+            f"convert --to_hf --workdir {directory}"
         )
     family = _find_family(directory, kind, whole)
     tensors: Mapping[str, StoredTensor] = open_tensors(directory)
@@ -204,7 +204,7 @@ def open_model(
 
 
 def _find_family(directory: pathlib.Path, kind: Any, whole: Mapping[str, Any]) -> Family:
-    """The family of a model_type; a line says where the folder names code of its own.
+    """The family of a model_type; logs custom code that the folder names.
 
     Args:
       whole: config.json.
@@ -213,9 +213,7 @@ def _find_family(directory: pathlib.Path, kind: Any, whole: Mapping[str, Any]) -
       ValueError: there is none, or its weights are quantized.
     """
     if not isinstance(kind, str) or kind not in FAMILIES:
-        own = (
-            " (its auto_map names code of its own, which is not run)" if "auto_map" in whole else ""
-        )
+        own = " (its auto_map names custom code, which is not run)" if "auto_map" in whole else ""
         raise ValueError(
             f"{directory / 'config.json'}: model_type {kind!r} is not supported{own}; it can be "
             f"{', '.join(sorted({*FAMILIES, *DEFAULTS}))}"
@@ -223,8 +221,8 @@ def _find_family(directory: pathlib.Path, kind: Any, whole: Mapping[str, Any]) -
     for name in ("config.json", "tokenizer_config.json"):
         if (directory / name).is_file() and "auto_map" in _read_json(directory / name):
             log.warning(
-                f"note: {directory / name} names code of its own (auto_map), which is not run: the "
-                f"model is jaxscale's {FAMILIES[kind].name}, and the tokenizer that of its file"
+                f"note: {directory / name} names custom code (auto_map), which is not run: the "
+                f"model is jaxscale's {FAMILIES[kind].name}, the tokenizer that of its file"
             )
     if "quantization_config" in whole:
         raise ValueError(f"{directory / 'config.json'}: quantized weights are not supported")
@@ -246,8 +244,8 @@ def parameters_of(
     """The tensors of each parameter of a model, with its adapters.
 
     Args:
-      shared: as `adapter_rules`.
-      stored_vocab: tokens that the tensors of tables have; None is the model's.
+      shared: as in `adapter_rules`.
+      stored_vocab: rows of the stored embedding tables; None for the model's vocabulary.
     """
     size = stored_vocab or config.vocab_size
     stored = dataclasses.replace(config, vocab_size=size, lora_tokens="")
@@ -265,7 +263,7 @@ def write_model(
     params: Any,
     *,
     dtype: str,
-    beside: pathlib.Path,
+    workdir: pathlib.Path,
     seq_len: int = 0,
     end_of_text: int | None = None,
     ends: Sequence[int] = (),
@@ -274,25 +272,26 @@ def write_model(
     mask: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> int:
-    """Writes a folder that transformers loads; it has its name only once it is complete.
+    """Writes a folder that transformers loads; it gets its name when it is complete.
 
     Args:
       params: in canonical form.
-      dtype: of the tensors: float32, bfloat16 or float16; some are in float32 always.
-      beside: a run's folder, whose tokenizer goes along.
-      seq_len: of the sequences that it was trained on; 0 if it was not.
-      end_of_text: the id of that token, where the weights do not come from a model that says it.
-      ends: of the tokenizer, other ids that end what is generated, such as a turn.
-      decoder_start: likewise, of an encoder-decoder.
-      padding: likewise, where the tokenizer has such a token.
-      mask: likewise.
+      dtype: of the tensors: float32, bfloat16 or float16; some are always float32.
+      workdir: a run's folder, whose tokenizer is copied.
+      seq_len: length of the training sequences; 0 if the model was not trained.
+      end_of_text: id of that token, unless the model that the weights come from has one.
+      ends: further ids of the tokenizer that end generated text, such as the end of a message.
+      decoder_start: id of the decoder's first token, in an encoder-decoder.
+      padding: id of the padding token, if the tokenizer has one.
+      mask: id of the mask token, if the tokenizer has one.
       max_file_bytes: of each file of tensors.
 
     Returns:
       The number of tensors.
 
     Raises:
-      ValueError: the folder exists, the family has no such form, or values are too large.
+      ValueError: the folder exists, the family has no Hugging Face format for this model, or values
+        are too large for `dtype`.
     """
     family = find_family(config.family)
     config, params = family.hf_form(config, params)
@@ -301,18 +300,18 @@ def write_model(
     parameters = parameters_of(config, axes, params)
     stored = write_params(unfinished, parameters, params, dtype, max_file_bytes)
     if padding is None and not (config.causal and not config.num_encoder_layers):
-        # transformers cannot do without: ESM counts positions by it, T5 its labels. A decoder can,
-        # and would not train the embedding of this id.
+        # transformers needs one here: ESM counts positions by it, T5 shifts its labels. A decoder
+        # needs none, and would not train the embedding of this id.
         padding = end_of_text
     ids = {"bos_token_id": None, "eos_token_id": end_of_text, "pad_token_id": padding}
     if config.num_encoder_layers:
         ids["decoder_start_token_id"] = decoder_start
-    written = {**hf, **ids, **_special_ids(beside), "torch_dtype": dtype}
+    written = {**hf, **ids, **_special_ids(workdir), "torch_dtype": dtype}
     written["eos_token_id"] = _with_ends(written["eos_token_id"], ends)
     (unfinished / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-    copy_tokenizer(beside, unfinished)
+    copy_tokenizer(workdir, unfinished)
     generation = unfinished / GENERATION
-    if ends and generation.is_file():  # where it is, transformers does not ask config.json
+    if ends and generation.is_file():  # it takes precedence over config.json in transformers
         said = _read_json(generation)
         said["eos_token_id"] = _with_ends(said.get("eos_token_id"), ends)
         generation.write_text(json.dumps(said, indent=2) + "\n")
@@ -330,22 +329,21 @@ def write_adapters(
     *,
     dtype: str,
     base: pathlib.Path | None = None,
-    beside: pathlib.Path | None = None,
+    workdir: pathlib.Path | None = None,
 ) -> int:
-    """Writes the adapters of a model as PEFT loads them; the folder has its name only once it is
-    complete.
+    """Writes the adapters of a model as PEFT loads them; the folder gets its name when complete.
 
     Args:
-      params: in canonical form, with those of the model; as `with_token_rows` returns them.
-      dtype: as `write_model`.
-      base: the Hugging Face folder of the model that they are for, if that is known.
-      beside: a run's folder, whose tokenizer goes along where it may have new tokens.
+      params: adapters and model, in canonical form, as `with_token_rows` returns them.
+      dtype: as in `write_model`.
+      base: the Hugging Face folder of the base model, if known.
+      workdir: a run's folder, whose tokenizer is copied if it may have new tokens.
 
     Returns:
       The number of tensors.
 
     Raises:
-      ValueError: the folder exists, the family has no such form, or values are too large.
+      ValueError: as in `write_model`.
     """
     parameters = parameters_of(config, axes, params)
     adapters = [one for one in parameters if is_adapter(one.name)]
@@ -358,17 +356,17 @@ def write_adapters(
     write_params(unfinished, adapters, params, dtype, sys.maxsize, metadata)
     (unfinished / SINGLE).rename(unfinished / PEFT_TENSORS)
     (unfinished / PEFT_CONFIG).write_text(json.dumps(peft, indent=2) + "\n")
-    if beside and config.trained_tokens:
-        copy_tokenizer(beside, unfinished)
+    if workdir and config.trained_tokens:
+        copy_tokenizer(workdir, unfinished)
     unfinished.rename(directory)
     return len(of_adapters)
 
 
 def _unfinished(directory: pathlib.Path) -> pathlib.Path:
-    """A new folder for the files of another, until it is complete.
+    """A new folder for the files of `directory` until they are complete.
 
     Raises:
-      ValueError: the other exists.
+      ValueError: `directory` exists.
     """
     if directory.exists():
         raise ValueError(f"--output {directory} exists; name a new folder")
@@ -379,9 +377,9 @@ def _unfinished(directory: pathlib.Path) -> pathlib.Path:
 
 
 def copy_special_ids(directory: pathlib.Path, workdir: pathlib.Path) -> None:
-    """Copies the files that have the ids of a model's special tokens into a run's folder:
+    """Copies the files with the ids of a model's special tokens into a run's folder:
     generation_config.json, and config.json under another name. They belong to the weights, whatever
-    the tokenizer of the run is; files that the run has are left.
+    the tokenizer of the run; existing files are not replaced.
 
     Args:
       directory: a Hugging Face model's folder, or a run's.
@@ -393,7 +391,7 @@ def copy_special_ids(directory: pathlib.Path, workdir: pathlib.Path) -> None:
 
 
 def _special_ids(workdir: pathlib.Path) -> dict[str, Any]:
-    """The ids of special tokens in the config.json of the model that a run comes from."""
+    """The ids of special tokens in the config.json of the model from which a run started."""
     if not (workdir / HF_CONFIG).is_file():
         return {}
     hf = _read_json(workdir / HF_CONFIG)
@@ -401,8 +399,8 @@ def _special_ids(workdir: pathlib.Path) -> dict[str, Any]:
 
 
 def _with_ends(eos: int | list[int] | None, ends: Sequence[int]) -> int | list[int] | None:
-    """The `eos_token_id` with ids that the model before did not end with: without that of a turn,
-    `generate` of transformers would go on after it."""
+    """`eos_token_id` with the `ends` that it lacks: without the end of a message, `generate` of
+    transformers would continue after it."""
     known = eos if isinstance(eos, list) else [] if eos is None else [eos]
     further = [end for end in ends if end not in known]
     if not further:
@@ -411,14 +409,14 @@ def _with_ends(eos: int | list[int] | None, ends: Sequence[int]) -> int | list[i
 
 
 def name_tokenizer_class(directory: pathlib.Path, hf: Mapping[str, Any]) -> None:
-    """Says that the tokenizer's file is to be read as it is. Where tokenizer_config.json names no
-    class, transformers takes that of the model's type, which may split texts otherwise (Qwen's
-    every digit), take ids of its own for the pieces of a SentencePiece model (Gemma's), end texts
-    (T5's), or find no token of its own and fail (Gemma's, BERT's). What only transformers 5 reads
-    is written as 4 and 5 do: its name of that class, and its list of further special tokens.
+    """Sets the class in tokenizer_config.json, so that the tokenizer's file is used unchanged.
+    Without a class, transformers takes that of the model type, which may split texts differently
+    (Qwen's, at every digit), assign other ids to the pieces of a SentencePiece model (Gemma's), add
+    an end token (T5's), or fail for lack of a token (Gemma's, BERT's). Forms that only transformers
+    5 reads are written as 4 and 5 do: its name of that class, and its list of special tokens.
 
     Args:
-      hf: the config.json, with the ids of special tokens.
+      hf: config.json, with the ids of special tokens.
     """
     path = directory / "tokenizer_config.json"
     given = _read_json(path) if path.is_file() else {}
@@ -444,11 +442,12 @@ def name_tokenizer_class(directory: pathlib.Path, hf: Mapping[str, Any]) -> None
 
 
 def _special_names(file: pathlib.Path, hf: Mapping[str, Any]) -> dict[str, str]:
-    """What tokenizer_config.json says of a tokenizer.json; a SentencePiece model says it itself."""
+    """The special tokens by role for the tokenizer_config.json of a tokenizer.json; a SentencePiece
+    model contains them."""
     if not file.is_file():
         return {}
     added = tokenizers.Tokenizer.from_file(str(file)).get_added_tokens_decoder()
-    # An ordinary token that is named would become a special one.
+    # Transformers makes every token that is named here a special one.
     special = {i: token.content for i, token in added.items() if token.special}
     ids = {f"{name}_token": hf.get(f"{name}_token_id") for name in ("bos", "eos", "pad", "mask")}
     first = {name: one[0] if isinstance(one, list) and one else one for name, one in ids.items()}
@@ -458,11 +457,11 @@ def _special_names(file: pathlib.Path, hf: Mapping[str, Any]) -> dict[str, str]:
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not path.parent.is_dir():
         raise FileNotFoundError(
-            f"{path.parent} is not a folder; download a model of Hugging Face first: hf download "
+            f"{path.parent} is not a folder; download a Hugging Face model first: hf download "
             "NAME --local-dir DIR"
         )
     if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} holds no model: no {path.name}")
+        raise FileNotFoundError(f"{path.parent} contains no model: no {path.name}")
     values = load_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} is not a mapping of names to values")

@@ -1,14 +1,14 @@
-"""Low-rank adapters in the format of PEFT, Hugging Face's library of them: a folder with
-adapter_config.json and adapter_model.safetensors, for a model that is somewhere else.
+"""LoRA adapters in the format of PEFT: a folder with adapter_config.json and
+adapter_model.safetensors, without the base model.
 
-The adapter of a weight [outputs, inputs] is two tensors there, `lora_A` [rank, inputs] and `lora_B`
-[outputs, rank]. Where a checkpoint has several of our weights in one tensor, PEFT has one adapter
-for all of it. It is read as an adapter of each, with the same `lora_A`. Ours, each of which has a
-first matrix of its own, are written as one whose rank is that of all together: `lora_A` has their
-rows one below the other, and `lora_B` each part's outputs in columns of its own, and zeros.
+The adapter of a weight [outputs, inputs] is two tensors, `lora_A` [rank, inputs] and `lora_B`
+[outputs, rank]. If a checkpoint fuses several of our weights into one tensor, PEFT has one adapter
+for all of it, which is read as an adapter of each weight with the same `lora_A`. Our adapters of
+these weights, each with a separate first matrix, are written as one with the sum of their ranks:
+`lora_A` stacks their rows, and `lora_B` is block-diagonal.
 
-Tokens that are trained (`trainable_token_indices`) have one tensor [tokens, embed] for a table,
-which takes the place of their rows; a table that was made longer for them may be there as a whole.
+Trained tokens (`trainable_token_indices`) have one tensor [tokens, embed] for each table, which
+replaces their rows; a table that was extended for them may be stored whole.
 """
 
 import dataclasses
@@ -27,28 +27,28 @@ from jaxscale.storage.untrusted import load_json
 PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 PEFT_PREFIX = "base_model.model."
-"""Before the name of the weight."""
+"""The prefix of a weight's name."""
 
 PARTS = {"a": "lora_A", "b": "lora_B"}
 """Ours -> theirs."""
 
 ROWS, WHOLE_TABLE = ".token_adapter.trainable_tokens_delta", ".token_adapter.base_layer.weight"
-"""Ends of names, in place of that of a table's, of rows of tokens, and of all of it."""
+"""Suffixes of the names of a table's trained rows, and of the whole table."""
 
 TABLES = ("embed/tokens", "head/output")
 """Parameters whose rows of tokens may be trained."""
 
 TARGETS = "jaxscale.lora_targets"
-"""In the metadata of a file of ours with adapters of fused weights: which of them have one."""
+"""The key of the metadata of our files that lists the parts of fused weights with adapters."""
 
 NOT_READ = frozenset(
     (
-        # Which weights have adapters: the tensors say so.
+        # Which weights have adapters: read from the tensors.
         *("target_modules", "exclude_modules", "layers_pattern"),
-        # Of training alone, and where all of it comes from.
+        # Used in training only, and provenance.
         *("lora_dropout", "init_lora_weights", "inference_mode", "runtime_config"),
         *("task_type", "base_model_name_or_path", "revision", "peft_version", "auto_mapping"),
-        # How the weight is stored, which is known; and of options that are off.
+        # Storage of the weight, which is known, and details of options that are off.
         *("fan_in_fan_out", "megatron_core", "qalora_group_size"),
     )
 )
@@ -59,18 +59,18 @@ KEEP_THE_MODEL = (None, True, False, "gaussian", "orthogonal", "eva")
 
 @dataclass(frozen=True)
 class PeftAdapters:
-    """A folder of adapters: the settings of ours, and where its tensors are."""
+    """A folder of adapters: our settings for it, and the location of its tensors."""
 
     settings: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]  # tables that are longer by the names of the model's
-    shared: bool  # as `adapter_rules`
+    tensors: Mapping[str, StoredTensor]  # extended tables have the names of the model's
+    shared: bool  # as in `adapter_rules`
     stored_vocab: int  # rows of the tables
 
 
 def adapter_rules(
     rules: Sequence[TensorRule], names: Collection[str], config: ModelConfig, *, shared: bool
 ) -> list[TensorRule]:
-    """The tensor of each adapter's matrix, and of the rows of tokens beside a table.
+    """The tensors of the adapters' matrices, and of a table's trained rows.
 
     Args:
       rules: of the model without adapters.
@@ -93,7 +93,7 @@ def adapter_rules(
 
 
 def _by_tensor(weights: Sequence[TensorRule]) -> list[list[TensorRule]]:
-    """Rules by the tensors that they take parts of."""
+    """Rules grouped by the tensor of which they take parts."""
     groups: dict[tuple[str, int], list[TensorRule]] = {}
     for weight in weights:
         groups.setdefault((weight.name, weight.first), []).append(weight)
@@ -101,11 +101,10 @@ def _by_tensor(weights: Sequence[TensorRule]) -> list[list[TensorRule]]:
 
 
 def _rules_of(weight: TensorRule, rank: int, number: int, count: int) -> list[TensorRule]:
-    """Of an adapter's two matrices.
+    """The rules of an adapter's two matrices.
 
     Args:
-      number, count: its place among the adapters that lie side by side in one of the tensor, and
-        how many these are.
+      number, count: index among the adapters that share the tensor, and their number.
     """
     take = [*weight.take, *[slice(None)] * (len(weight.view) - len(weight.take))]
     dims = [dim for dim, one in enumerate(take) if isinstance(one, slice)]
@@ -147,12 +146,12 @@ def _module(rule: TensorRule) -> str:
 
 
 def _target(rule: TensorRule) -> str:
-    """As `model.lora_targets` names the weight of a rule."""
+    """The name of a rule's weight in `model.lora_targets`."""
     return rule.param.rsplit("/", 1)[-1]
 
 
 def fused_metadata(config: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, str]:
-    """What a file of adapters says of itself, so that it can be read as it was written.
+    """The metadata of a file of adapters, from which fused weights can be read back as written.
 
     Args:
       rules: of the model without adapters.
@@ -163,7 +162,7 @@ def fused_metadata(config: ModelConfig, rules: Sequence[TensorRule]) -> dict[str
 
 
 def _further_ranks(config: ModelConfig, rules: Sequence[TensorRule]) -> dict[str, Any]:
-    """The options of PEFT for modules whose adapters have the rank of several of ours."""
+    """PEFT's options for modules whose adapter has the summed rank of several of ours."""
     weights = [rule for rule in rules if _target(rule) in config.adapted_weights]
     counts = {
         _module(group[0]).split("{layer}.", 1)[1]: len(group)
@@ -187,16 +186,16 @@ def open_adapters(
     """Opens a folder; reads no values.
 
     Args:
-      model, rules: that they are for.
+      model, rules: of the base model.
 
     Raises:
-      FileNotFoundError: it holds no adapters.
-      ValueError: they are of another kind, or of another model; says why.
+      FileNotFoundError: the folder contains no adapters.
+      ValueError: they are of another type, or for another model; says why.
     """
     for name in (PEFT_CONFIG, PEFT_TENSORS):
         if not (directory / name).is_file():
             raise FileNotFoundError(
-                f"{directory} holds no adapters of PEFT: no {name}, which save_pretrained writes"
+                f"{directory} contains no PEFT adapters: no {name}, which save_pretrained writes"
             )
     path = directory / PEFT_CONFIG
     peft = _read_config(path)
@@ -214,7 +213,7 @@ def open_adapters(
         )
     settings = {
         "lora_rank": rank,
-        # Rank-stabilised adapters are times alpha over the square root of the rank.
+        # rsLoRA scales by alpha over the square root of the rank.
         "lora_alpha": float(alpha * math.sqrt(rank) if peft.get("use_rslora") else alpha),
         "lora_targets": "" if adapted == {*every} else ",".join(sorted(adapted, key=every.index)),
     }
@@ -228,14 +227,14 @@ def open_adapters(
 
 
 def _read_config(path: pathlib.Path) -> dict[str, Any]:
-    """The config of low-rank adapters, with a rank and an alpha.
+    """The config of LoRA adapters, with a rank and an alpha.
 
     Raises:
-      ValueError: it is another file, or of another kind of adapters.
+      ValueError: it is another file, or of another type of adapters.
     """
     peft = load_json(path)
     if not isinstance(peft, dict):
-        raise ValueError(f"{path} is not the config of low-rank adapters: it holds no object")
+        raise ValueError(f"{path} is not the config of LoRA adapters: it is not a JSON object")
     kind: Any = peft.get("peft_type")
     rank: Any = peft.get("r")
     alpha: Any = peft.get("lora_alpha")
@@ -250,22 +249,21 @@ def _read_config(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _refuse_layers(peft: Mapping[str, Any], path: pathlib.Path, num_layers: int) -> None:
-    """Refuses adapters of some layers alone: here every layer has them."""
+    """Refuses adapters of some layers only: here every layer has them."""
     layers = peft.get("layers_to_transform")
     if layers is not None and set(layers if isinstance(layers, list) else [layers]) != {
         *range(num_layers)
     }:
         raise ValueError(
-            f"{path}: layers_to_transform = {layers!r}, and adapters are in each of the "
-            f"{num_layers} layers here, or in none; merge them into the model (merge_and_unload of "
-            "PEFT), and convert that"
+            f"{path}: layers_to_transform = {layers!r}; adapters of all {num_layers} layers are "
+            "supported; merge these into the model (PEFT's merge_and_unload), and convert that"
         )
 
 
 def _whole_tables(
     tensors: Mapping[str, StoredTensor], rules: Sequence[TensorRule]
 ) -> dict[str, StoredTensor]:
-    """The tables of the vocabulary that are stored whole, by the names that the model has."""
+    """The embedding tables that are stored whole, by the model's names."""
     names = {rule: f"{PEFT_PREFIX}{_module(rule)}{WHOLE_TABLE}" for rule in rules}
     return {
         _module(rule) + ".weight": tensors[name]
@@ -282,13 +280,13 @@ def _token_settings(
     tensors: Collection[str],
     stored: int,
 ) -> dict[str, Any]:
-    """The settings of tokens that are trained: `lora_tokens`, and `vocab_size` where they are new.
+    """The settings of trained tokens: `lora_tokens`, and `vocab_size` if they are new.
 
     Args:
       stored: tokens of the tables.
 
     Raises:
-      ValueError: other tokens in the head than in the embedding, or new ones without rows.
+      ValueError: the head has other tokens than the embedding, or new tokens have no rows.
     """
     given = peft.get("trainable_token_indices") or {}
     by_table = list(given.values()) if isinstance(given, dict) else [given]
@@ -299,23 +297,23 @@ def _token_settings(
     missing = [_module(one) for one in tables.values() if _rows_tensor(one) not in tensors]
     if missing or any(one != ids for one in by_table):
         raise ValueError(
-            f"{path}: trainable_token_indices = {given!r}; the same tokens are trained in the "
-            f"embedding and in a head of its own here: {', '.join(map(_module, tables.values()))}"
+            f"{path}: trainable_token_indices = {given!r}; give embedding and head the same "
+            f"tokens: {', '.join(map(_module, tables.values()))}"
         )
     size = max(stored, max(ids) + 1)
     if left := sorted({*range(stored, size)} - {*ids}):
         raise ValueError(
             f"{path}: trainable_token_indices = {given!r}, and the model has {stored} tokens: "
-            f"there is no row of token {left[0]}; save the model with its longer embedding, too"
+            f"token {left[0]} has no row; save the adapters with the resized embedding"
         )
     return {"vocab_size": size, "lora_tokens": to_ranges(ids)}
 
 
 def _refuse_others(peft: Mapping[str, Any], path: pathlib.Path, written: Mapping[str, Any]) -> None:
-    """Refuses options that the adapters here do not have.
+    """Refuses options that our adapters do not have.
 
     Args:
-      written: options with the values that they have in a folder of ours.
+      written: options with their values in a folder that we would write.
     """
     init = peft.get("init_lora_weights")
     if init not in KEEP_THE_MODEL:
@@ -325,7 +323,7 @@ def _refuse_others(peft: Mapping[str, Any], path: pathlib.Path, written: Mapping
             "conversion of PEFT)"
         )
     if peft.get("bias", "none") != "none":
-        raise ValueError(f"{path}: bias = {peft['bias']!r}; adapters of weights alone are read")
+        raise ValueError(f"{path}: bias = {peft['bias']!r}; only 'none' is supported")
     known = {"peft_type", "r", "lora_alpha", "use_rslora", "bias", *NOT_READ}
     known |= {"layers_to_transform", "trainable_token_indices"}  # read elsewhere
     for name, value in peft.items():
@@ -334,7 +332,7 @@ def _refuse_others(peft: Mapping[str, Any], path: pathlib.Path, written: Mapping
 
 
 def _has_adapter(tensors: Collection[str], rule: TensorRule) -> bool:
-    """Whether the weight of a rule has one among these tensors, in the first layer of its stack."""
+    """Whether `tensors` has an adapter of a rule's weight, in the first layer of its stack."""
     if "{expert}" in rule.name:
         return False
     return _adapter_tensor(rule, "a").format(layer=rule.first) in tensors
@@ -351,15 +349,15 @@ def adapter_config(
 
     Args:
       rules: of the model without adapters.
-      tensors: names of the model's, without adapters.
-      adapters: names of the adapters'.
-      base: where the model is, if that is known.
+      tensors: names of the model's tensors, without adapters.
+      adapters: names of the adapters' tensors.
+      base: name or folder of the base model, if known.
     """
     matrices = [name for name in adapters if not name.endswith(ROWS)]
     adapted = {name.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0] for name in matrices}
     others = {name.removesuffix(".weight") for name in tensors} - adapted
     ends = {name.rsplit(".", 1)[1] for name in adapted}
-    # PEFT gives an adapter to every module whose name ends so.
+    # PEFT adds an adapter to every module whose name has this suffix.
     distinct = ends.isdisjoint(name.rsplit(".", 1)[-1] for name in others)
     weights = [rule for rule in rules if _target(rule) in config.adapted_weights]
     kind = "SEQ_2_SEQ_LM" if config.num_encoder_layers else "CAUSAL_LM" if config.causal else None
@@ -376,7 +374,7 @@ def adapter_config(
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted(ends if distinct else adapted),
-        # A Conv1D, which stores its weight as [inputs, outputs].
+        # Conv1D modules store the weight as [inputs, outputs].
         "fan_in_fan_out": any(rule.order == (0, 1) for rule in weights),
         "use_rslora": False,
         "use_dora": False,

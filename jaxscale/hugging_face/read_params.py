@@ -1,8 +1,8 @@
-"""Parameters from a checkpoint straight onto their devices.
+"""Reads parameters from a checkpoint directly onto their devices.
 
-The host holds what this process's devices have of one parameter of a layer, or of an expert, and of
-the next `READ_AHEAD` ones, which are read meanwhile, whatever the layout. A stack [layers, ...] is
-allocated on the devices and filled there tensor by tensor. Devices transpose what they are given.
+For any layout, the host stores this process's part of one parameter of a layer or an expert, and of
+the next `READ_AHEAD` ones, which are read while that is copied. A stack [layers, ...] is allocated
+on the devices and filled there tensor by tensor; the devices transpose.
 """
 
 import collections
@@ -23,7 +23,7 @@ from jaxscale.sharding.resolve import leaf_name
 from jaxscale.sharding.specs import transposed
 
 READ_AHEAD = 3
-"""Layers, or experts."""
+"""Layers or experts that are read ahead."""
 
 
 def read_params(
@@ -65,7 +65,7 @@ def _read_array(
     stored = transposed(sharding, order)
 
     def read(row: tuple[int, ...]) -> dict[Index, concurrent.futures.Future]:
-        """Begins to read what every device has in a row of its part of the stack."""
+        """Begins to read a row of every device's part of the stack."""
         names = {index: parameter.tensor(*_place(index, row)) for index in set(places.values())}
         return {
             index: readers.submit(_read_part, name, found[name], parameter, index, leaf)
@@ -83,7 +83,7 @@ def _read_array(
             return array
         if stack is None:
             stack = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
-        # Else the parts of many rows would wait for the device, in its memory.
+        # Otherwise parts of many rows would queue up in the device's memory.
         stack.block_until_ready()
         stack = _set_rows(stack, array, tuple(np.int32(number) for number in row))
         del array
@@ -114,8 +114,8 @@ def _read_part(
     part = read_part(tensor, parameter.rule, index[dims:], narrower)
     if not np.isfinite(part).all():
         raise ValueError(
-            f"{tensor.path}: tensor {name} has values that are NaN or infinite, with which every "
-            "loss is NaN; download the file again, or take an earlier checkpoint"
+            f"{tensor.path}: tensor {name} has NaN or infinite values, with which every "
+            "loss is NaN; download the file again, or use an earlier checkpoint"
         )
     return np.expand_dims(part, tuple(range(dims)))
 
@@ -129,7 +129,7 @@ def _put(
     """An array on devices.
 
     Args:
-      parts: by their index in the parameter; given up.
+      parts: by their index in the parameter; emptied.
       places: the index of each device.
     """
     devices_of: dict[Index, list[Any]] = {}
@@ -138,7 +138,7 @@ def _put(
     arrays = []
     for index, devices in devices_of.items():
         part = parts.pop(index)
-        # Waits: what is not copied yet stays on the host.
+        # Waits, because parts that are not copied yet take host memory.
         arrays += [jax.block_until_ready(jax.device_put(part, device)) for device in devices]
         del part
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
@@ -161,10 +161,10 @@ def _set_rows(stack: jax.Array, rows: jax.Array, row: tuple[jax.Array, ...]) -> 
 def _in_order(
     array: jax.Array, order: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding
 ) -> jax.Array:
-    """The array whose dimensions these are in this order, in a type."""
+    """The array with its dimensions permuted by `order`, in a type."""
     if array.dtype == dtype and order == tuple(range(array.ndim)):
         return array
-    # Apart from `_set_rows`: there XLA for CPUs transposes four times as slowly.
+    # Not inside `_set_rows`, where XLA for CPUs transposes four times as slowly.
     return _transpose(tuple(np.argsort(order).tolist()), dtype, sharding)(array)
 
 

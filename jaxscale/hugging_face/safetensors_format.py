@@ -1,9 +1,10 @@
-"""The safetensors format: where each tensor of a checkpoint is, and files laid out for writing.
+"""The safetensors format: the location of each tensor of a checkpoint, and the layout of new files.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape,
 and the first and last byte counted from the header's end), and the tensors. Files are read and
-written in blocks by `tensor_blocks.py`, not mapped into memory: a mapped file counts as memory of
-the process, and the library of the format writes files whose tensors are all in memory.
+written in blocks by `tensor_blocks.py`. They are not memory-mapped, since a mapped file counts as
+memory of the process; the library `safetensors` is not used for writing, since it needs all tensors
+of a file in memory.
 """
 
 import json
@@ -28,12 +29,12 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""Types of parameters; files may hold others, of tensors that no parameter is read from."""
+"""Types of parameters; tensors that are not read as parameters may have other types."""
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_DIMS = 64  # as in NumPy
 METADATA = "__metadata__"
-"""The entry of a header that is no tensor."""
+"""The only entry of a header that is not a tensor."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class StoredTensor:
 
 
 def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
-    """Where every tensor of a checkpoint is, by name; reads headers only.
+    """The location of every tensor of a checkpoint, by name; reads headers only.
 
     Raises:
       FileNotFoundError: the folder has no safetensors checkpoint.
@@ -59,11 +60,11 @@ def open_tensors(directory: pathlib.Path) -> dict[str, StoredTensor]:
         pickles = sorted(path.name for kind in PICKLES for path in directory.glob(kind))
         if pickles:
             raise ValueError(
-                f"{directory} holds its weights as pickles ({', '.join(pickles[:3])}), which can "
+                f"{directory} has its weights as pickles ({', '.join(pickles[:3])}), which can "
                 "run code when they are read; convert them to safetensors first, such as with "
                 "save_pretrained of transformers"
             )
-        raise FileNotFoundError(f"{directory} holds no checkpoint: no {SINGLE} and no {INDEX}")
+        raise FileNotFoundError(f"{directory} has no checkpoint: no {SINGLE} and no {INDEX}")
     files = _weight_map(directory / INDEX)
     headers = {name: read_header(directory / name) for name in sorted(set(files.values()))}
     found = {name: file for file, tensors in headers.items() for name in tensors}
@@ -83,12 +84,12 @@ def _weight_map(path: pathlib.Path) -> dict[str, str]:
         raise ValueError(f"{path} has no weight_map of tensors and files")
     for name, file in files.items():
         if not is_file_name(file):
-            raise ValueError(f"{path} has {name!r} in {file!r}, which is no file of its folder")
+            raise ValueError(f"{path} has {name!r} in {file!r}, which is not a file of its folder")
     return files
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
-    """Where each tensor of a file is.
+    """The location of each tensor of a file.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -104,8 +105,8 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
         )
     end = 0
     for name, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
-        if first != end:  # as the format wants it: no byte is of two tensors, or of none
-            raise ValueError(f"{path}: tensor {name!r} begins at byte {first}, and not at {end}")
+        if first != end:  # the format requires tensors without gaps or overlaps
+            raise ValueError(f"{path}: tensor {name!r} begins at byte {first}, not at {end}")
         end = last
     return {
         name: StoredTensor(path, begin + first, header[name]["dtype"], tuple(header[name]["shape"]))
@@ -126,11 +127,11 @@ def _span(path: pathlib.Path, name: str, entry: Any) -> tuple[int, int]:
                     f"{path}: tensor {name!r} does not have the bytes of its shape {tuple(shape)}"
                 )
             return first, last
-    raise ValueError(f"{path}: tensor {name!r} has no dtype, shape and data_offsets as it must")
+    raise ValueError(f"{path}: tensor {name!r} needs dtype, shape and data_offsets")
 
 
 def read_metadata(path: pathlib.Path) -> dict[str, str]:
-    """What a file says of itself, beside its tensors; raises as `read_header`."""
+    """The metadata in a file's header; raises as `read_header`."""
     return _parse_header(path)[0].get(METADATA, {})
 
 
@@ -160,23 +161,22 @@ def lay_out(
     max_file_bytes: int,
     metadata: Mapping[str, str] = types.MappingProxyType({}),
 ) -> dict[str, StoredTensor]:
-    """Makes the files of a checkpoint with their headers and an index; the values are still to be
-    written.
+    """Creates the files of a checkpoint with headers and an index; the values are written later.
 
     Args:
-      tensors: dtype and shape by name, in the order in which they are written.
-      max_file_bytes: of each file, if no tensor alone is larger.
-      metadata: what each file says of itself.
+      tensors: dtype and shape by name, in the order of the files.
+      max_file_bytes: of each file, unless a single tensor is larger.
+      metadata: of the header of each file.
     """
     groups: list[list[str]] = [[]]
-    room = max_file_bytes
+    free = max_file_bytes
     for name, (dtype, shape) in tensors.items():
         size = _num_bytes(dtype, shape)
-        if size > room and groups[-1]:
+        if size > free and groups[-1]:
             groups.append([])
-            room = max_file_bytes
+            free = max_file_bytes
         groups[-1].append(name)
-        room -= size
+        free -= size
     names = _file_names(len(groups))
     found = {}
     for file, group in zip(names, groups):
@@ -196,7 +196,7 @@ def _lay_out_file(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
     metadata: Mapping[str, str],
 ) -> dict[str, StoredTensor]:
-    # transformers asks for the format.
+    # transformers requires the key "format".
     header: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
     offset = 0
     for name, (dtype, shape) in tensors.items():

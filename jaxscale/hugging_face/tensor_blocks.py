@@ -1,6 +1,6 @@
-"""Parts of parameters in tensors of files, read and written a block of rows at a time.
+"""Reads and writes parts of parameters in tensors of files, a block of rows at a time.
 
-The host holds the part asked for, and one block of `BLOCK_BYTES`.
+The host stores the requested part, and one block of `BLOCK_BYTES`.
 """
 
 import math
@@ -22,32 +22,32 @@ Index = tuple[slice, ...]
 class _Block(NamedTuple):
     offset: int  # of its first byte in the file
     shape: tuple[int, ...]  # rows of the tensor's view, whole
-    take: tuple[int | slice, ...]  # what belongs to the parameter
+    take: tuple[int | slice, ...]  # index of the parameter's values in the block
     rows: slice  # of the parameter, dims in the tensor's order
 
 
 def whole_index(index: Sequence[slice], shape: tuple[int, ...]) -> Index:
-    """The index of a shard with numbers in place of None."""
+    """The index of a shard with None replaced by numbers."""
     return tuple(slice(*place.indices(size)[:2]) for place, size in zip(index, shape))
 
 
 def taken_shape(rule: TensorRule) -> tuple[int, ...]:
-    """The shape of a parameter (of one layer, without padding rows) that a rule gives."""
+    """The shape of a rule's parameter, for one layer and without padding rows."""
     part = np.broadcast_to(np.int8(0), rule.view)[rule.take].shape
     return tuple(part[dim] for dim in rule.order)
 
 
 def stored_order(rule: TensorRule) -> tuple[int, ...]:
-    """Which of a parameter's dimensions each of those is that a rule takes of a tensor."""
+    """For each dimension that a rule takes of a tensor, the dimension of the parameter."""
     return tuple(int(dim) for dim in np.argsort(rule.order))
 
 
 def read_part(tensor: StoredTensor, rule: TensorRule, index: Index, dtype: np.dtype) -> np.ndarray:
-    """A part of a parameter, its dimensions in the order of the tensor's: the host would take
-    longer to transpose it than to read it.
+    """A part of a parameter, with dimensions in the tensor's order: a transposition on the host
+    would take longer than the read.
 
     Args:
-      index: of the parameter of one layer; beyond its end, in padding rows, there are zeros.
+      index: in the parameter of one layer; padding rows beyond its end are zeros.
 
     Raises:
       ValueError: the file ends too early.
@@ -66,7 +66,7 @@ def read_part(tensor: StoredTensor, rule: TensorRule, index: Index, dtype: np.dt
 
 
 def write_part(tensor: StoredTensor, rule: TensorRule, index: Index, part: np.ndarray) -> None:
-    """Writes a part of a parameter; padding rows are left out.
+    """Writes a part of a parameter, without padding rows.
 
     Raises:
       ValueError: a value is too large for the type of the file.
@@ -106,7 +106,7 @@ def _inside(rule: TensorRule, index: Index) -> Index:
 
 
 def _blocks(tensor: StoredTensor, rule: TensorRule, index: Index) -> Iterator[_Block]:
-    """The blocks of a tensor that hold a part of a parameter."""
+    """The blocks of a tensor that contain a part of a parameter."""
     taken: list[int | slice] = list(rule.take) + [slice(None)] * (len(rule.view) - len(rule.take))
     places = iter([index[rule.order.index(dim)] for dim in range(len(rule.order))])
     for dim, take in enumerate(taken):
@@ -114,7 +114,7 @@ def _blocks(tensor: StoredTensor, rule: TensorRule, index: Index) -> Iterator[_B
             rows, place = range(rule.view[dim])[take], next(places)
             taken[dim] = slice(rows[place.start], rows[place.stop - 1] + 1)
     view, begin = rule.view, 0
-    while isinstance(first := taken[0], int):  # one row: go on inside it
+    while isinstance(first := taken[0], int):  # one row: split inside it
         view, taken, begin = view[1:], taken[1:], begin + first * math.prod(view[1:])
     row_items = math.prod(view[1:])
     item_bytes = DTYPES[tensor.dtype].itemsize
@@ -137,7 +137,7 @@ def _read(file, block: _Block, dtype: np.dtype) -> np.ndarray:
 
 
 def _converted(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """The values in a type; refuses those that it cannot hold."""
+    """The values in a type; refuses values out of its range."""
     if values.dtype == dtype:
         return values
     with np.errstate(over="ignore"):

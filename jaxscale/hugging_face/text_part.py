@@ -1,4 +1,4 @@
-"""The text model inside one that reads images too: its settings, and its tensors."""
+"""The text model inside a multimodal model: its settings and tensors."""
 
 import logging
 import pathlib
@@ -12,11 +12,11 @@ log = logging.getLogger("jaxscale")
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text", "vocab_size": 262_208, "num_attention_heads": 8}
 }
-"""By `model_type`: what the `text_config` of such a model leaves out, as the class of transformers
-has it, beside what its reader knows."""
+"""`model_type` -> defaults that `text_config` leaves out, from the class of transformers, in
+addition to the defaults of the family's reader."""
 
 TEXT = {"language_model.": "", "model.language_model.": "model."}
-"""Beginnings of the names of its tensors, in transformers 4 and 5 -> those of a text model."""
+"""Prefixes of tensor names in transformers 4 and 5 -> the prefixes of a text model."""
 IMAGES = tuple(
     f"{outer}{part}."
     for outer in ("", "model.")
@@ -25,7 +25,7 @@ IMAGES = tuple(
 
 
 def text_settings(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json of the text model: of another model than those of `DEFAULTS` its own.
+    """The config.json of the text model; unchanged if the `model_type` is not in `DEFAULTS`.
 
     Raises:
       ValueError: there is no `text_config`.
@@ -36,8 +36,8 @@ def text_settings(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     text = hf.get("text_config")
     if not isinstance(text, Mapping):
         raise ValueError(
-            f"config.json has text_config = {text!r}; of a {hf['model_type']} model, which reads "
-            "images too, it is a mapping of names to values"
+            f"config.json has text_config = {text!r}; for a multimodal {hf['model_type']} model it "
+            "is a mapping of names to values"
         )
     return {**defaults, **text}
 
@@ -45,14 +45,14 @@ def text_settings(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 def text_tensors(
     tensors: Mapping[str, StoredTensor], directory: pathlib.Path
 ) -> dict[str, StoredTensor]:
-    """The tensors of the text model, under the names that it has alone. A line says how many are
-    left out."""
+    """The tensors of the text model, under the names of a model of text only. Logs the number of
+    tensors that are not read."""
     found = {
         _own_name(name): tensor for name, tensor in tensors.items() if not name.startswith(IMAGES)
     }
     log.warning(
-        f"note: of the model in {directory}, which reads images too, the text model is taken: "
-        f"{len(tensors) - len(found)} tensors of {len(tensors)} are of images, and left out"
+        f"note: {directory} has a multimodal model, of which only the text model is read: "
+        f"{len(tensors) - len(found)} of {len(tensors)} tensors belong to images"
     )
     return found
 

@@ -1,5 +1,5 @@
-"""The types of the values of a config.json that readers count with, checked before any of them is
-read: a reader would end in a traceback, or take a null for a default."""
+"""Type checks of the values of a config.json, made before a reader would end in a traceback, or
+take a null for a default."""
 
 import sys
 from collections.abc import Mapping
@@ -39,9 +39,9 @@ _KEYS = {
     MAPPING: "rope_parameters rope_scaling full_attention sliding_attention",
 }
 TYPES = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
-"""Of keys, which mean the same in every family, and of those in the mappings among them."""
+"""Key -> type, for keys with one meaning in every family, including keys of nested mappings."""
 
-# For which null is the same as no such key, here and in transformers or its older versions.
+# Keys for which null equals a missing key, here and in some version of transformers.
 _OR_NULL = (
     "num_key_value_heads head_dim original_max_position_embeddings n_inner num_decoder_layers "
     "sliding_window sliding_window_pattern _sliding_window_pattern q_lora_rank mask_token_id "
@@ -54,13 +54,13 @@ OR_NULL = frozenset(_OR_NULL.split())
 
 
 def check_value_types(hf: Mapping[str, Any], where: str = "config.json") -> None:
-    """Refuses a value of another type; converts none.
+    """Refuses values of the wrong type; converts none.
 
     Args:
-      where: for messages.
+      where: the file, for messages.
 
     Raises:
-      ValueError: names the key, what it is and what it can be.
+      ValueError: names the key, its value and the allowed type.
     """
     for key, value in hf.items():
         kind = TYPES.get(key)

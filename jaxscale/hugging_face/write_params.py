@@ -1,6 +1,6 @@
-"""Parameters from their devices to the files of a checkpoint.
+"""Writes parameters from their devices to safetensors files.
 
-The host holds `WINDOW_BYTES` of each device at a time, whatever the size of a tensor and its type.
+The host stores `WINDOW_BYTES` of each device at a time, whatever the size and type of a tensor.
 """
 
 import functools
@@ -35,17 +35,17 @@ def write_params(
     max_file_bytes: int,
     metadata: Mapping[str, str] = types.MappingProxyType({}),
 ) -> dict[str, StoredTensor]:
-    """Writes a checkpoint; the padding rows of the vocabulary and the copies of tied parameters are
-    left out, but for those that a rule has written.
+    """Writes a checkpoint, without the padding rows of the vocabulary and the copies of tied
+    parameters, except copies that a rule writes.
 
     Args:
       params: in canonical form, on any layout of the devices of this process.
       dtype: of every tensor that a rule does not make wider, a key of `FILE_TYPES`.
       max_file_bytes: of each file.
-      metadata: as `lay_out`.
+      metadata: as in `lay_out`.
 
     Returns:
-      Where each tensor is.
+      The location of each tensor.
 
     Raises:
       ValueError: a value is too large for `dtype`.
@@ -99,8 +99,8 @@ def _write_parameter(
 def _window_sizes(
     parameter: ParameterTensors, counts: tuple[int, ...], item_bytes: int
 ) -> tuple[int, ...]:
-    """Of a shard's dims: one layer or expert, and as many rows of its tensor as `WINDOW_BYTES` have
-    room for."""
+    """The size of a window in each dim of a shard: one layer or expert, and as many rows of its
+    tensor as fit in `WINDOW_BYTES`."""
     dims = len(parameter.parts)
     sizes = [1] * dims + list(counts[dims:])
     if parameter.rule.order:
@@ -128,7 +128,7 @@ def _windows(
 
 
 def _by_layer(name: str) -> tuple:
-    """Sorts names with their numbers as numbers."""
+    """A sort key of names in which numbers sort as numbers."""
     return tuple(
         (part.isdecimal(), int(part) if part.isdecimal() else part) for part in name.split(".")
     )

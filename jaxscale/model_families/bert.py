@@ -1,4 +1,4 @@
-"""BERT: norms after each residual, and both sides of a masked token predict it."""
+"""BERT: a bidirectional masked language model, with norms after each residual."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ FIXED: Mapping[str, Any] = {
 }
 
 RENAMED = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
-"""The names of BERT's own code, which transformers still writes for some models."""
+"""The names of Google's BERT code, which transformers writes for some models."""
 
 
 NORM_EPS = HfKey("layer_norm_eps", "norm_eps", 1e-12)
@@ -34,13 +34,13 @@ HF_EXPECTED: Mapping[str, tuple[Any, ...]] = {
 
 
 def encoder_to_hf(model: Model) -> dict[str, Any]:
-    """The sizes of an encoder."""
+    """The keys of config.json for the sizes of an encoder."""
     refuse_options(model, causal=False)
     return plain_sizes_to_hf(model)
 
 
 def layer_tensors(model: Model, layer: str, norms: Mapping[str, str]) -> Iterator[TensorRule]:
-    """Attention, MLP and norms of a layer.
+    """The rules of a layer's attention, MLP and norms.
 
     Args:
       norms: ours -> theirs.
@@ -61,7 +61,7 @@ def layer_tensors(model: Model, layer: str, norms: Mapping[str, str]) -> Iterato
 
 
 def head_tensors(model: Model, dense: str, norm: str, bias: str) -> Iterator[TensorRule]:
-    """The head but for the output matrix; names without ".weight", and that of the bias."""
+    """The rules of the head except the output matrix; arguments are names, without ".weight"."""
     yield matrix("head/transform", f"{dense}.weight", model.d_model, model.d_model)
     yield vector("head/transform_bias", f"{dense}.bias", model.d_model)
     yield from norm_rules(model, "head/transform_norm", norm)
@@ -130,6 +130,6 @@ BERT = Family(
     hf_prefix="bert.",
     hf_renamed=RENAMED,
     ignored=("bert.embeddings.position_ids",),
-    # The pooler and the head of the next-sentence objective have no part in masked prediction.
+    # Masked prediction does not use the pooler and the next-sentence head.
     left_out=("bert.pooler.dense.*", "cls.seq_relationship.*"),
 )

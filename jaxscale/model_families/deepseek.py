@@ -1,5 +1,5 @@
-"""DeepSeek-V3: latent attention, experts beside a shared one, balanced by biases; the first layers
-have none. After the last one there may be modules that predict further tokens."""
+"""DeepSeek-V3: multi-head latent attention (MLA); routed experts, balanced by biases, and a shared
+one, except in the first layers; optional multi-token prediction (MTP) modules at the end."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -39,8 +39,7 @@ UNREAD = (
     "qk_head_dim",
     "seq_aux",
 )
-"""Keys of training, or of the modules that predict further tokens, which are read where a run has
-some; and sizes that follow."""
+"""Keys of training or of MTP modules, which are read if a run has some; and derived sizes."""
 
 
 def _from_hf(hf: HfConfig) -> dict[str, Any]:
@@ -64,12 +63,12 @@ def _to_hf(model: Model) -> dict[str, Any]:
     if model.shared_d_ff % expert or not model.shared_d_ff:
         raise ValueError(
             f"model.shared_d_ff = {model.shared_d_ff} cannot be written in Hugging Face's format "
-            f"of {model.family} models, where it is a multiple of model.expert_d_ff = {expert}"
+            f"of {model.family} models; make it a multiple of model.expert_d_ff = {expert}"
         )
     if model.num_experts == 1:  # transformers adds the two best scores of each group
         raise ValueError(
             f"model.num_experts = 1 cannot be written in Hugging Face's format of {model.family} "
-            "models, where it is at least 2"
+            "models; it must be at least 2"
         )
     written = llama_to_hf(model)
     del written["head_dim"]
@@ -89,7 +88,7 @@ def _to_hf(model: Model) -> dict[str, Any]:
 
 
 def _attention_rules(model: Model) -> Iterator[TensorRule]:
-    """Their rotated features are pairs of neighbours, ours two halves."""
+    """Attention's rules: DeepSeek rotates pairs of neighbouring features, we rotate two halves."""
     heads, turned, rank = model.num_heads, model.rope_head_dim, model.kv_rank
     plain, query = model.head_dim - turned, model.query_rank or model.d_model
     ours, theirs = "layers/attention", f"{LAYER}.self_attn"
@@ -124,7 +123,7 @@ def _attention_rules(model: Model) -> Iterator[TensorRule]:
 def _part(
     param: str, name: str, shape: tuple[int, ...], view: tuple[int, ...], features: slice
 ) -> TensorRule:
-    """Some features of each head, out of the features of `view`'s last dimension."""
+    """The rule of some features of each head, a slice of `view`'s last dimension."""
     return TensorRule(param, name, view, (2, 0, 1), (slice(None), features), shape)
 
 
@@ -138,8 +137,8 @@ DEEPSEEK_V3 = Family(
     settings={
         **ROPE,
         "rope_mscale": 0.0,
-        "norm_eps": 1e-6,  # of compressed queries, keys and values it is this always
-        # Sizes are as small as the defaults of those that every family has.
+        "norm_eps": 1e-6,  # always this for the norms of compressed queries, keys and values
+        # Sizes are as small as the default sizes of every family.
         "kv_rank": 32,
         "query_rank": 0,
         "rope_head_dim": 8,
@@ -175,6 +174,6 @@ DEEPSEEK_V3 = Family(
         HfKey("topk_group", "router_groups_kept", 4),
     ),
     hf_expected=HF_FIXED,
-    # As transformers: of the published model these are of the module that predicts a further token.
+    # As in transformers; in the published model these layers are the MTP module.
     left_out=("model.layers.{layers}.*",),
 )

@@ -1,4 +1,4 @@
-"""ESM-2: a masked model of proteins, with norms before attention and MLP and rotary positions."""
+"""ESM-2: a masked language model of proteins, with norms before attention and MLP, and RoPE."""
 
 from typing import Any
 
@@ -23,11 +23,11 @@ def _esm_from_hf(hf: HfConfig) -> dict[str, Any]:
         if mask is None:
             raise ValueError("config.json has token_dropout = true and no mask_token_id")
         ours["dropped_token"] = mask
-    # ESM-1 and ESM-1b have a table of positions.
+    # ESM-1 and ESM-1b have learned positions.
     if hf.read("position_embedding_type", "absolute") != "rotary":
         raise ValueError(
-            "config.json has position_embedding_type = 'absolute', as ESM-1b; for esm it can be "
-            "'rotary', as ESM-2"
+            "config.json has position_embedding_type = 'absolute', as in ESM-1b; for esm it must "
+            "be 'rotary', as in ESM-2"
         )
     return ours
 
@@ -83,12 +83,12 @@ ESM = Family(
     },
     hf_prefix="esm.",
     hf_renamed=RENAMED,
-    # With rotary positions the published checkpoints still hold a table of positions.
+    # The published checkpoints contain a table of positions, which RoPE does not use.
     ignored=(
         "esm.embeddings.position_ids",
         "esm.embeddings.position_embeddings.weight",
         "*rotary_embeddings.inv_freq",
     ),
-    # The pooler and the contact head have no part in masked prediction.
+    # Masked prediction does not use the pooler and the contact head.
     left_out=("esm.pooler.dense.*", "esm.contact_head.*"),
 )

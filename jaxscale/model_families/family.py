@@ -1,8 +1,8 @@
-"""The record of a model family: all that configs, checkpoints and the planner know of it; and the
-config.json of Hugging Face as a family reads it.
+"""Model families: the record that configs, checkpoints and the planner read, and the reader of a
+Hugging Face config.json.
 
-A family is a way of using the options of one general decoder, `jaxscale.config.model.ModelConfig`:
-which of them a user may set, and the values of the others.
+A family is a choice of options of one general decoder, `jaxscale.config.model.ModelConfig`: the
+options that a user may set, and the values of the others.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Model = Any
-"""A `ModelConfig`, which is made with these records and so cannot be named here."""
+"""A `ModelConfig`, which imports these records and so cannot be imported here."""
 
 ROPE: Mapping[str, Any] = {
     "rope_theta": 10_000.0,
@@ -25,7 +25,7 @@ ROPE: Mapping[str, Any] = {
     "rope_long_factors": (),
     "rope_length": 0,
 }
-"""The settings of rotary positions, with their usual defaults."""
+"""The settings of RoPE, with their usual defaults."""
 
 EXPERTS: Mapping[str, Any] = {
     "capacity_factor": 0.0,
@@ -33,8 +33,7 @@ EXPERTS: Mapping[str, Any] = {
     "balance_weight": 0.001,
     "router_z_loss": 0.0,
 }
-"""The settings of experts that change training alone, so that every family with experts has them.
-"""
+"""The settings of experts that only affect training; every family with experts has them."""
 
 
 REQUIRED = object()
@@ -104,24 +103,24 @@ UNUSED = (
     "unsloth_version",
     "use_cache",
 )
-"""Keys of config.json without a part in the logits: dropout, initial values, special tokens, how
-text is drawn, records, what other programs read, and a pooler, which is not read."""
+"""Keys of config.json without effect on the logits: dropout, initial values, special tokens,
+sampling, provenance, keys for other programs, and a pooler, which is not read."""
 
 
 @dataclass(frozen=True)
 class HfConfig:
-    """A config.json as families read it. Reading a key takes nothing out, so that the order of
-    readers has no part in what they read; a key that none has read is refused, so that no setting
-    is dropped silently."""
+    """A config.json with a record of the keys that were read. Reading removes nothing, so the order
+    of readers does not matter; a key that no reader has read is refused, so that no setting is
+    dropped silently."""
 
     keys: Mapping[str, Any]
-    known: set[str] = field(default_factory=lambda: set(UNUSED))  # which have been read
+    known: set[str] = field(default_factory=lambda: set(UNUSED))  # keys that were read
 
     def read(self, key: str, default: Any = REQUIRED) -> Any:
         """The value of a key.
 
         Raises:
-          ValueError: it is not there and has no default.
+          ValueError: it is missing and has no default.
         """
         self.known.add(key)
         if key not in self.keys and default is REQUIRED:
@@ -131,7 +130,7 @@ class HfConfig:
         return self.keys.get(key, default)
 
     def expect(self, key: str, *allowed: Any) -> None:
-        """Reads a key that may only have the values that this package trains.
+        """Reads a key that may only have supported values.
 
         Raises:
           ValueError: it has another value.
@@ -143,7 +142,7 @@ class HfConfig:
             )
 
     def ignore(self, *keys: str) -> None:
-        """Names keys that have no part in the logits of this family."""
+        """Marks keys as read that do not affect the logits of this family."""
         self.known.update(keys)
 
     def refuse_unknown(self) -> None:
@@ -151,19 +150,19 @@ class HfConfig:
         for key in (key for key in self.keys if key not in self.known):
             raise ValueError(
                 f"config.json has {key} = {self.keys[key]!r}, which is not known for "
-                f"{self.keys.get('model_type')} models; remove it from config.json if it has no "
-                "part in the logits"
+                f"{self.keys.get('model_type')} models; remove it from config.json if it does not "
+                "affect the logits"
             )
 
 
 @dataclass(frozen=True)
 class HfKey:
-    """A key of config.json that holds one of our settings."""
+    """A key of config.json for one of our settings."""
 
     theirs: str
     ours: str
-    default: Any = REQUIRED  # where the file has no such key
-    read: Callable[[Any], Any] = lambda value: value  # their value -> ours
+    default: Any = REQUIRED  # when the key is missing
+    read: Callable[[Any], Any] = lambda value: value  # config.json's value -> ours
     write: Callable[[Any], Any] = lambda value: value
 
 
@@ -174,30 +173,30 @@ class TensorRule:
     ours = tensor.reshape(view)[take].transpose(order).reshape(shape of ours), then zero rows up to
     the padded vocabulary. The last reshape only splits dims.
 
-    Of several rules for one parameter (a tied head) the first names the tensor that is written, and
-    each that `is_copy`; those of the others may be missing, and must be equal to it where they are
-    present.
+    If several rules have the same parameter (a tied head), the tensors of the first rule and of
+    rules with `is_copy` are written. The others may be missing when read; a tensor that is present
+    must equal the first.
     """
 
-    param: str  # path of ours, "layers/attention/q"; of a stack: one tensor per layer
-    name: str  # "model.layers.{layer}.self_attn.q_proj.weight"; {expert}: one per expert too
+    param: str  # our path, "layers/attention/q"; in a stack one tensor per layer
+    name: str  # "model.layers.{layer}.self_attn.q_proj.weight"; {expert}: also one per expert
     view: tuple[int, ...]
     order: tuple[int, ...]
     take: tuple[int | slice, ...] = ()  # of a fused tensor; several rules then share one name
-    shape: tuple[int, ...] = ()  # of the tensor itself, where it is not that of `view`
-    first: int = 0  # layers of the model before those of the stack
-    stride: int = 1  # layers of the model for one of the stack
-    wide: bool = False  # in float32, whatever the type of the others is
-    is_copy: bool = False  # a second tensor with the values of another, which is written too
+    shape: tuple[int, ...] = ()  # of the tensor itself, if it differs from `view`
+    first: int = 0  # layers of the model before the stack
+    stride: int = 1  # layers of the model per layer of the stack
+    wide: bool = False  # float32, whatever the type of the others
+    is_copy: bool = False  # a second tensor with the same values, which is also written
 
 
 @dataclass(frozen=True)
 class Family:
     """A model family.
 
-    `settings` are the options that a user may set, with the family's defaults, beside the sizes
-    that every family has. `fixed` are the options that define it. Options in neither are as in a
-    plain Llama.
+    `settings` are the options that a user may set, with the family's defaults, in addition to the
+    sizes that every family has. `fixed` are the options that define it. Options in neither are as
+    in a plain Llama.
     """
 
     name: str
@@ -205,31 +204,31 @@ class Family:
     settings: Mapping[str, Any]
     fixed: Mapping[str, Any]
 
-    # Its form at Hugging Face.
-    hf_types: tuple[str, ...]  # model_type of config.json; the first is written; () if it has none
+    # The Hugging Face format.
+    hf_types: tuple[str, ...]  # model_type of config.json, the first is written; () without one
     hf_architectures: str
-    read_hf: Callable[[HfConfig], dict[str, Any]]  # config.json -> settings, beside `hf_keys`
+    read_hf: Callable[[HfConfig], dict[str, Any]]  # config.json -> settings other than `hf_keys`
     write_hf: Callable[[Model], dict[str, Any]]  # and back
     tensors: Callable[[Model], tuple[TensorRule, ...]]
     hf_keys: tuple[HfKey, ...] = ()
-    # Keys that have one value, or one of several, in every model of the family.
+    # Keys with a single value, or one of several, in every model of the family.
     hf_expected: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    # Of keys that config.json may leave out, where they are not those that all families have.
+    # Defaults of keys that config.json may leave out, if they differ from those of all families.
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
-    hf_prefix: str = "model."  # of names; checkpoints of a model without its head leave it out
-    hf_renamed: Mapping[str, str] = field(default_factory=dict)  # older ends of names -> theirs now
+    hf_prefix: str = "model."  # of names; checkpoints of a model without a head omit it
+    hf_renamed: Mapping[str, str] = field(default_factory=dict)  # older suffix -> current one
     # Globs of tensors without parameters: constants that follow from the settings, and tables that
     # no code reads.
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    # And trained ones of other objectives, which a line names; {layers} is the number of layers.
+    # Globs of trained tensors of other objectives, which are reported; {layers}: number of layers.
     left_out: tuple[str, ...] = ()
-    # Another model with the same logits, and its parameters in place of these (in canonical form),
-    # where the format has no room for this one.
+    # An equivalent model with the same logits and its parameters (in canonical form), if the format
+    # cannot express this one.
     hf_form: Callable[[Model, Any], tuple[Model, Any]] = lambda model, params: (model, params)
-    untied: str = ""  # the tensor of a head of its own, where config.json does not say if it is one
+    untied: str = ""  # the tensor of an untied head, if config.json does not tell
 
     def from_hf(self, hf: Mapping[str, Any], tensors: Collection[str] = ()) -> dict[str, Any]:
-        """The arguments of `ModelConfig` for a config.json, and the names of the tensors beside it.
+        """The arguments of `ModelConfig` for a config.json and the names of its tensors.
 
         Raises:
           ValueError: an unknown key, or a value that is not supported; names it.
@@ -239,7 +238,7 @@ class Family:
         return {"family": self.name, **settings, **head}
 
     def settings_of(self, config: HfConfig) -> dict[str, Any]:
-        """The settings that a config.json has; raises as `from_hf`."""
+        """The settings of a config.json; raises as `from_hf`."""
         settings = self.read_hf(config)
         for key in self.hf_keys:
             settings[key.ours] = key.read(config.read(key.theirs, key.default))
@@ -252,7 +251,7 @@ class Family:
         """The config.json of a model, without its special tokens.
 
         Raises:
-          ValueError: an option that the format does not have; names it.
+          ValueError: an option that the format cannot express; names it.
         """
         if self.settings.get("num_experts") and not model.num_experts:
             raise ValueError(

@@ -24,7 +24,7 @@ FIXED = {"norm_offset": True, "norm_placement": "both", "scaled_embedding": True
 def _both_from_hf(hf: HfConfig, period: int) -> dict[str, Any]:
     sizes = sizes_from_hf(hf)
     window = hf.read("sliding_window", 4096) or 0
-    hf.expect("sliding_window_size", window)  # its first name, in Gemma 2 9B-it beside it
+    hf.expect("sliding_window_size", window)  # the old name; Gemma 2 9B-it has both
     return {
         **sizes,
         "attention_scale_dim": hf.read("query_pre_attn_scalar", 256),
@@ -33,7 +33,7 @@ def _both_from_hf(hf: HfConfig, period: int) -> dict[str, Any]:
 
 
 def _gemma2_from_hf(hf: HfConfig) -> dict[str, Any]:
-    # The older name of the activation, which transformers does not read.
+    # An older name of the activation, which transformers ignores.
     hf.ignore("hidden_act")
     return {**rope_from_hf(hf), **_both_from_hf(hf, 2)}
 
@@ -55,12 +55,12 @@ def _both_to_hf(model: Model) -> dict[str, Any]:
 
 
 def _whole_scale(model: Model) -> int:
-    """What scores are divided by the root of; transformers refuses a float, even a whole one."""
+    """The dimension whose root divides the scores, as an int: transformers refuses a float."""
     scale = model.attention_scale_dim or model.head_dim
     if scale != int(scale):
         raise ValueError(
             f"model.attention_scale_dim = {scale} cannot be written in Hugging Face's format of "
-            f"{model.family} models, where it is a whole number; set one"
+            f"{model.family} models; set a whole number"
         )
     return int(scale)
 

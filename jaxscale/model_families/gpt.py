@@ -1,5 +1,5 @@
 """GPT-2: LayerNorm, learned positions, GELU without a gate, and a bias on every matrix. M6-T: a GPT
-whose MLPs are experts in sets, "prototypes", of each of which a token takes one."""
+whose MLPs are experts in sets ("prototypes"), with one expert of each set for a token."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ LAYER = "transformer.h.{layer}"
 
 def _from_hf(hf: HfConfig) -> dict[str, Any]:
     d_model, heads = hf.read("n_embd"), hf.read("n_head")
-    # An older name of n_positions, and how scores are computed, which are float32 in any case.
+    # An older name of n_positions, and the precision of scores, which is float32 in any case.
     hf.ignore("n_ctx", "reorder_and_upcast_attn")
     return {
         "d_ff": hf.read("n_inner", None) or 4 * d_model,
@@ -49,7 +49,7 @@ def _tensors(model: Model) -> tuple[TensorRule, ...]:
             TensorRule(param, f"{fused}.weight", three, (0, 1), take, shape),
             TensorRule(f"{param}_bias", f"{fused}.bias", three[1:], (0,), take[1:], shape[1:]),
         ]
-    # Its matrices are stored as ours, [inputs, outputs].
+    # Matrices are stored as [inputs, outputs], like ours.
     for param, name, inputs, outputs in (
         ("attention/out", "attn.c_proj", d_model, d_model),
         ("mlp/up", "mlp.c_fc", d_model, model.d_ff),
@@ -68,7 +68,7 @@ GPT = Family(
         "activation": "gelu_tanh",
         "attention_scale_dim": 0.0,
         "tied_embeddings": True,
-        # For experiments; GPT-2 has none of these.
+        # For experiments; not in GPT-2.
         "qk_norm": False,
         "sliding_window": 0,
         "logit_soft_cap": 0.0,
@@ -107,7 +107,7 @@ GPT = Family(
 
 def _m6_t_to_hf(model: Model) -> dict[str, Any]:
     raise ValueError(
-        f"model.family = {model.family!r} has no format at Hugging Face; its checkpoints are runs"
+        f"model.family = {model.family!r} has no Hugging Face format; keep its checkpoints as runs"
     )
 
 
@@ -122,7 +122,7 @@ M6_T = Family(
         "num_experts": 32,
         "experts_per_token": 2,
         "capacity_factor": 1.25,
-        "balance_weight": 0.0,  # the paper's models are better without
+        "balance_weight": 0.0,  # the paper's models are better without it
         "router_jitter": 0.0,
     },
     fixed={

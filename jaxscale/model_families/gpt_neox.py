@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: attention and MLP in parallel, and rotary positions on part of a head."""
+"""GPT-NeoX and Pythia: attention and MLP in parallel, and RoPE on part of a head."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ LAYER = "gpt_neox.layers.{layer}"
 def _from_hf(hf: HfConfig) -> dict[str, Any]:
     rope = rope_given(hf)
     share = rope.pop("partial_rotary_factor", hf.read("rotary_pct", 0.25))
-    hf.expect("partial_rotary_factor", share)  # which transformers 4 writes beside it
+    hf.expect("partial_rotary_factor", share)  # transformers 4 writes both
     hf.ignore("is_decoder")
     base = hf.read("rotary_emb_base", 10_000.0)
     return {**rope_from_hf(hf, base, rope), **sizes_from_hf(hf), "rope_share": share}
@@ -44,7 +44,7 @@ def _tensors(model: Model) -> tuple[TensorRule, ...]:
     ]
     rules += norm_rules(model, "layers/attention_norm", f"{LAYER}.input_layernorm")
     rules += norm_rules(model, "layers/mlp_norm", f"{LAYER}.post_attention_layernorm")
-    # Query, key and value of a head lie side by side.
+    # Query, key and value of a head are adjacent.
     for index, letter in enumerate("qkv"):
         param, take = f"layers/attention/{letter}", (slice(None), index)
         view, shape = (heads, 3, size, d_model), (heads * 3 * size, d_model)

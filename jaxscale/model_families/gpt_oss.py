@@ -52,7 +52,7 @@ HF_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "swiglu_alpha": 1.702, "att
 
 def _from_hf(hf: HfConfig) -> dict[str, Any]:
     sizes = sizes_from_hf(hf)
-    # In published files beside the keys that say the same.
+    # Published files have these in addition to equivalent keys.
     hf.ignore("experts_per_token", "initial_context_length")
     return {
         **rope_from_hf(hf, 150_000.0, rope_given(hf) or ROPE_DEFAULTS),
@@ -66,16 +66,16 @@ def _to_hf(model: Model) -> dict[str, Any]:
     if not model.mlp_limit:
         raise ValueError(
             "model.mlp_limit = 0 cannot be written in Hugging Face's format of gpt_oss models, "
-            "whose experts have a limit; set model.mlp_limit = 7.0 as the published ones"
+            "whose experts have a limit; set model.mlp_limit = 7.0 as in the published models"
         )
     written = {**llama_to_hf(model), **experts_to_hf(model), **HF_FIXED}
-    # Without any their default is YaRN's.
+    # Without the key, transformers' default is YaRN.
     written["rope_scaling"] = written["rope_scaling"] or {"rope_type": "default"}
     return {**written, **local_layers_to_hf(model)}
 
 
 def _expert_rules(model: Model) -> Iterator[TensorRule]:
-    """All experts of a layer in one tensor, in which gates and ups take turns."""
+    """The rules of the experts: one tensor for all of a layer, with gates and ups interleaved."""
     experts, width, hidden = model.num_experts, model.d_model, model.expert_d_ff or model.d_ff
     ours, theirs = "layers/mlp", f"{LAYER}.mlp"
     yield matrix(f"{ours}/router", f"{theirs}.router.weight", width, experts)

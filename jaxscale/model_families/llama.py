@@ -18,7 +18,7 @@ def _to_hf(model: Model) -> dict[str, Any]:
     if model.attention_bias == "qkv":
         raise ValueError(
             "model.attention_bias = 'qkv' cannot be written in Hugging Face's format of llama "
-            "models, where it is 'none' or 'all'; set model.family = 'qwen2'"
+            "models, which has 'none' or 'all'; set model.family = 'qwen2'"
         )
     return llama_to_hf(model)
 
@@ -33,7 +33,7 @@ LLAMA = Family(
         "attention_bias": "none",
         "mlp_bias": False,
         "tied_embeddings": False,
-        # For experiments; no published Llama has these.
+        # For experiments; not in published Llamas.
         "qk_norm": False,
         "sliding_window": 0,
         "logit_soft_cap": 0.0,

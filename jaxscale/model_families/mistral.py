@@ -67,7 +67,7 @@ MIXTRAL = Family(
         "experts_per_token": 2,
         "balance_weight": 0.02,
     },
-    # Their softmax over all experts, divided by the sum of the chosen, is one over the chosen.
+    # Their softmax over all experts, normalised over the selected, is a softmax over these.
     fixed={"router_scores": "softmax_of_chosen"},
     hf_types=("mixtral",),
     hf_defaults={**HF_DEFAULTS, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5},

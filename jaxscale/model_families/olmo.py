@@ -1,5 +1,5 @@
 """OLMo 2: norms after attention and MLP, and of queries and keys over all heads; OLMo 3: an OLMo 2
-with a window in three of four layers, whose rotary positions are not scaled."""
+with a sliding window in three of four layers, in which RoPE is not scaled."""
 
 import functools
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def _olmo3_to_hf(model: Model) -> dict[str, Any]:
     far = hf["rope_scaling"] or {"rope_type": "default"}
     near = {"rope_type": "default", "rope_theta": model.local_rope_theta}
     both = {GLOBAL: {**far, "rope_theta": model.rope_theta}, LOCAL: near}
-    if model.local_rope_theta != model.rope_theta:  # transformers 4 knows one base
+    if model.local_rope_theta != model.rope_theta:  # transformers 4 has a single base
         del hf["rope_theta"], hf["rope_scaling"]
     return {**hf, **local_layers_to_hf(model), "rope_parameters": both}
 

@@ -1,4 +1,4 @@
-"""Phi-3: a Llama whose checkpoints fuse projections, and which may rotate a part of a head."""
+"""Phi-3: a Llama whose checkpoints fuse projections; RoPE may rotate only a part of a head."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def _to_hf(model: Model) -> dict[str, Any]:
     if not scaled:
         refuse_options(model, rope_scaling="none")
     written = llama_to_hf(model)
-    # As published, and all that transformers 4 accepts; it computes the two others so.
+    # As published, and the only value in transformers 4, which computes all three this way.
     factor = max(model.max_seq_len / model.rope_original_context, 1.0)
     if scaled and factor == model.rope_factor and not model.rope_attention_factor:
         lists = {key: written["rope_scaling"][key] for key in ("short_factor", "long_factor")}

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: a Qwen3 with experts; the first layers, and others in a pattern, may have none."""
+"""Qwen3-MoE: a Qwen3 with experts; the first layers, and others in a pattern, may be dense."""
 
 from typing import Any
 
@@ -14,19 +14,19 @@ from jaxscale.model_families.hf.config import (
 from jaxscale.model_families.hf.tensors import expert_tensors
 
 LONGEST_PATTERN = 8
-"""Layers that are one turn of a pattern: a program has each of them."""
+"""The longest period of the pattern, in layers: a program has a body for each of them."""
 
 
 def _from_hf(hf: HfConfig) -> dict[str, Any]:
     ours = llama_from_hf(hf)
     window = hf.read("sliding_window", 4096)
-    hf.ignore("max_window_layers")  # in published files; no layer reads it
+    hf.ignore("max_window_layers")  # in published files, but unused
     dense = _dense_layers_from_hf(hf, ours["num_layers"])
     pattern = dense["expert_pattern"] or "E"
-    turns = (ours["num_layers"] - dense["dense_layers"]) // len(pattern)
+    periods = (ours["num_layers"] - dense["dense_layers"]) // len(pattern)
     return {
         **ours,
-        **experts_from_hf(hf, experts=128, per_token=8, layers=turns * pattern.count("E")),
+        **experts_from_hf(hf, experts=128, per_token=8, layers=periods * pattern.count("E")),
         **dense,
         "expert_d_ff": hf.read("moe_intermediate_size", 768),
         "sliding_window": window or 0 if hf.read("use_sliding_window", False) else 0,
@@ -34,10 +34,10 @@ def _from_hf(hf: HfConfig) -> dict[str, Any]:
 
 
 def _dense_layers_from_hf(hf: HfConfig, num_layers: int) -> dict[str, Any]:
-    """Which layers have no experts: the first ones, and others in a pattern.
+    """The settings of the dense layers: a number of first ones, and a pattern of the others.
 
     Raises:
-      ValueError: none has any, or the pattern is too long.
+      ValueError: all layers are dense, or the pattern is too long.
     """
     without = hf.read("mlp_only_layers", None) or []
     step = hf.read("decoder_sparse_step", 1)
@@ -45,14 +45,14 @@ def _dense_layers_from_hf(hf: HfConfig, num_layers: int) -> dict[str, Any]:
     letters = "".join("D" if i in dense else "E" for i in range(num_layers))
     for size in range(1, 1 + LONGEST_PATTERN):
         for first in range(letters.find("E") + 1):
-            turns, rest_of_it = divmod(num_layers - first, size)
+            periods, rest_of_it = divmod(num_layers - first, size)
             pattern = letters[first : first + size]
-            if not rest_of_it and pattern * turns == letters[first:]:
+            if not rest_of_it and pattern * periods == letters[first:]:
                 return {"dense_layers": first, "expert_pattern": pattern if size > 1 else ""}
     raise ValueError(
         f"config.json has mlp_only_layers = {without} and decoder_sparse_step = {step}: of "
-        f"{num_layers} layers {dense} have no experts; the first ones can, others in a pattern of "
-        f"at most {LONGEST_PATTERN} layers, and not all"
+        f"{num_layers} layers {dense} have no experts; dense layers can be the first ones and a "
+        f"pattern of at most {LONGEST_PATTERN} layers, but not all"
     )
 
 

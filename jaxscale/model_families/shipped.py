@@ -1,6 +1,6 @@
-"""The model families that come with the package, and their lookup by name.
+"""The model families of the package, and their lookup by name.
 
-A family is added with a file beside this one and a line in `SHIPPED`.
+A new family is a file in this folder and a line in `SHIPPED`.
 """
 
 from jaxscale.choices import check_choice, did_you_mean
@@ -32,14 +32,14 @@ def find_family(name: str) -> Family:
     """A shipped family.
 
     Raises:
-      ValueError: there is none; names the nearest.
+      ValueError: the name is not known; suggests the nearest.
     """
     check_choice("model.family", name, FAMILIES)
     return FAMILIES[name]
 
 
 def refuse_setting(family: Family, option: str) -> str:
-    """The text of a refusal: an option that the family does not let a user set."""
+    """The error for an option that the family does not let a user set."""
     others = [one.name for one in SHIPPED if option in one.settings]
     where = f"; {option} is one of {', '.join(others)}" if others else ""
     near = did_you_mean(option, family.settings)

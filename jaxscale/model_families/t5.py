@@ -1,14 +1,12 @@
-"""T5 (1.1 by default), mT5 and UMT5: an encoder and a decoder, which know distances by a bias of
-attention's scores.
+"""T5 (1.1 by default), mT5 and UMT5: encoder-decoders with relative attention biases.
 
-Whether the head is tied is not to be read from a config.json: transformers 5 writes
-tie_word_embeddings = true for all of them, and leaves the head of an untied one where it is. So the
-tensors decide (`Family.untied`).
+config.json does not tell whether the head is tied: transformers 5 writes tie_word_embeddings = true
+for all of them, also when the file has an untied head. So the tensors decide (`Family.untied`).
 
 tie_word_embeddings = false in a T5 or UMT5 means a head without `scaled_head`, as in the published
-files, which are of transformers 4; transformers 5 writes it as scale_decoder_outputs. Versions 5.0
-to 5.23 scale the inputs of every UMT5's head, whatever its file says, so a UMT5 without
-`scaled_head` is written as one that has it, with a larger final norm.
+files, which transformers 4 wrote; transformers 5 writes it as scale_decoder_outputs. Versions 5.0
+to 5.23 scale the inputs of every UMT5's head, whatever its file has, so a UMT5 without
+`scaled_head` is written as one with it, and with a larger final norm.
 """
 
 import dataclasses
@@ -21,7 +19,7 @@ from jaxscale.model_families.hf.config import our_activation, refuse_options, th
 from jaxscale.model_families.hf.tensors import matrix, outer, stored, vector
 
 UNUSED = ("dropout_rate", "initializer_factor", "is_decoder", "n_positions")
-"""Keys without a part in the logits, beside those of every family."""
+"""Keys without effect on the logits, in addition to those of every family."""
 
 
 def _from_hf(hf: HfConfig) -> dict[str, Any]:
@@ -29,15 +27,15 @@ def _from_hf(hf: HfConfig) -> dict[str, Any]:
     start, padding = hf.read("decoder_start_token_id", None), hf.read("pad_token_id", None)
     if None not in (start, padding) and start != padding:
         raise ValueError(
-            f"config.json has decoder_start_token_id = {start} and pad_token_id = {padding}; here "
-            "a decoder begins with the padding token"
+            f"config.json has decoder_start_token_id = {start} and pad_token_id = {padding}; they "
+            "must be equal: a decoder begins with the padding token"
         )
     layers = hf.read("num_layers")
     scaled = hf.read("tie_word_embeddings", None) is not False
     gated, _, activation = hf.read("feed_forward_proj", "relu").rpartition("-")
     if gated == "gated" and activation == "gelu":
-        activation = "gelu_new"  # that of T5 1.1 is by tanh, whatever its name says
-    hf.ignore("dense_act_fn", "is_gated_act")  # follow from the former
+        activation = "gelu_new"  # T5 1.1 uses the tanh form, whatever the name
+    hf.ignore("dense_act_fn", "is_gated_act")  # derived from feed_forward_proj
     ours = {
         "num_layers": hf.read("num_decoder_layers", None) or layers,
         "num_kv_heads": hf.read("num_heads"),
@@ -56,7 +54,7 @@ def _to_hf(model: Model) -> dict[str, Any]:
     if model.gated and model.activation == "gelu":
         raise ValueError(
             "model.activation = 'gelu' cannot be written in Hugging Face's format of "
-            f"{model.family} models with a gate, where gated-gelu is 'gelu_tanh'"
+            f"{model.family} models with a gate; use 'gelu_tanh' (gated-gelu)"
         )
     scale = {"scale_decoder_outputs": model.scaled_head} if model.family == "t5" else {}
     return {
@@ -69,7 +67,7 @@ def _to_hf(model: Model) -> dict[str, Any]:
 
 
 def _umt5_form(model: Model, params: Any) -> tuple[Model, Any]:
-    """A model whose head's inputs are scaled, after a final norm that is larger."""
+    """An equivalent model with scaled inputs of the head and a larger final norm."""
     if model.scaled_head:
         return model, params
     head = params["head"]
@@ -107,7 +105,7 @@ def _attention(model: Model, ours: str, theirs: str, kind: str) -> Iterator[Tens
 
 
 def _bias(model: Model, stack: str) -> Iterator[TensorRule]:
-    """The tables of a stack: one, or one in each layer."""
+    """The bias tables of a stack: one, or one in each layer."""
     own = model.relative_bias == "layer"
     layer = "{layer}" if own else "0"
     param = f"{stack}/attention/bias" if own else f"embed/{stack}_bias"
@@ -157,7 +155,7 @@ T5 = Family(
     ),
     hf_expected={"is_encoder_decoder": (True,)},
     hf_prefix="",
-    # Early checkpoints have a table that no code reads.
+    # Early checkpoints contain a table that no code reads.
     ignored=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",),
     untied="lm_head.weight",
 )

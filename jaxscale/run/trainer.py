@@ -284,7 +284,7 @@ def _prepare(
 
 
 def _log_stop_ids(text: Text) -> None:
-    line, warning = describe_stop_ids(text.tokenizer, text.turn_ends)
+    line, warning = describe_stop_ids(text.tokenizer, text.response_ends)
     if line:
         log.info(line)
     if warning:

@@ -20,7 +20,7 @@ from jaxscale.batch import ShardedBatch
 from jaxscale.checkpoints.retention import best_step
 from jaxscale.checkpoints.save import CheckpointWriter, NotFiniteError
 from jaxscale.choices import check_kind
-from jaxscale.data.skipped_ranges import pass_over
+from jaxscale.data.skipped_ranges import skip_examples
 from jaxscale.distributed import hangs, phases, processes
 from jaxscale.run import signals
 from jaxscale.run.evaluation import device_batches, evaluate_loss
@@ -243,7 +243,7 @@ def _rewound(trainer: Trainer, bad: FloatingPointError) -> Trainer:
     log.warning(
         f"warning: {bad}: back at step {begin}; the examples {first} to {last - 1} are skipped"
     )
-    text = dataclasses.replace(trainer.text, train=pass_over(trainer.text.train, first, last))
+    text = dataclasses.replace(trainer.text, train=skip_examples(trainer.text.train, first, last))
     return dataclasses.replace(trainer, begin=begin, state=state, text=text)
 
 

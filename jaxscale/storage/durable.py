@@ -1,4 +1,4 @@
-"""Files that are on disk when we say so, hold while they are read, and show when they changed."""
+"""Durable file writes (fsync), read locks, and change detection."""
 
 import contextlib
 import errno
@@ -14,27 +14,27 @@ from collections.abc import Callable, Iterator, Mapping
 log = logging.getLogger("jaxscale")
 
 SMALL_BYTES = 2**20
-"""Files up to this size are compared by digest; of larger ones the size, and what they hold when
+"""Files up to this size are compared by digest, larger ones by size; their content is checked when
 it is read."""
 
 MAY_PASS = frozenset(
     getattr(errno, name)
     for name in (
-        *("ENOSPC", "EDQUOT", "EMFILE", "ENFILE", "ENOMEM"),  # there may be room the next time
+        *("ENOSPC", "EDQUOT", "EMFILE", "ENFILE", "ENOMEM"),  # may be free the next time
         *("EIO", "ESTALE", "EREMOTEIO", "EAGAIN", "EINTR", "EBUSY", "ENOLCK"),
         *("ETIMEDOUT", "ECONNRESET", "ECONNREFUSED", "ECONNABORTED", "ENOTCONN"),
         *("ENETDOWN", "ENETUNREACH", "ENETRESET", "EHOSTDOWN", "EHOSTUNREACH", "ESHUTDOWN"),
     )
     if hasattr(errno, name)  # macOS lacks one
 )
-"""Errors of the operating system that may pass by themselves, as of a network's file system: they
-say nothing of what a file holds, and a supervisor tries again."""
+"""Errors of the operating system that may be transient, such as those of a network file system: a
+file may be intact, and a supervisor tries again."""
 
 _REASONS = sorted({os.strerror(code) for code in errno.errorcode}, key=len, reverse=True)
 
 
 def sync(path: pathlib.Path) -> None:
-    """Returns when the content of a file, or the names in a folder, are on disk."""
+    """Flushes a file's content, or a folder's entries, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -43,7 +43,7 @@ def sync(path: pathlib.Path) -> None:
 
 
 def sync_tree(folder: pathlib.Path) -> None:
-    """`sync` of everything in a folder, and of the folder."""
+    """`sync` of a folder and of everything in it."""
     for place, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync(pathlib.Path(place, name))
@@ -51,48 +51,49 @@ def sync_tree(folder: pathlib.Path) -> None:
 
 
 def replace_file(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file as a whole: after a crash there is the old one or the new one, on disk."""
-    beside = path.with_name(f"{path.name}.new")
+    """Writes a file atomically: after a crash, the old or the new one is on disk, whole."""
+    partial = path.with_name(f"{path.name}.new")
     try:
-        with open(beside, "wb") as file:
+        with open(partial, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except OSError:  # a full disk has no room for a part of it
-        beside.unlink(missing_ok=True)
+    except OSError:  # the disk is full
+        partial.unlink(missing_ok=True)
         raise
-    move(beside, path)
+    move(partial, path)
 
 
 class GrowingFile:
-    """A file to which whole records are added, each written at once. What a full disk has no room
-    for is kept until there is: it ends no training. One that was removed or moved is begun anew."""
+    """An append-only file of records, each written at once. On a full disk, records are kept in
+    memory until they can be written; training continues. A removed or moved file is created
+    again."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path, self._file = path, path.open("ab", buffering=0)
         self._waiting = bytearray()
 
     def add(self, record: bytes) -> None:
-        """Writes a record, after those that could not be written yet."""
-        had_room = not self._waiting
+        """Writes a record, after the records that could not be written yet."""
+        had_space = not self._waiting
         self._waiting += record
         try:
             if not self._path.exists():
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 before, self._file = self._file, self._path.open("ab", buffering=0)
                 before.close()
-                log.warning(f"warning: {self._path} was removed or moved, and is begun anew")
+                log.warning(f"warning: {self._path} was removed or moved; created again")
             while self._waiting:
                 del self._waiting[: self._file.write(self._waiting)]
         except OSError as error:
-            if had_room:
+            if had_space:
                 log.warning(
-                    f"warning: {self._path} cannot be written ({error.strerror}); what it should "
-                    "hold is kept until it can"
+                    f"warning: {self._path} cannot be written ({error.strerror}); its records are "
+                    "kept in memory until it can"
                 )
 
     def close(self) -> None:
-        """Closes it, with a warning where there is still no room."""
+        """Closes the file, with a warning when records could not be written."""
         self.add(b"")
         if self._waiting:
             log.warning(f"warning: the last {len(self._waiting)} bytes of {self._path} are lost")
@@ -100,16 +101,16 @@ class GrowingFile:
 
 
 def move(path: pathlib.Path, target: pathlib.Path) -> None:
-    """Renames a file or folder that is on disk, and returns when its new name is, too."""
+    """Renames a file or folder durably: the new name is on disk on return."""
     path.rename(target)
     sync(target.parent)
 
 
 @contextlib.contextmanager
 def held(path: pathlib.Path) -> Iterator[None]:
-    """Keeps others from `claimed` of this file; waits while somebody has claimed it.
+    """Shared lock (flock) of a file, against `claimed`; waits while another process claims it.
 
-    Where the file is gone, or the file system has no locks, nothing is held.
+    If the file is missing, or the file system has no locks, nothing is locked.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -119,7 +120,7 @@ def held(path: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def claimed(path: pathlib.Path) -> Iterator[bool]:
-    """Whether nobody holds this file; nobody will before the end of the context."""
+    """Exclusive lock (flock) of a file, without waiting; False when a reader has a shared lock."""
     with contextlib.ExitStack() as stack:
         free = True
         try:
@@ -134,7 +135,7 @@ def claimed(path: pathlib.Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def exclusive(path: pathlib.Path, waiting: Callable[[], object]) -> Iterator[None]:
-    """Excludes other processes that use the same lock file, and waits for one that has it.
+    """Exclusive lock by a lock file; waits for a process that has it.
 
     Args:
       waiting: called before a wait.
@@ -151,8 +152,8 @@ def exclusive(path: pathlib.Path, waiting: Callable[[], object]) -> Iterator[Non
 
 
 def special_file(folder: pathlib.Path) -> pathlib.Path | None:
-    """The first thing below a folder that is no file, folder or link to one. To open a named pipe
-    waits until somebody opens its other end, also when the process is asked to stop."""
+    """The first entry below a folder that is not a file, folder or link to one. Opening a named
+    pipe would block until its other end is opened, even when the process is asked to stop."""
     return _special(folder, top=True) if folder.is_dir() else None
 
 
@@ -169,7 +170,7 @@ def _special(folder: pathlib.Path, *, top: bool = False) -> pathlib.Path | None:
 
 
 def describe_files(folder: pathlib.Path) -> dict[str, list]:
-    """Size, and for small ones the digest, of each file below a folder, for `changed_file`."""
+    """Size, and for small files the digest, of each file below a folder, for `changed_file`."""
     return {
         str(path.relative_to(folder)): _describe(path)
         for path in sorted(folder.rglob("*"))
@@ -178,8 +179,8 @@ def describe_files(folder: pathlib.Path) -> dict[str, list]:
 
 
 def changed_file(folder: pathlib.Path, files: Mapping[str, list]) -> str:
-    """What is wrong with the first of these files that is not as `describe_files` found it; "" if
-    all are. Reads only the small ones."""
+    """The problem of the first file that differs from its description by `describe_files`; "" if
+    none does. Reads only small files."""
     for name, (size, digest) in files.items():
         path = folder / name
         try:
@@ -194,13 +195,13 @@ def changed_file(folder: pathlib.Path, files: Mapping[str, list]) -> str:
 
 
 def json_digest(values: Mapping[str, object]) -> str:
-    """A digest of what JSON can hold, whatever the order of its keys."""
+    """A digest of a JSON value, independent of the order of keys."""
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _describe(path: pathlib.Path) -> list:
-    """Raises a FileNotFoundError where something else than a file is."""
+    """Size and digest of one file; raises FileNotFoundError for anything but a file."""
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -211,7 +212,7 @@ def _describe(path: pathlib.Path) -> list:
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed, in a few words: the operating system's, where a message has them."""
+    """The reason of an error, in a few words: the operating system's, if the message has one."""
     text = f"{type(error).__name__}: {error}"
     for known in _REASONS:
         if known in text:

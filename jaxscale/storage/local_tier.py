@@ -1,8 +1,8 @@
-"""A run's folder in two tiers: here, where everything is written first, and at an address.
+"""The local tier of a remote run folder: names of its files, and their download.
 
-A run whose --workdir is an address works in a folder of this machine, its local tier, which knows
-the address. What is written there is put at the address later (`run.mirror`); here is what lies
-there, under which names, and how it comes back; but for checkpoints (`checkpoints.remote`).
+A run whose --workdir is a URL (s3://, gs://) works in a folder of this machine, its local tier,
+which stores the URL. Files written there are uploaded to the remote run directory later
+(`run.mirror`). Checkpoints are in `checkpoints.remote`.
 """
 
 import contextlib
@@ -26,87 +26,86 @@ from jaxscale.storage.user_cache import user_cache
 log = logging.getLogger("jaxscale")
 
 VARIABLE = "JAXSCALE_LOCAL_TIER"
-"""Of the environment: the folder for local tiers instead of the user's cache."""
+"""The environment variable of the folder for local tiers; by default in the user's cache."""
 
 ORIGIN = ".address"
-"""The file in a local tier that has the address."""
+"""The file in a local tier that stores the URL."""
 
 LOCK, FETCHING = ".lock", ".fetching"
-"""Files in a local tier: a run holds the first, who brings files from the address the second."""
+"""Lock files in a local tier: of the run that trains, and of a process that downloads files."""
 
 SENT = ".sent"
-"""The file in a local tier from which a checkpoint was put at the address."""
+"""The file in a local tier that marks that a checkpoint was uploaded."""
 
 LEASE = "lease.json"
-"""The object of the run that writes to an address."""
+"""The object that names the run that writes to a URL, with its heartbeat."""
 
 CHECKPOINTS = "checkpoints"
 MARKER = "description/metadata"
-"""The file of a checkpoint that describes the others."""
+"""The file of a checkpoint that lists the others."""
 
 LAST_SAVED = "last_saved"
-"""The file with the newest step that was saved; at an address, that was put there."""
+"""The file with the newest saved step; at a URL, the newest uploaded step."""
 
 NOT_SENT = (CHECKPOINTS, "tokens", "validation")
-"""Folders of a run whose files are not put at its address as they are: checkpoints have an order
-of their own, and tokens are made again from the text."""
+"""Folders of a run that `run.mirror` does not upload as they are: checkpoints are uploaded in a
+fixed order, and tokens are made again from the text."""
 
 
-def local_tier(address: str) -> pathlib.Path:
-    """The folder of this machine for a run at an address, made if missing.
+def local_tier(url: str) -> pathlib.Path:
+    """The folder on this machine for a run at a URL, created if missing.
 
     Raises:
-      ValueError: the address cannot be opened, is a pattern, or is written so that it may be two
-        places.
-      OSError: the folder cannot be made.
+      ValueError: the URL cannot be opened, is a pattern, or is ambiguous.
+      OSError: the folder cannot be created.
     """
-    store = open_store(address)
-    address, names = store.address, store.root.strip("/").split("/")
+    store = open_store(url)
+    url, names = store.address, store.root.strip("/").split("/")
     real = [name for name in names if name not in ("", ".", "..")]
     # s3fs lists bucket//run as bucket/run, and has other objects there.
     if store.folder is None and names != real:
         raise ValueError(
-            f"{address} has an empty name, '.' or '..' between two slashes, which stores read in "
-            f"two ways; did you mean {address.partition('://')[0]}://{'/'.join(real)}?"
+            f"{url} has an empty name, '.' or '..' between two slashes, which stores read in "
+            f"two ways; did you mean {url.partition('://')[0]}://{'/'.join(real)}?"
         )
-    if glob.has_magic(address):  # to remove an object would remove all that match, of other runs
+    if glob.has_magic(url):  # removing one object would remove all that match
         raise ValueError(
-            f"{address} has one of * ? [, which stores take for a pattern: give another --workdir"
+            f"{url} has one of * ? [, which stores take for a pattern: give another --workdir"
         )
     named = os.environ.get(VARIABLE)
-    name = re.sub(r"[^\w.-]+", "_", address)[-80:]
-    digest = hashlib.blake2b(address.encode(), digest_size=4).hexdigest()
+    name = re.sub(r"[^\w.-]+", "_", url)[-80:]
+    digest = hashlib.blake2b(url.encode(), digest_size=4).hexdigest()
     try:
         tiers = pathlib.Path(named).expanduser() if named else user_cache() / "runs"
     except RuntimeError as error:  # of pathlib: a user without a home
-        raise ValueError(f"set {VARIABLE}, the folder for local tiers: {error}") from error
+        raise ValueError(f"no folder for local tiers: {error}; set {VARIABLE}") from error
     folder = tiers.absolute() / f"{name}-{digest}"
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / ORIGIN).is_file():
-        beside = folder / f"{ORIGIN}.{uuid.uuid4().hex}"  # processes of a host start at once
-        beside.write_text(f"{address}\n")
-        durable.move(beside, folder / ORIGIN)
+        partial = folder / f"{ORIGIN}.{uuid.uuid4().hex}"  # processes of a host start at once
+        partial.write_text(f"{url}\n")
+        durable.move(partial, folder / ORIGIN)
     return folder
 
 
 def store_of(workdir: pathlib.Path) -> ObjectStore | None:
-    """The address that a run's folder is the local tier of, if it is one."""
+    """The remote store of a local tier; None for any other folder of a run."""
     origin = workdir / ORIGIN
     return open_store(origin.read_text().strip()) if origin.is_file() else None
 
 
 def is_in_local_tier(folder: pathlib.Path) -> bool:
-    """Whether a folder of a run is in the local tier of an address."""
+    """Whether a folder is inside a local tier."""
     return any((parent / ORIGIN).is_file() for parent in folder.absolute().parents)
 
 
 @contextlib.contextmanager
 def fetching(workdir: pathlib.Path, *, training: bool = False) -> Iterator[ObjectStore | None]:
-    """The store to bring a folder up to date from, one process at a time. None where there is no
-    other tier, or where a run is training in the folder, so that nothing is newer.
+    """The store from which to update a folder, for one process at a time. None if there is no
+    remote tier, or if a run trains in the folder, so that the store has nothing newer.
 
     Args:
-      training: whether the caller is that run.
+      training: whether the caller is the run that trains.
     """
     store = store_of(workdir)
     if store is None:
@@ -121,37 +120,38 @@ def fetching(workdir: pathlib.Path, *, training: bool = False) -> Iterator[Objec
 
 @contextlib.contextmanager
 def nobody_fetching(workdir: pathlib.Path) -> Iterator[None]:
-    """No other process brings files from a local tier's address inside; waits for one that does. A
-    reader holds the run's lock meanwhile, so a run takes that inside: it would be refused."""
+    """Excludes other processes that download files into a local tier; waits for one that does. A
+    run takes its own lock inside: a reader has it during a download, and the run would be refused.
+    """
     store = store_of(workdir)
     if store is None:
         yield
         return
-    waiting = f"another process fetches {store.address}; waiting for it"
+    waiting = f"another process downloads {store.address}; waiting for it"
     with durable.exclusive(workdir / FETCHING, lambda: log.info(waiting)):
         yield
 
 
 def check_not_emptied(store: ObjectStore, workdir: pathlib.Path) -> None:
-    """Refuses a local tier whose checkpoints were at its address, and are not there any more.
+    """Refuses a local tier whose checkpoints were uploaded and are missing from the store now.
 
     Raises:
-      ValueError: whether to begin again, or to put them there again, is not known.
+      ValueError: the user has to choose between a new run and a new upload.
     """
     steps = local_steps(workdir / CHECKPOINTS)
     if steps and (workdir / SENT).is_file() and not stored_steps(store):
         raise ValueError(
-            f"{store.address} holds no checkpoint any more, and its local tier {workdir} holds "
-            f"{steps[-1]}: remove that folder to begin again, or {workdir / SENT} to put them there"
+            f"{store.address} has no checkpoint any more, and its local tier {workdir} has step "
+            f"{steps[-1]}: remove that folder to begin again, or {workdir / SENT} to upload it"
         )
 
 
 def fetch_files(store: ObjectStore, workdir: pathlib.Path, *, nested: bool = False) -> None:
-    """Brings the files of a run but its checkpoints: all of them where the store has a newer
-    checkpoint, or nothing is here; else those that are missing.
+    """Downloads the files of a run except its checkpoints: all of them if the store has a newer
+    checkpoint or the folder is empty, else the missing ones.
 
     Args:
-      nested: those in folders, too, such as TensorBoard's; readers do not need them.
+      nested: also files in folders, such as TensorBoard's; readers do not need them.
 
     Raises:
       StoreError: the store cannot be read.
@@ -167,24 +167,24 @@ def fetch_files(store: ObjectStore, workdir: pathlib.Path, *, nested: bool = Fal
         path = workdir / safe_name(name)
         if everything or not path.exists():
             wanted[name] = path
-    beside = {name: path.with_name(f"{path.name}.fetched") for name, path in wanted.items()}
-    store.download(beside, sum(sizes[name] for name in wanted))
+    partial = {name: path.with_name(f"{path.name}.fetched") for name, path in wanted.items()}
+    store.download(partial, sum(sizes[name] for name in wanted))
     for name, path in wanted.items():
-        os.replace(beside[name], path)
+        os.replace(partial[name], path)
 
 
 def local_steps(folder: pathlib.Path) -> list[int]:
-    """The steps whose checkpoint is in a folder, in order."""
+    """The steps with a checkpoint in a folder, in order."""
     try:
         paths = list(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):  # others say nothing of what is there
+    except (FileNotFoundError, NotADirectoryError):  # other errors do not mean an empty folder
         return []
     names = (path.name for path in paths if path.is_dir())
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
 def stored_steps(store: ObjectStore) -> list[int]:
-    """The steps whose checkpoint is in a store, in order."""
+    """The steps with a checkpoint in a store, in order."""
     return _steps(store.sizes(CHECKPOINTS))
 
 
@@ -194,10 +194,10 @@ def _steps(names: Mapping[str, Any]) -> list[int]:
 
 
 def check_free(folder: pathlib.Path, num_bytes: float, what: str) -> None:
-    """Raises a StoreError where the disk of a local tier has no room for so many bytes."""
+    """Raises a StoreError if the disk of a local tier has less free space than `num_bytes`."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise StoreError(
             f"{what}: {human_bytes(num_bytes)}, and the local tier {folder} has "
-            f"{human_bytes(free)} free; make room, or set {VARIABLE} to a folder of a larger disk"
+            f"{human_bytes(free)} free; free space, or set {VARIABLE} to a folder of a larger disk"
         )

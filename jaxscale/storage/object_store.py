@@ -1,7 +1,7 @@
-"""Whole objects at an address such as s3://bucket/run, through fsspec.
+"""Object stores (s3://, gs://, fsspec URLs): reads and writes of whole objects.
 
-Nothing else in the package writes to an object store. Objects are put as a whole: they are there or
-not, and none is appended to or renamed.
+Nothing else in the package writes to an object store. An object is written whole or not at all;
+none is appended to or renamed.
 """
 
 import concurrent.futures
@@ -18,35 +18,35 @@ from jaxscale.formatting import duration
 from jaxscale.storage.durable import reason
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
-"""Schemes whose package is an extra of this one."""
+"""URL scheme -> the extra of this package that installs its file system."""
 
 OPTIONS: dict[str, dict[str, Any]] = {"file": {"auto_mkdir": True}, "local": {"auto_mkdir": True}}
-"""What a file system is opened with; credentials are found as its own package finds them."""
+"""Options of a file system by scheme; credentials are found by the file system's package."""
 
 
 ANSWER_SECONDS = 60.0
-"""How long a store has to answer a request."""
+"""Deadline of a request."""
 
 LEAST_BYTES_PER_SECOND = 1e5
-"""For what is sent or fetched it has more time: what is slower counts as no answer."""
+"""The deadline of an upload or download grows with its bytes, at this bandwidth."""
 
 
 class StoreError(OSError):
-    """An object store that did not do what it was asked; the message has its own reason."""
+    """A failed request to an object store; the message has the store's reason."""
 
-    exit_status = 1  # it may do so the next time: a supervisor tries again
+    exit_status = 1  # it may be transient, so a supervisor tries again
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is an address, which fsspec opens."""
+    """Whether a path is a URL that fsspec opens."""
     return "://" in path
 
 
 def filesystem(path: str) -> tuple[Any, str]:
-    """The file system of an address, and the path in it.
+    """The file system of a URL, and the path in it.
 
     Raises:
-      ValueError: fsspec does not know the scheme, or the package that it needs is missing.
+      ValueError: fsspec does not know the scheme, or the file system's package is missing.
     """
     scheme = path.partition("://")[0]
     try:
@@ -60,22 +60,22 @@ def filesystem(path: str) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """The objects below an address, by their names, such as "checkpoints/6/arrays/d/0".
+    """The objects below a URL, by name, such as "checkpoints/6/arrays/d/0".
 
-    Every method raises a StoreError, with the store's own reason, when it fails.
+    Every method raises a StoreError with the store's reason when it fails.
     """
 
-    address: str  # without a last slash
+    address: str  # the URL, without a trailing slash
     fs: Any
-    root: str  # the path of the address in `fs`
+    root: str  # the path of the URL in `fs`
 
     @property
     def folder(self) -> pathlib.Path | None:
-        """Where it is a folder of this machine's file systems, as at file:///tmp/run."""
+        """The local folder of a file:// URL, such as file:///tmp/run; else None."""
         return pathlib.Path(self.root) if isinstance(self.fs, LocalFileSystem) else None
 
     def read(self, name: str) -> bytes | None:
-        """The content of an object; None if there is none."""
+        """The content of an object; None if it does not exist."""
 
         def read() -> bytes | None:
             try:
@@ -86,21 +86,21 @@ class ObjectStore:
         return self._answer(read, name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Puts an object, or replaces it."""
+        """Writes or replaces an object."""
         self._answer(lambda: self.fs.pipe_file(self._path(name), data), name, len(data))
 
     def upload(self, files: Mapping[str, pathlib.Path]) -> None:
-        """Puts files under names, several at a time where the file system can; returns when all
-        are there."""
+        """Uploads files by object name, concurrently if the file system can; returns when all are
+        stored."""
         paths, names = [str(path) for path in files.values()], [*map(self._path, files)]
         num_bytes = sum(path.stat().st_size for path in files.values())
         self._answer(lambda: self.fs.put(paths, names), num_bytes=num_bytes)
 
     def download(self, files: Mapping[str, pathlib.Path], num_bytes: int) -> None:
-        """Gets objects by name into files; makes their folders.
+        """Downloads objects by name into files; creates their folders.
 
         Args:
-          num_bytes: of all, or more.
+          num_bytes: total size, or an upper bound.
         """
         for folder in {path.parent for path in files.values()}:
             folder.mkdir(parents=True, exist_ok=True)
@@ -108,10 +108,10 @@ class ObjectStore:
         self._answer(lambda: self.fs.get(names, paths), num_bytes=num_bytes)
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """The bytes of every object whose name begins with `prefix` and a slash, by name."""
+        """Object name -> bytes, of every object below `prefix`."""
 
         def find() -> dict[str, Any]:
-            self.fs.invalidate_cache()  # of listings; others write there, too
+            self.fs.invalidate_cache()  # of listings: other processes write, too
             try:
                 return self.fs.find(self._path(prefix), detail=True)
             except FileNotFoundError:
@@ -121,7 +121,7 @@ class ObjectStore:
 
         size = {path: about["size"] for path, about in self._answer(find, prefix).items()}
         names = {path: path[len(self.root) :].lstrip("/") for path in sorted(size)}
-        # Consoles of stores put an empty object "NAME/" for a folder: it is no file of a run.
+        # Consoles of stores create an empty object "NAME/" for a folder: it is no file of a run.
         return {n: size[path] for path, n in names.items() if n and not n.endswith("/")}
 
     def remove(self, names: Iterable[str]) -> None:
@@ -137,17 +137,17 @@ class ObjectStore:
         return f"{self.root}/{name}" if name else self.root
 
     def _answer[T](self, request: Callable[[], T], name: str = "", num_bytes: int = 0) -> T:
-        place = f"{self.address}/{name}" if name else self.address
-        return answer(place, request, num_bytes)
+        url = f"{self.address}/{name}" if name else self.address
+        return answer(url, request, num_bytes)
 
 
-def answer[T](place: str, request: Callable[[], T], num_bytes: int = 0) -> T:
-    """What a request gives, in a thread that is left alone when it takes too long: libraries of
-    stores try for minutes, as s3fs does, or for ever; and raise errors of their own kinds.
+def answer[T](url: str, request: Callable[[], T], num_bytes: int = 0) -> T:
+    """The result of a request, run in a thread that is abandoned past its deadline: client
+    libraries retry for minutes (s3fs) or without end, and raise many types of errors.
 
     Args:
-      place: for messages.
-      num_bytes: that are sent or fetched.
+      url: the URL, for messages.
+      num_bytes: sent or received.
 
     Raises:
       StoreError: it failed, or took too long.
@@ -166,18 +166,18 @@ def answer[T](place: str, request: Callable[[], T], num_bytes: int = 0) -> T:
         return future.result(seconds)
     except Exception as error:
         why = reason(error) if future.done() else f"no answer in {duration(seconds)}"
-        raise StoreError(f"{place}: {why}") from error
+        raise StoreError(f"{url}: {why}") from error
 
 
-def open_store(address: str) -> ObjectStore:
-    """The store at an address; nothing is asked of it yet.
+def open_store(url: str) -> ObjectStore:
+    """The store at a URL; sends no request.
 
     Raises:
-      ValueError: as `filesystem`; or the address names no folder.
+      ValueError: as `filesystem`; or the URL has no folder.
     """
-    fs, root = filesystem(address)
+    fs, root = filesystem(url)
     if not root.strip("/"):
-        raise ValueError(f"{address} names no folder; an address is SCHEME://BUCKET/FOLDER")
+        raise ValueError(f"{url} has no folder; use SCHEME://BUCKET/FOLDER")
     if isinstance(fs, LocalFileSystem):  # file://run is another folder wherever a command starts
-        address = f"{address.partition('://')[0]}://{root}"
-    return ObjectStore(address.rstrip("/"), fs, root.rstrip("/"))
+        url = f"{url.partition('://')[0]}://{root}"
+    return ObjectStore(url.rstrip("/"), fs, root.rstrip("/"))

@@ -1,4 +1,4 @@
-"""Untrusted input: JSON and file names from files that somebody else wrote.
+"""Untrusted input: JSON and file names from files of unknown origin.
 
 Every reader of such JSON uses these functions, so that a hostile file is a ValueError of one line
 and not a RecursionError, now or when the value is printed, compared or written again.
@@ -8,9 +8,7 @@ import json
 import pathlib
 from typing import Any
 
-MAX_DEPTH = (
-    128  # of lists and objects in each other, as in the parser of safetensors and tokenizers
-)
+MAX_DEPTH = 128  # nesting of lists and objects, as in the parser of safetensors and tokenizers
 MAX_BYTES = 100_000_000  # of a file, as of a header in safetensors
 
 
@@ -18,8 +16,8 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-      ValueError: it is not JSON (a `json.JSONDecodeError` names the place), not UTF-8, or is nested
-        more than `MAX_DEPTH` deep.
+      ValueError: it is not JSON (a `json.JSONDecodeError` has the position), is not UTF-8, or is
+        nested more than `MAX_DEPTH` deep.
     """
     try:
         value = json.loads(text)
@@ -43,7 +41,7 @@ def load_json(path: pathlib.Path) -> Any:
     """
     size = path.stat().st_size
     if size > MAX_BYTES:
-        raise ValueError(f"{path} has {size:,} bytes; a JSON file may have {MAX_BYTES:,}")
+        raise ValueError(f"{path} has {size:,} bytes; at most {MAX_BYTES:,} are read as JSON")
     try:
         return parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -51,14 +49,14 @@ def load_json(path: pathlib.Path) -> Any:
 
 
 def is_file_name(name: Any) -> bool:
-    """Whether a value names a file in a folder, and nothing outside of it."""
+    """Whether a value is the name of a file inside a folder, not a path out of it."""
     return (
         isinstance(name, str) and not {"/", "\\", "\0", ":"} & set(name) and name.strip(".") != ""
     )
 
 
 def safe_name(name: str) -> str:
-    """The name of an object, which is to be a path inside a folder.
+    """The name of an object, checked to be a path inside a folder.
 
     Raises:
       ValueError: it leads out of the folder.
@@ -70,7 +68,7 @@ def safe_name(name: str) -> str:
 
 
 def _depth(value: Any) -> int:
-    """How many lists and objects are in each other; without recursion."""
+    """The nesting depth of lists and objects, computed without recursion."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1

@@ -4,23 +4,24 @@ import os
 import pathlib
 
 VARIABLE = "JAXSCALE_CACHE"
-"""The environment variable that names the folder instead; empty keeps no programs and no traces."""
+"""The environment variable that replaces the folder; when empty, programs and traces are not kept.
+"""
 
 
 def user_cache() -> pathlib.Path:
-    """`jaxscale` in the user's cache.
+    """The folder `jaxscale` in the user's cache.
 
     Raises:
-      RuntimeError: a user without a home.
+      RuntimeError: the user has no home folder.
     """
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxscale"
 
 
 def cache_folder() -> pathlib.Path | None:
-    """The folder for what is made again where it is missing; None where nothing is kept.
+    """The folder of compiled programs and traces, which may be deleted; None when none are kept.
 
     Raises:
-      RuntimeError: a user without a home.
+      RuntimeError: the user has no home folder.
     """
     name = os.environ.get(VARIABLE)
     if name == "":

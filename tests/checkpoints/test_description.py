@@ -155,7 +155,7 @@ def test_whatever_stands_there_is_good_or_one_sentence_often(folder, description
     "text", [b"", b"5", b"[]", b"\xff\xfe", b"[" * 10**5, b'{"a":' * 10**5, b"{}"]
 )
 def test_what_is_no_json_is_one_sentence(text, folder):
-    with pytest.raises(ValueError, match="its description is damaged"):
+    with pytest.raises(ValueError, match="its description is corrupt"):
         read_description(text)
     (folder / "config.json").write_bytes(text)
     if text != b"{}":

@@ -44,7 +44,7 @@ def save(checkpoints: CheckpointWriter, step: int, state: Any, frozen: Any = FRO
 
 @pytest.fixture
 def opened(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> Any:
-    """Checkpoints of which two are kept, and what is logged, but for saves."""
+    """Checkpoints of which two are kept, and the log lines other than those of saves."""
     caplog.set_level(logging.INFO, "jaxscale")
     lines = lambda: [line for line in caplog.messages if " saved in " not in line]  # noqa: E731
     with contextlib.closing(CheckpointWriter(tmp_path, Retention(2))) as checkpoints:

@@ -158,7 +158,7 @@ def test_any_layout_reads_any_layout(
 def test_small_arrays_are_written_whole_and_large_ones_by_all_who_have_them(
     tmp_path: pathlib.Path, opened: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each part that a device writes is cut out by a program of its own."""
+    """Each part that a device writes is cut out by a separate program."""
     cut, slice_in_dim = [], jax.lax.slice_in_dim
 
     def counted(x: jax.Array, **part: int) -> jax.Array:
@@ -270,7 +270,7 @@ def test_failed_deletion_does_not_stop_a_run(
         for step in (1, 2, 3):
             checkpoints.save(step, {"a": jnp.ones(2)}, {})
         checkpoints.wait()
-    assert "checkpoint 1 is old but could not be deleted: no" in lines()
+    assert "checkpoint 1 is no longer kept but could not be deleted: no" in lines()
     assert checkpoints.steps() == [3]
     checkpoints.save(4, {"a": jnp.ones(2)}, {})
     checkpoints.wait()
@@ -300,7 +300,7 @@ def test_save_that_cannot_begin(tmp_path: pathlib.Path, opened: Callable) -> Non
 
 
 def test_disk_full(tmp_path: pathlib.Path, opened: Callable, lines: Callable) -> None:
-    """The failure is reported with its true reason; then saving goes on."""
+    """The failure is reported with its true reason; then saving continues."""
     checkpoints = opened(tmp_path)
     state = {"a": jnp.asarray(np.random.default_rng(0).normal(size=100_000))}
     checkpoints.save(1, state, {})
@@ -328,7 +328,7 @@ def test_disk_full(tmp_path: pathlib.Path, opened: Callable, lines: Callable) ->
 def test_who_waits_hears_of_files_that_grow(
     tmp_path: pathlib.Path, opened: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a write which goes on is not taken for one that hangs."""
+    """So that a write which continues is not taken for one that hangs."""
     checkpoints, heard, waits = opened(tmp_path), threading.Event(), []
 
     def grow(step: int, *_: object) -> None:
@@ -513,7 +513,7 @@ def collected() -> Iterator[None]:
 def test_damage_is_named_with_the_one_before(damage: str, saved: CheckpointWriter) -> None:
     DAMAGES[damage](saved.directory / "6")
     assert saved.latest() == 6
-    message = r"checkpoint 6 in .* cannot be used \(.*the one before it is 3: remove .*6 to resume"
+    message = r"checkpoint 6 in .* cannot be used \(.*remove .*6 to resume from checkpoint 3"
     with pytest.raises(ValueError, match=message):
         restore(saved, 6, abstract(make_state()))
     assert_same_bits(restore(saved, 3, abstract(make_state())), make_state(3))
@@ -708,7 +708,7 @@ def test_other_arrays_than_the_state_has_get_no_name(
     monkeypatch.setattr(checkpoint_folder, "_open_arrays", lambda path: wrong)
     saved.save(7, {"a": jnp.ones(2)}, {})
     saved.wait()
-    why = "what was written cannot be read: a: shape [3] saved, [2] wanted"
+    why = "the written arrays cannot be read: a: shape [3] saved, [2] wanted"
     assert why in (saved.outcome() or "")
     assert saved.steps() == [3, 6]
 

@@ -1,4 +1,4 @@
-"""Programs read from their text: loops, collectives in the forms that compilers write, products,
+"""Programs read from their text: loops, collectives in the forms that compilers write, matmuls,
 memory. The texts of TPUs and GPUs are shortened ones; those of the CPU are compiled here."""
 
 import math
@@ -36,7 +36,7 @@ LAYERS = """
   ROOT %lt = pred[] compare(%i, %n), direction=LT
 }
 """
-"""A loop of three products, to be called from an ENTRY."""
+"""A loop of three matmuls, to be called from an ENTRY."""
 
 GPU = (
     LAYERS
@@ -76,7 +76,7 @@ rhs_contracting_dims={1}
 }
 """
 )
-"""The product after the scatter is not beside it."""
+"""The matmul after the scatter does not overlap with it."""
 
 PIECES = """
 %first (a: bf16[64,256]) -> bf16[256,256] {
@@ -146,7 +146,7 @@ def test_groups_in_short_are_those_of_their_axes(groups, axes):
     assert collectives(hlo.parse_hlo(text), MESH)[0].axes == axes
 
 
-def test_a_gather_that_starts_early_runs_beside_the_loop():
+def test_a_gather_that_starts_early_overlaps_the_loop():
     gather, total = collectives(hlo.parse_hlo(GPU), MESH)
     assert (gather.kind, gather.axes, gather.count, gather.arrays) == (
         "all-gather",
@@ -161,7 +161,7 @@ def test_a_gather_that_starts_early_runs_beside_the_loop():
     assert total.overlapped_flops == 0
 
 
-def test_a_reduce_scatter_on_the_sparse_cores_runs_beside_the_loop():
+def test_a_reduce_scatter_on_the_sparse_cores_overlaps_the_loop():
     (scatter,) = collectives(hlo.parse_hlo(SPARSE_CORE), MESH)
     assert (scatter.kind, scatter.asked) == ("reduce-scatter", "reduce-scatter")
     assert scatter.axes == ("fsdp",)
@@ -221,9 +221,9 @@ def test_text_that_is_no_program_is_refused():
 @pytest.mark.parametrize(
     ("window", "left", "right", "labels", "result", "expected"),
     [
-        # A product as a convolution without a window.
+        # A matmul as a convolution without a window.
         ("", "128,256", "256,64", "bf_io->bf", "128,64", 2 * 128 * 256 * 64),
-        # Eight products at once: each sees its own operand and padding besides.
+        # Eight matmuls at once: each sees its own operand and padding.
         (
             "window={size=8 pad=0_0 stride=7 lhs_dilate=8}",
             "8,128,32",
@@ -236,7 +236,7 @@ def test_text_that_is_no_program_is_refused():
         ("window={size=3 pad=1_1}", "4,1,1", "3,1,1", "0bf_0io->0bf", "4,1,1", 2 * 10),
     ],
 )
-def test_products_written_as_convolutions(window, left, right, labels, result, expected):
+def test_matmuls_written_as_convolutions(window, left, right, labels, result, expected):
     text = f"""
 ENTRY %main (a: bf16[{left}], b: bf16[{right}]) -> bf16[{result}] {{
   %a = bf16[{left}] parameter(0)
@@ -280,10 +280,10 @@ def test_a_compiled_loop_of_gathers(compiled):
 
 
 @pytest.mark.compiles
-def test_products_of_a_compiled_loop(compiled):
+def test_matmuls_of_a_compiled_loop(compiled):
     program = hlo.parse_hlo(compiled.as_text())
     counted = computation_costs(program, instruction_flops)[program.entry]
-    # The CPU may call a library for a product; it is a `dot` or a call of that name.
+    # The CPU may call a library for a matmul; it is a `dot` or a call of that name.
     assert counted in (8 * 2 * 64 * 256 * 256, 0)
     assert not math.isnan(counted)
 

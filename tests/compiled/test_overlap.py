@@ -1,4 +1,4 @@
-"""What runs beside matmuls, run by run, and how long a device waits: programs played by hand."""
+"""Overlap of collectives with matmuls, and how long a device waits: programs played by hand."""
 
 import pytest
 
@@ -63,10 +63,10 @@ SHARED = f"""{HEAD}
   ROOT %out = bf16[256,256]{{1,0}} add(%first, %second)
 }}
 """
-"""Two gathers beside one matmul."""
+"""Two gathers that overlap with one matmul."""
 
 
-def test_bytes_beside_a_matmul_are_counted_run_by_run():
+def test_bytes_that_overlap_a_matmul_are_counted_run_by_run():
     rows = summed(collectives(hlo.parse_hlo(ONE_OF_THREE), MESH))
     assert sum(one.num_bytes for one in rows) == 5 * GATHERED
     assert sum(one.num_bytes for one in rows if one.overlapped_flops > 0) == GATHERED
@@ -91,7 +91,7 @@ def test_a_device_waits_for_what_its_matmuls_do_not_cover():
 @pytest.mark.parametrize(
     ("matmul_seconds", "waits"), [(5.0, [0, 0]), (3.0, [0, 1]), (0.5, [1.5, 2])]
 )
-def test_two_collectives_share_the_matmul_beside_them(matmul_seconds, waits):
+def test_two_collectives_share_the_matmul_that_hides_them(matmul_seconds, waits):
     program = hlo.parse_hlo(SHARED)
     played = with_waits(program, collectives(program, MESH), lambda one: 2.0, DOT / matmul_seconds)
     assert [one.wait_seconds for one in played] == waits

@@ -97,7 +97,7 @@ def test_a_gpu(kind):
         ("", "TPUs .chips along each dimension"),
     ],
 )
-def test_an_unknown_kind_lists_those_that_are_known(name, message):
+def test_an_unknown_type_lists_the_known_ones(name, message):
     with pytest.raises(ValueError, match=message):
         topology.open_topology(name)
 
@@ -106,7 +106,7 @@ def test_an_unknown_kind_lists_those_that_are_known(name, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("v5p:4x4", "2 dimensions and a torus of v5p has 3"),
+        ("v5p:4x4", "2 dimensions, and a torus of v5p has 3"),
         ("v5p", "as in v5p:8x8x8"),
         ("v5e:16", "as in v5e:16x16"),
         ("v5e:4x4:0", "followed by :2 for two such slices"),

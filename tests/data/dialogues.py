@@ -23,7 +23,7 @@ MARKED = """\
 {{- '\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-"""Blocks on lines of their own, which the environment has to trim as transformers does."""
+"""Blocks on separate lines, which the environment has to trim as transformers does."""
 
 THINKING = """\
 {%- if tools %}
@@ -61,8 +61,8 @@ THINKING = """\
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-"""Of the structure of Qwen3's: thoughts are kept after the last question alone, and a last turn of
-none has an empty block."""
+"""Of the structure of Qwen3's: thoughts are kept after the last question alone, and a last message
+without any has an empty block."""
 
 HARMONY = """\
 {%- for m in messages %}
@@ -95,7 +95,7 @@ CONVERSATIONS = [
 def write_tokenizer(
     folder: pathlib.Path, template: str | list | None = PLAIN, *, bos: bool = False, **config
 ) -> str:
-    """Byte-level BPE in a tokenizer.json, and the files beside it; returns the path."""
+    """Byte-level BPE in a tokenizer.json, and its other files; returns the path."""
     folder.mkdir(parents=True, exist_ok=True)
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -191,7 +191,9 @@ def test_what_a_config_refuses():
         DataConfig(target_len=8, objective="masked")
     with pytest.raises(ValueError, match=r"data.target_len = 2 is too short .*'span_corruption'"):
         opened(numbered(60, 60), seq_len=16, target_len=2, objective="span_corruption")
-    with pytest.raises(ValueError, match=r"needs \d+ ids beside the 257 .* data.target_len = 24"):
+    with pytest.raises(
+        ValueError, match=r"needs \d+ more ids than the 257 .* data.target_len = 24"
+    ):
         opened(numbered(60, 60), vocab_size=257, seq_len=64, target_len=24, objective="ul2")
 
 

@@ -1,4 +1,4 @@
-"""Mixtures keep to their shares at every example, go on where they left off, and say so."""
+"""Mixtures keep to their shares at every example, continue where they left off, and report it."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ from jaxscale.config.model import ModelConfig
 from jaxscale.data import mixture
 from jaxscale.data.dataset import Dataset, SourceProgress, repeats
 from jaxscale.data.loader import batches
-from jaxscale.data.mixture import Mixture, fractions, mix, open_examples, take_turns
+from jaxscale.data.mixture import Mixture, fractions, interleave, mix, open_examples
 from jaxscale.data.packing import Stream
 from jaxscale.run.trainer import open_trainer
 from jaxscale.run.training_loop import fit
@@ -52,12 +52,12 @@ SHARES = st.lists(st.integers(0, 300), min_size=1, max_size=8).filter(any)
 
 @settings(deadline=None)
 @given(SHARES)
-def test_every_member_has_its_share_after_any_number_of_turns(shares):
+def test_every_member_has_its_share_after_any_number_of_examples(shares):
     shares = np.array(shares)
-    turns = take_turns(shares)
+    order = interleave(shares)
     count, num_members = shares.sum(), np.count_nonzero(shares)
-    assert np.bincount(turns, minlength=len(shares)).tolist() == shares.tolist()
-    so_far = np.cumsum(turns[:, None] == np.arange(len(shares)), axis=0)
+    assert np.bincount(order, minlength=len(shares)).tolist() == shares.tolist()
+    so_far = np.cumsum(order[:, None] == np.arange(len(shares)), axis=0)
     off = np.abs(so_far - np.arange(1, count + 1)[:, None] * shares / count).max()
     bound = 1 - 1 / (2 * num_members - 2) if num_members > 1 else 0
     assert off <= bound + 1e-9
@@ -135,7 +135,7 @@ def test_fractions_are_the_weights():
 def test_weights_that_cannot_be_honoured_are_refused(members):
     with pytest.raises(ValueError, match=r"\(1.0, 1e-06\).* is 1e-06 of their sum.*1 / 65,536"):
         mixed(members, 1.0, 1e-6)
-    with pytest.raises(ValueError, match=r"from step 10 on every weight of data.source is 0"):
+    with pytest.raises(ValueError, match=r"from step 10 every weight of data.source is 0"):
         mixed(members, [(0, 1.0), (10, 0.0)], 0.0)
 
 

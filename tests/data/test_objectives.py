@@ -112,7 +112,7 @@ def test_a_prefix_has_any_length_and_no_loss():
             np.testing.assert_array_equal(getattr(example, name), getattr(causal, name))
         for segment in (1, 2, 3):
             weights = example.weights[example.segments == segment]
-            assert (np.diff(weights) >= 0).all()  # the loss begins once, and goes on
+            assert (np.diff(weights) >= 0).all()  # the loss begins once, and continues
             assert weights[-1] == 1  # the end of every piece is predicted
         shares[int(40 - example.weights[:40].sum())] += 1 / 4000
     np.testing.assert_allclose(shares, 1 / 40, atol=4 * np.sqrt(1 / 40 / 4000))
@@ -206,7 +206,7 @@ def test_statistics_of_span_corruption():
     for n in (1, 2, 3, 4):
         assert np.mean(np.array(lengths) == n) == pytest.approx(share, abs=0.01)
         share *= (84 - n - 26) / (84 - n)
-    # No place is preferred, but for the ends: T5 begins with text and ends with noise.
+    # No position is preferred, except the ends: T5 begins with text and ends with noise.
     np.testing.assert_allclose(
         noise_at[44:-44].reshape(6, 80).mean(axis=1) / count, 0.147, atol=0.006
     )
@@ -309,9 +309,9 @@ def test_a_dataset_of_each_objective(name):
 
 
 def test_too_few_ids_say_how_many_are_needed():
-    with pytest.raises(ValueError, match=r"needs 6 ids beside the 257.*model.vocab_size = 263"):
+    with pytest.raises(ValueError, match=r"needs 6 more ids than the 257.*model.vocab_size = 263"):
         opened(numbered(60, 60), seq_len=128, objective="span_corruption", vocab_size=257)
-    with pytest.raises(ValueError, match=r"needs 1 ids beside .* set model.vocab_size = 258"):
+    with pytest.raises(ValueError, match=r"needs 1 more ids than .* set model.vocab_size = 258"):
         opened(numbered(60, 60), seq_len=128, objective="masked", vocab_size=257)
     with pytest.raises(ValueError, match=r"data.seq_len = 3 is too short .*at least 4"):
         opened(numbered(60, 60), seq_len=3, objective="span_corruption")

@@ -1,9 +1,9 @@
-"""What is passed over is left out, whatever was passed over before."""
+"""Skipped examples are left out, whatever was skipped before."""
 
 import pytest
 
 from jaxscale.data.dataset import SourceProgress
-from jaxscale.data.skipped_ranges import pass_over, ranges_of, with_ranges
+from jaxscale.data.skipped_ranges import ranges_of, skip_examples, with_ranges
 
 
 class Numbers:
@@ -34,7 +34,7 @@ def test_the_rest_keeps_its_order(passed, ranges):
     rest, examples = list(range(40)), Numbers()
     for first, last in passed:
         del rest[first:last]
-        examples = pass_over(examples, first, last)
+        examples = skip_examples(examples, first, last)
     assert ranges_of(examples) == ranges
     again = with_ranges(Numbers(), [list(one) for one in ranges])
     for some in (examples, again):

@@ -136,7 +136,7 @@ def pieces_of(examples) -> list[tuple[int, ...]]:
 @pytest.mark.proof
 @pytest.mark.parametrize("weights", [(None,) * 3, (1, 1, 2)])
 @pytest.mark.parametrize("prepared", [False, True])
-def test_conversations_and_pairs_beside_text(sources, weights, prepared, tmp_path, caplog):
+def test_conversations_and_pairs_with_text(sources, weights, prepared, tmp_path, caplog):
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t"))
     if prepared:
         for i, source in enumerate(sources):

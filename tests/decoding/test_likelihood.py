@@ -111,7 +111,7 @@ BAD = [
     ("[]", "line 2 is a list; expected an object"),
     ({"prompt": "a", "choices": ["b", "c"]}, "line 2 has no 'answer'; it has prompt, choices, and"),
     (GOOD | {"prompt": None}, "line 2: prompt is null; expected text"),
-    (GOOD | {"choices": ["b", "\ud800"]}, r"line 2 holds half of a surrogate pair, '\\ud800'"),
+    (GOOD | {"choices": ["b", "\ud800"]}, r"line 2 has half of a surrogate pair, '\\ud800'"),
     (GOOD | {"choices": ["b"]}, r"line 2: choices = \['b'\]; expected a list of at least two"),
     (GOOD | {"choices": ["b", ""]}, "line 2: choices = .*at least two texts"),
     (GOOD | {"answer": 2}, "line 2: answer = 2; expected the index of a choice, from 0 to 1"),
@@ -130,5 +130,5 @@ def test_a_bad_question_is_named(tmp_path, line, match):
     file.write_text(f"\ufeff{line}\n\n")  # a byte order mark is no text
     assert read_questions(file) == [Question("a\u2028", ("b", "c"), 1)]
     file.write_text("\n")
-    with pytest.raises(ValueError, match=r"q.jsonl is empty; it holds a question on each line"):
+    with pytest.raises(ValueError, match=r"q.jsonl is empty; give one question per line"):
         read_questions(file)

@@ -60,7 +60,7 @@ def test_conversations_of_a_file(tmp_path):
         (f"{json.dumps(records[0])}\n\n[]", "m.json, line 3, has an empty list instead of"),
         (json.dumps(records[0] | {"tools": 3}), "m.json has a int instead of a list of tools"),
         (json.dumps(records[0] | {"tools": ["f"]}), r"has a tool \(0, from 0\) that is a str, not"),
-        ('[{"role": "user", "content": "\\ud800"}]', "m.json holds half of a surrogate pair"),
+        ('[{"role": "user", "content": "\\ud800"}]', "m.json has half of a surrogate pair"),
         ('[{"content": "a"}]', r"message \(0, from 0\) .*; a message is {'role': 'user'"),
     ]:
         file.write_text(text)
@@ -73,7 +73,7 @@ def test_conversations_of_a_file(tmp_path):
     ("kind", "why"),
     [
         ("expert choice", "with model.router = 'expert_choice' experts choose among all tokens"),
-        ("own block and loss", r"its blocks have no decode\(\)"),
+        ("custom block and loss", r"its blocks have no decode\(\)"),
         ("bert", "is not causal here: it predicts masked tokens"),
     ],
 )

@@ -21,7 +21,7 @@ NAMES = [f"process {i} on host{i}" for i in range(4)]
 
 
 def differing(kind: str, *changes: dict) -> str:
-    """What is said of processes that have `changes` in one kind of thing."""
+    """The message about processes that have `changes` in one group of values."""
     reports = [consistency.describe_process(SETTINGS) for _ in changes]
     for report, change in zip(reports, changes):
         report[kind].update(change)

@@ -49,6 +49,6 @@ def test_a_stalled_data_worker_is_named_with_the_stacks():
     assert lines[0].startswith("waiting for input (step 4) for ")
     assert lines[1] == f"data worker {worker} is stopped (state T)"
     assert any("<module>" in line and "line 17" in line for line in lines), "where it waits"
-    assert lines[-1].startswith("error: nothing goes on: waiting for input (step 4) for ")
+    assert lines[-1].startswith("error: the run hangs: waiting for input (step 4) for ")
     with pytest.raises(ProcessLookupError):
         os.kill(int(worker), 0)

@@ -121,7 +121,7 @@ def test_one_process_alone_is_no_cluster(environ):
 
 
 @pytest.mark.parametrize("environ", [SLURM, ONE_HOST, {"JOB_COMPLETION_INDEX": "3"}])
-def test_processes_can_be_runs_of_their_own(environ):
+def test_processes_can_be_separate_runs(environ):
     assert find(environ, num_processes=1) is launcher.ALONE
 
 
@@ -130,7 +130,7 @@ def test_flags_come_before_launchers():
     found = find(
         {**SLURM, "CUDA_VISIBLE_DEVICES": "0,1"}, coordinator="h:7", num_processes=9, process_id=8
     )
-    # Their GPUs were dealt out by somebody else.
+    # The launcher has assigned their GPUs.
     assert (found.num_processes, found.process_id, found.devices) == (9, 8, None)
     assert find(coordinator="[fd00::1]:80", num_processes=2, process_id=0).address == (
         "fd00::1",
@@ -150,7 +150,7 @@ def test_flags_come_before_launchers():
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, (2, 3)),
     ],
 )
-def test_gpus_that_all_processes_of_a_host_see_are_dealt_out(environ, devices):
+def test_gpus_that_all_processes_of_a_host_see_are_split(environ, devices):
     assert find(SLURM | environ).devices == devices
 
 

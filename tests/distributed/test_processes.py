@@ -71,7 +71,7 @@ def report(host: str, boot: str = "b", loopback: str | None = None, **settings) 
         (
             [report("a", loopback="127.0.1.1"), report("b")],
             "process 0 on a: --coordinator = a:7: a, here 127.0.1.1 (see /etc/hosts), means the "
-            "host itself, and there are 2 hosts; give an address of process 0's host that the "
+            "host itself, and there are 2 hosts; give a host name or IP of process 0 that the "
             "others reach, such as 10.0.0.1:7",
         ),
         ([report("a"), report("a", "other", loopback="::1")], "process 1 on a: --coordinator"),
@@ -110,7 +110,7 @@ def test_a_process_that_does_not_come_to_a_loopback_address(monkeypatch, capsys)
     assert end.value.code == 1, "a supervisor tries again"
     said = capsys.readouterr().err
     assert said.startswith(f"error: process 1 of 2 did not connect to localhost:{port}")
-    assert said.endswith("localhost means the host itself, so all must be on one\n")
+    assert said.endswith("localhost is a loopback name, so all processes must be on one host\n")
 
 
 def start(process_id: int, port: int, *arguments: str, **environ: str) -> subprocess.Popen:
@@ -153,7 +153,7 @@ def start(process_id: int, port: int, *arguments: str, **environ: str) -> subpro
             {"JAX_NUM_CPU_DEVICES": "3"},
             "has JAX_NUM_CPU_DEVICES = 3, and process 0 on HOST has 8; set the same variables",
         ),
-        (["--workdir", "{other}"], {}, "{own} is not one folder for all: process 1 on HOST does"),
+        (["--workdir", "{other}"], {}, "{own} is not shared: process 1 on HOST does"),
     ],
     ids=["config", "flags", "devices", "folder"],
 )

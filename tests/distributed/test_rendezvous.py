@@ -174,7 +174,7 @@ def test_without_process_0_its_address_is_in_doubt():
 )
 def test_processes_that_contradict_each_other_are_refused(second, said, one_host, monkeypatch):
     monkeypatch.setattr(rendezvous, "LATE_SECONDS", 0.2)  # one does not come
-    if not one_host:  # a thread is a process here, and each on a host of its own
+    if not one_host:  # a thread is a process here, and each on a separate host
         monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
     port = free_port()
     errors = together(
@@ -330,7 +330,7 @@ def test_what_was_heard_of_another_start_or_is_changed_takes_no_part(monkeypatch
 
         _, error = together(answer, lambda: join(port, 1, 2, timeout=-4.5))
         assert isinstance(error, rendezvous.MissingProcessError)
-        assert "something else listens on that port" in str(error) or "refused" in str(error)
+        assert "another program listens on that port" in str(error) or "refused" in str(error)
 
 
 def test_silent_connections_keep_no_process_out(monkeypatch):
@@ -372,7 +372,7 @@ def test_only_the_address_that_is_needed_listens(host):
         pytest.skip("no IPv6 here")
     with rendezvous._listen("c", host, 0) as listener:
         assert listener.getsockname()[0] == host
-    # A name of several addresses, or of another machine, which forwards.
+    # A name of several IP addresses, or of another machine, which forwards.
     assert rendezvous.bind_address("192.0.2.1") is None
 
 
@@ -393,7 +393,7 @@ def test_a_token_keeps_others_out_who_are_told_so(monkeypatch):
     monkeypatch.setattr(rendezvous, "_proof", proof)
     port = free_port()
     first, other = together(lambda: named(0, port), lambda: named(1, port))
-    assert str(other).startswith("JAXSCALE_TOKEN is not that of process 0; set the same in")
+    assert str(other).startswith("JAXSCALE_TOKEN differs from process 0's; set the same in")
     assert str(first).startswith("process 1 of 2 did not connect")
 
 
@@ -402,14 +402,14 @@ def test_a_frozen_process_is_named_and_all_say_what_they_did(monkeypatch):
     with group(3) as members:
         said = collections.defaultdict(list)
         for channel in members:
-            channel.place = lambda c=channel: (f"training (step {c.process_id})", True)
+            channel.activity = lambda c=channel: (f"training (step {c.process_id})", True)
             channel.dump = said[channel].append
-        members[0].place = lambda: ("saving (step 3)", False)
+        members[0].activity = lambda: ("saving (step 3)", False)
         members[1].inquire()
         time.sleep(0.7)
         assert not any(deaths[channel] for channel in members), "process 0 is at work"
         frozen = threading.Event()
-        members[2].place = lambda: frozen.wait(5) and ("", True)
+        members[2].activity = lambda: frozen.wait(5) and ("", True)
         members[1].inquire()
         until(lambda: deaths[members[0]] and deaths[members[1]])
         frozen.set()
@@ -426,12 +426,12 @@ def test_a_frozen_process_0_is_noticed_by_the_others(monkeypatch):
     monkeypatch.setattr(control_channel, "SILENT_SECONDS", 0.3)
     with group(2) as members:
         for channel in members:
-            channel.place = lambda: ("training (step 3)", True)
+            channel.activity = lambda: ("training (step 3)", True)
         members[0]._asking = True  # it does not react
         members[1].inquire()
         until(lambda: deaths[members[1]])
         names = members[0].names
-        until(lambda: deaths[members[0]])  # it goes on after all, and blames no other
+        until(lambda: deaths[members[0]])  # it resumes after all, and blames no other
         for channel in members:
             ((who, text, _),) = deaths[channel]
             assert who == 0

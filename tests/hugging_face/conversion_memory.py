@@ -38,11 +38,11 @@ LARGE = {
     "tie_word_embeddings": True,
 }
 """The embedding is the largest tensor, 134 MB, and less than each of three stacks, 168 MB. What the
-allocator holds back, some MB, is little beside them."""
+allocator holds back, some MB, is little compared with them."""
 
 
 def make_zeros(folder: pathlib.Path) -> None:
-    """A large model of zeros, in files that take no room."""
+    """A large model of zeros, in files that take no disk space."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**tiny_llama.CONFIG, **LARGE}))
     lay_out(folder, {}, 1)
@@ -76,7 +76,7 @@ def start_peak() -> int:
 
 def write(model: HuggingFaceModel, engine: Engine, params: Any, output: pathlib.Path) -> None:
     write_model(
-        output, model.config, engine.model.axes, params, dtype="bfloat16", beside=model.directory
+        output, model.config, engine.model.axes, params, dtype="bfloat16", workdir=model.directory
     )
 
 

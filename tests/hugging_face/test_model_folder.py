@@ -69,7 +69,7 @@ REFUSED = {
     "setting": (config(rope_turns=3), r"config.json: .*rope_turns"),
     "code": (
         config(model_type="lama", auto_map={"AutoModel": "x.Y"}),
-        r"model_type 'lama' is not supported \(its auto_map names code .* not run\); it can be",
+        r"model_type 'lama' is not supported \(its auto_map names custom .* run\); it can be",
     ),
     "quantized": (config(quantization_config={}), "quantized weights"),
     "pickle": (pickled, r"pickles \(pytorch_model.bin\).*safetensors first"),
@@ -83,7 +83,7 @@ REFUSED = {
     "no header": (lambda folder: (folder / "a.safetensors").write_bytes(b"x" * 20), "not a safete"),
     "index too long": (index(lambda files: {**files, "x": "a.safetensors"}), "x is in no file"),
     "index too short": (index(lambda files: dict(list(files.items())[1:])), "in no file by"),
-    "outside": (index(lambda files: dict.fromkeys(files, "../a.safetensors")), "no file of its"),
+    "outside": (index(lambda files: dict.fromkeys(files, "../a.safetensors")), "not a file of its"),
 }
 
 
@@ -97,7 +97,7 @@ def test_a_folder_that_cannot_be_used_is_refused(name, tmp_path):
         open_model(folder)
 
 
-def test_code_of_its_own_is_not_run_and_a_line_says_so(tmp_path, monkeypatch):
+def test_custom_code_is_not_run_and_is_reported(tmp_path, monkeypatch):
     """The family is one of ours: its own implementation reads the same tensors."""
     said = []
     monkeypatch.setattr(model_folder.log, "warning", said.append)
@@ -107,7 +107,7 @@ def test_code_of_its_own_is_not_run_and_a_line_says_so(tmp_path, monkeypatch):
     config(auto_map={"AutoModel": "x.Y"})(folder)
     assert open_model(folder).settings == plain.settings
     (line,) = said
-    assert f"{folder / 'config.json'} names code of its own (auto_map), which is not run" in line
+    assert f"{folder / 'config.json'} names custom code (auto_map), which is not run" in line
     assert "jaxscale's llama" in line
 
 
@@ -127,9 +127,11 @@ def test_of_a_model_that_reads_images_the_text_model_is_taken(outer, tmp_path, m
     assert model.settings == alone.settings
     assert model.tensors.keys() == alone.tensors.keys()
     (line,) = said
-    assert f"2 tensors of {len(tensors) + 2} are of images, and left out" in line
+    assert f"2 of {len(tensors) + 2} tensors belong to images" in line
     config(text_config=None)(tmp_path)
-    with pytest.raises(ValueError, match=r"text_config = None; of a gemma3 model, which reads im"):
+    with pytest.raises(
+        ValueError, match=r"text_config = None; for a multimodal gemma3 model it is"
+    ):
         open_model(tmp_path)
 
 
@@ -146,9 +148,9 @@ def test_an_exported_model_has_the_padding_id_that_transformers_needs(
 
 
 def export(name, folder, **ids):
-    """Writes a golden model into `folder / "hf"`, with what lies beside it in `folder`."""
+    """Writes a golden model into `folder / "hf"`, with its other files in `folder`."""
     model, out = from_pretrained(GOLDENS / name), folder / "hf"
-    settings = {"dtype": "float32", "beside": folder, "end_of_text": 9, **ids}
+    settings = {"dtype": "float32", "workdir": folder, "end_of_text": 9, **ids}
     write_model(out, model.config, model.model.axes, model.params, **settings)
 
 

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: out and in again, and those that are refused."""
+"""Adapters in PEFT's format: written and read again, and refusals."""
 
 import dataclasses
 import json
@@ -48,24 +48,24 @@ REFUSED = {
     ),
     "some layers": (
         settings(layers_to_transform=[1]),
-        r"layers_to_transform = \[1\], and adapters are in each of the 2 layers here, or in none",
+        r"layers_to_transform = \[1\]; adapters of all 2 layers are supported; merge these",
     ),
     "tokens of one table": (
         settings(trainable_token_indices=[3]),
-        r"trainable_token_indices = \[3\]; the same tokens are trained in the embedding and in a ",
+        r"trainable_token_indices = \[3\]; give embedding and head the same tokens: ",
     ),
     "magnitudes": (settings(use_dora=True), "use_dora = True is not supported"),
     "ranks": (settings(rank_pattern={"q_proj": 4}), "rank_pattern = {'q_proj': 4} is not sup"),
     "copies": (settings(modules_to_save=["lm_head"]), "modules_to_save = .*is not supported"),
     "what we do not know": (settings(use_new=1), "use_new = 1 is not supported"),
-    "biases": (settings(bias="all"), "bias = 'all'; adapters of weights alone are read"),
+    "biases": (settings(bias="all"), "bias = 'all'; only 'none' is supported"),
     "another start": (
         settings(init_lora_weights="pissa"),
         "init_lora_weights = 'pissa' changes the weights of the model, too; convert the adapters",
     ),
     "pickle": (
         lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"),
-        "holds no adapters of PEFT: no adapter_model.safetensors, which save_pretrained writes",
+        "contains no PEFT adapters: no adapter_model.safetensors, which save_pretrained writes",
     ),
     "another model": (
         tensors(lambda name: name.replace("model.layers", "transformer.h")),
@@ -137,7 +137,7 @@ def test_adapters_come_back_as_they_were(name, targets, modules, tmp_path):
 @pytest.mark.proof
 @pytest.mark.parametrize(("name", "tables"), [("llama", 2), ("gpt2", 1)])
 def test_rows_of_tokens_come_back_in_the_place_of_those_in_the_model(name, tables, tmp_path):
-    """One of the model's own and one that is new, of the embedding and of a head of its own."""
+    """One of the model's own and one that is new, of the embedding and of an untied head."""
     base = from_pretrained(GOLDENS / name)
     size = base.config.vocab_size + 1
     grown = {"lora_rank": 2, "vocab_size": size, "lora_tokens": f"3,{size - 1}"}
@@ -155,7 +155,7 @@ def test_rows_of_tokens_come_back_in_the_place_of_those_in_the_model(name, table
     jax.tree.map(np.testing.assert_array_equal, back.params, params)
     beyond = {table: [3, size] for table in written["trainable_token_indices"]}
     settings(trainable_token_indices=beyond)(folder)
-    with pytest.raises(ValueError, match=rf"there is no row of token {size - 1}; save the model"):
+    with pytest.raises(ValueError, match=rf"token {size - 1} has no row; save the adapters"):
         open_model(GOLDENS / name, adapters=folder)
 
 
@@ -170,7 +170,7 @@ FUSED = [
 @pytest.mark.proof
 @pytest.mark.parametrize(("name", "targets", "ranks"), FUSED)
 def test_adapters_of_parts_of_a_fused_weight_come_back(name, targets, ranks, tmp_path):
-    """Each with a first matrix of its own: one adapter as PEFT has it, of their ranks together."""
+    """Each with a separate first matrix: one adapter as PEFT has it, of their ranks together."""
     config, axes, params = adapted(name, targets)
     write_adapters(tmp_path / "peft", config, axes, params, dtype="float32")
     written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())

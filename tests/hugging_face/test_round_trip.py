@@ -75,13 +75,13 @@ def test_tensors_come_back_bit_for_bit(layout, tmp_path, monkeypatch):
         engine.model.axes,
         canonical,
         dtype="bfloat16",
-        beside=source,
+        workdir=source,
         max_file_bytes=5000,
     )
     assert tiny_llama.bits(load_all(output)) == tiny_llama.bits(values)
     sizes = [path.stat().st_size for path in output.glob("model-*-of-*.safetensors")]
     assert len(sizes) > 2
-    assert max(sizes) < 5000 + 3000, "a header is beside the tensors"
+    assert max(sizes) < 5000 + 3000, "a header comes with the tensors"
     index = json.loads((output / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == values.keys()
     assert open_model(output).settings == model.settings
@@ -96,7 +96,7 @@ def test_tensors_come_back_bit_for_bit(layout, tmp_path, monkeypatch):
         ("qwen3_moe_dense", {"pipeline": 2, "expert": 2}),
     ],
 )
-def test_each_expert_has_tensors_of_its_own(name, layout, tmp_path):
+def test_each_expert_has_separate_tensors(name, layout, tmp_path):
     """Those of a layer's experts lie on several ranks, and its first layers may have none."""
     source = GOLDENS / name
     model = open_model(source)
@@ -112,7 +112,7 @@ def test_each_expert_has_tensors_of_its_own(name, layout, tmp_path):
         engine.model.axes,
         params,
         dtype="float32",
-        beside=tmp_path,
+        workdir=tmp_path,
     )
     assert tiny_llama.bits(load_all(tmp_path / "output")) == tiny_llama.bits(values)
 
@@ -144,7 +144,7 @@ def test_a_module_that_predicts_a_further_token_is_read_and_written_where_a_run_
     for part, columns in (("embedding", slice(width)), ("hidden", slice(width, None))):
         np.testing.assert_array_equal(merge[part].T, values[f"{module}eh_proj.weight"][:, columns])
     output = tmp_path / "output"
-    write_model(output, model.config, engine.model.axes, params, dtype="float32", beside=tmp_path)
+    write_model(output, model.config, engine.model.axes, params, dtype="float32", workdir=tmp_path)
     assert tiny_llama.bits(load_all(output)) == tiny_llama.bits(values)
     written = json.loads((output / "config.json").read_text())
     assert written["num_nextn_predict_layers"] == 1
@@ -166,7 +166,7 @@ def test_the_biases_that_balance_experts_stay_in_float32(tmp_path):
     model = from_pretrained(source, param_dtype="bfloat16")
     output = tmp_path / "output"
     write_model(
-        output, model.config, model.model.axes, model.params, dtype="bfloat16", beside=tmp_path
+        output, model.config, model.model.axes, model.params, dtype="bfloat16", workdir=tmp_path
     )
     values = load_file(output / "model.safetensors")
     wide = {name: value for name, value in values.items() if value.dtype != "bfloat16"}
@@ -189,7 +189,7 @@ def test_a_tied_head_is_checked_and_not_written(tmp_path):
         engine.model.axes,
         params,
         dtype="float32",
-        beside=tmp_path,
+        workdir=tmp_path,
     )
     assert tiny_llama.bits(load_all(tmp_path / "b")) == tiny_llama.bits(values)
     copy["lm_head.weight"] = copy["lm_head.weight"] + 1
@@ -232,7 +232,9 @@ def test_a_tensor_with_values_that_are_not_finite_is_refused_by_name(value, tmp_
     values["model.layers.2.mlp.up_proj.weight"][3, 5] = value
     model = open_model(tiny_llama.save(tmp_path, values))
     engine = engine_of(model.config, {"fsdp": 2})
-    with pytest.raises(ValueError, match=r"tensor model.layers.2.mlp.up_proj.weight has values"):
+    with pytest.raises(
+        ValueError, match=r"tensor model.layers.2.mlp.up_proj.weight has NaN or infinite values"
+    ):
         model.read(engine.model.axes, engine.placement.canonical.params)
 
 
@@ -250,7 +252,7 @@ def test_a_value_that_the_files_cannot_hold_is_refused(tmp_path):
             engine.model.axes,
             params,
             dtype="float16",
-            beside=tmp_path,
+            workdir=tmp_path,
         )
     assert not (tmp_path / "b").exists()
     assert jnp.isfinite(params["head"]["norm"]["scale"]).all()

@@ -93,21 +93,21 @@ def entry(shape, offsets, dtype="F32"):
 
 
 REFUSED = {
-    "negative sizes": ({"a": entry([-2, -4], [0, 32])}, "'a' has no dtype, shape and"),
-    "a fraction of a size": ({"a": entry([8.0], [0, 32])}, "'a' has no dtype, shape and"),
-    "a fraction of a byte": ({"a": entry([8], [0, 32.0])}, "'a' has no dtype, shape and"),
-    "true for a size": ({"a": entry([8, True], [0, 32])}, "'a' has no dtype, shape and"),
-    "many dims": ({"a": entry([8] + [1] * 64, [0, 32])}, "'a' has no dtype, shape and"),
+    "negative sizes": ({"a": entry([-2, -4], [0, 32])}, "'a' needs dtype, shape and"),
+    "a fraction of a size": ({"a": entry([8.0], [0, 32])}, "'a' needs dtype, shape and"),
+    "a fraction of a byte": ({"a": entry([8], [0, 32.0])}, "'a' needs dtype, shape and"),
+    "true for a size": ({"a": entry([8, True], [0, 32])}, "'a' needs dtype, shape and"),
+    "many dims": ({"a": entry([8] + [1] * 64, [0, 32])}, "'a' needs dtype, shape and"),
     "backwards": ({"a": entry([0], [0, 32], "I8"), "b": entry([], [32, 16], "I8")}, "'b' does not"),
     "overlapping": (
         {"a": entry([6], [0, 24]), "b": entry([4], [16, 32])},
-        "'b' begins at byte 16, and not at 24",
+        "'b' begins at byte 16, not at 24",
     ),
     "twice the same": (
         {"a": entry([8], [0, 32]), "b": entry([8], [0, 32])},
-        "byte 0, and not at 32",
+        "byte 0, not at 32",
     ),
-    "a hole": ({"a": entry([4], [16, 32])}, "'a' begins at byte 16, and not at 0"),
+    "a hole": ({"a": entry([4], [16, 32])}, "'a' begins at byte 16, not at 0"),
     "metadata": ({"__metadata__": {"a": 1}, "a": entry([8], [0, 32])}, "its header is damaged"),
     "a list": ([], "its header is damaged"),
 }

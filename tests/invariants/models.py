@@ -78,7 +78,7 @@ KINDS = {
             **SIZES,
         }
     ),
-    "own block and loss": Kind(
+    "custom block and loss": Kind(
         {"family": import_own_model(), "num_layers": 4, **SIZES},
         lambda: {"optimizer": optax.lamb(1e-3)},
     ),

@@ -57,7 +57,7 @@ LAYOUTS = {
         {"data": 2, "fsdp": 2, "context": 2, **LAYERED, **GATHER},
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"},
     ],
-    "own block and loss": [
+    "custom block and loss": [
         {"pipeline": 2, "data": 2, "fsdp": 2, "microbatches": 2, "schedule": "1f1b"},
         {"fsdp": 2, "tensor": 2, "context": 2, **SHARDED_GRADS, "remat": "save_matmuls"},
     ],
@@ -103,7 +103,7 @@ RESUMED = ("two stacks", "local and global layers", "encoder and decoder", "expe
 """In their first layout these also begin (those of `BEGUN`), save, resume, and are resumed from on
 one device; the parameters of the others are a decoder's, stacked as those of local and global
 layers."""
-SLOW = (("two stacks", 1), ("two stacks", 2), ("own block and loss", 1))
+SLOW = (("two stacks", 1), ("two stacks", 2), ("custom block and loss", 1))
 CASES = [
     pytest.param(
         name,

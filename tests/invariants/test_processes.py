@@ -167,7 +167,7 @@ def origins(folder, one) -> dict[str, pathlib.Path]:
     """What a run may start from: another run, and its weights at Hugging Face, in float32."""
     model = from_pretrained(one, compute_dtype="float64")
     hf = folder / "hf"
-    write_model(hf, model.config, model.model.axes, model.params, dtype="float32", beside=one)
+    write_model(hf, model.config, model.model.axes, model.params, dtype="float32", workdir=one)
     return {"run": one, "hf": hf}
 
 

@@ -63,7 +63,7 @@ def test_logits_and_tensors_are_those_of_transformers(name, tmp_path, monkeypatc
 
     written = tmp_path / "written"
     write_model(
-        written, model.config, model.model.axes, model.params, dtype="float32", beside=tmp_path
+        written, model.config, model.model.axes, model.params, dtype="float32", workdir=tmp_path
     )
     family = find_family(model.config.family)
     stored = {

@@ -132,7 +132,7 @@ def test_a_run_waits_for_a_reader_that_fetches_from_its_address(tmp_path, monkey
     with reader:
         thread = threading.Thread(target=train)
         thread.start()
-        while "another process fetches memory://bucket/waits; waiting" not in caplog.text:
+        while "another process downloads memory://bucket/waits; waiting" not in caplog.text:
             assert thread.is_alive()
     thread.join()
     assert held

@@ -181,7 +181,7 @@ def test_a_full_disk_loses_no_record_and_ends_no_run(tmp_path: Path, caplog: Any
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = [record.message.partition(" cannot ") for record in caplog.records]
-    why = "be written (File too large); what it should hold is kept until it can"
+    why = "be written (File too large); its records are kept in memory until it can"
     assert said == [
         (f"warning: {path}", " cannot ", why) for path in (tmp_path / "metrics.jsonl", events)
     ]

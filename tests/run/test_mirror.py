@@ -116,7 +116,7 @@ def test_a_run_continues_on_an_empty_machine_to_the_bit(address, tmp_path, monke
     workdir = run_folder.folder(address)
     resumed, state = run(workdir, 8)
     assert (begun.begin, resumed.begin) == (0, 4)
-    assert any(line.startswith("checkpoint 4 is not here; fetched from s3") for line in lines())
+    assert any(line.startswith("checkpoint 4 is not here; downloaded from s3") for line in lines())
     jax.tree.map(np.testing.assert_array_equal, state, expected)
 
     store = local_tier.open_store(address)
@@ -138,7 +138,7 @@ def test_a_run_continues_on_an_empty_machine_to_the_bit(address, tmp_path, monke
     flip(values(workdir, 8))  # no digest of the file, as of large ones: only the array tells
     again, restored = run(workdir, 9, fit=False)
     assert (again.begin, int(restored.step)) == (8, 8)
-    assert any(line.startswith("checkpoint 8 is damaged here (") for line in lines())
+    assert any(line.startswith("checkpoint 8 is corrupt here (") for line in lines())
 
     move_to(monkeypatch, tmp_path / "third_machine")
     move_to(monkeypatch, tmp_path / "third_machine")
@@ -274,7 +274,7 @@ def test_a_damaged_one_there_is_fallen_back_from(address, tmp_path, monkeypatch,
     move_to(monkeypatch, tmp_path / "second_machine")
     assert newest(address) == 4
     (warning,) = [line for line in lines() if line.startswith("warning")]
-    assert warning.startswith("warning: checkpoint 6 is damaged (")
+    assert warning.startswith("warning: checkpoint 6 is corrupt (")
     assert warning.endswith("run/checkpoints/6.damaged1; the newest intact one is 4")
     assert local_tier.stored_steps(store) == [4]
     assert newest(address) == 4
@@ -290,7 +290,7 @@ def test_a_damaged_one_here_is_replaced_by_the_one_there(address, lines):
     with pytest.raises(DamagedError, match=r"checkpoint 6 in .* changed since it was written"):
         newest(address, refuse_damaged=True)
     assert newest(address) == 6
-    assert any(line.startswith("checkpoint 6 is damaged here (") for line in lines())
+    assert any(line.startswith("checkpoint 6 is corrupt here (") for line in lines())
     assert (here / "checkpoints" / "6.damaged1").is_dir()
 
     with contextlib.closing(open_checkpoints(address)) as checkpoints:
@@ -322,7 +322,7 @@ def test_an_address_that_was_emptied_is_no_new_run(address):
     save(address, 2)
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
     workdir = run_folder.folder(address)
-    with pytest.raises(ValueError, match=r"no checkpoint any more, and its .* holds 2: remove"):
+    with pytest.raises(ValueError, match=r"no checkpoint any more, and its .* has step 2: remove"):
         save(address)
     assert local_tier.open_store(address).sizes() == {}
     (workdir / local_tier.SENT).unlink()
@@ -439,7 +439,7 @@ def test_a_lost_folder_of_checkpoints_at_the_address_is_no_new_run(address, tmp_
     remote.remove_checkpoint(local_tier.open_store(address), 2)
     assert newest(address) == 2, "still here"
     move_to(monkeypatch, tmp_path / "second_machine")
-    with pytest.raises(ValueError, match=r"holds no checkpoint, and step 2 was saved there"):
+    with pytest.raises(ValueError, match=r"has no checkpoint, and step 2 was saved there"):
         newest(address)
 
 
@@ -449,7 +449,7 @@ def test_no_room_in_the_local_tier_is_one_line(address, tmp_path, monkeypatch):
     move_to(monkeypatch, tmp_path / "second_machine")
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(local_tier.shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(StoreError, match=r"checkpoint 2: .* 100 B free; make room, or set JAXSCA"):
+    with pytest.raises(StoreError, match=r"checkpoint 2: .* 100 B free; free space, or set JAXSCA"):
         newest(address)
     with pytest.raises(StoreError, match=r"3 checkpoints of the run: .* has 100 B free"):
         run(run_folder.folder(f"{address}2"), 4)
@@ -481,7 +481,7 @@ def test_an_address_that_cannot_be_used_is_one_line(s3_server, tmp_path, monkeyp
         "error: argument --workdir: nowhere://bucket/run cannot be opened: Protocol not known: "
         "nowhere\n"
     )
-    assert "names no folder" in refused(train.main, capsys, *given, "memory://")
+    assert "has no folder" in refused(train.main, capsys, *given, "memory://")
     said = refused(train.main, capsys, *given, "s3://bucket/run[1]")
     assert "s3://bucket/run[1] has one of * ? [, which stores take for a pattern" in said
     said = refused(train.main, capsys, *given, "s3://nobodys/run", expected=1)
@@ -512,7 +512,7 @@ def test_processes_with_local_tiers_of_their_own_are_refused(address, monkeypatc
     monkeypatch.setattr(processes, "_channel", channel)
     workdir = run_folder.folder(address)
     message = (
-        rf"is not one folder for all: process 1 on b does not .* for {address} set "
+        rf"is not shared: process 1 on b does not .* for {address} set "
         "JAXSCALE_LOCAL_TIER to a folder that every host has mounted"
     )
     with pytest.raises(ValueError, match=message):

@@ -240,7 +240,7 @@ def test_a_damaged_checkpoint_is_set_aside(begun, lines):
     names = sorted(path.name for path in (begun / "checkpoints").iterdir())
     assert names == ["4", "6.damaged1"]
     (line,) = [line for line in lines() if line.startswith("warning")]
-    assert line.startswith("warning: checkpoint 6 is damaged (")
+    assert line.startswith("warning: checkpoint 6 is corrupt (")
     assert line.endswith("6.damaged1; the newest intact one is 4")
 
 
@@ -255,7 +255,7 @@ def test_nothing_is_renamed_where_no_checkpoint_is_intact(begun):
 def test_a_lost_folder_of_checkpoints_is_no_new_run(begun):
     metrics = (begun / "metrics.jsonl").read_text()
     shutil.rmtree(begun / "checkpoints")
-    with pytest.raises(ValueError, match=r"holds no checkpoint, and step 6 was saved there: put"):
+    with pytest.raises(ValueError, match=r"has no checkpoint, and step 6 was saved there: restore"):
         reopen(begun, "run.steps=8")
     assert (begun / "metrics.jsonl").read_text() == metrics
 
@@ -303,7 +303,7 @@ def test_the_commands_read_the_checkpoint_that_is_asked_for(finished, tmp_path, 
     ):
         with pytest.raises(SystemExit):
             main([*workdir, "--step", "5", *words])
-        assert "checkpoints holds no checkpoint 5; it holds 4, 6" in capsys.readouterr().err
+        assert "checkpoints has no checkpoint 5; it has 4, 6" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_changed_is_refused(finished, fresh):
@@ -448,7 +448,7 @@ def test_a_folder_that_is_removed_under_a_run_is_begun_anew(ready, monkeypatch, 
     assert [one["step"] for one in metrics.read(ready.workdir / "metrics.jsonl")] == [3, 4, 5, 6]
     said = [line for line in lines() if line.startswith("warning")]
     assert len(said) == 2
-    assert all("was removed or moved, and is begun anew" in line for line in said)
+    assert all("was removed or moved; created again" in line for line in said)
 
 
 @pytest.mark.proof

@@ -1,4 +1,4 @@
-"""What people and models say to each other, as files hold it: exchanges, conversations, questions.
+"""Dialogue data: prompts with responses, conversations, multiple-choice questions.
 
 Nothing here imports JAX: a bad file must be refused in a fraction of a second.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxscale.storage.untrusted import parse_json
 
 CONVERSATIONS = ("messages", "conversations")
-"""Names that records give to a conversation: the second is ShareGPT's."""
+"""Fields of a conversation in records; the second is ShareGPT's."""
 
 SHAREGPT = {
     "system": "system",
@@ -22,7 +22,7 @@ SHAREGPT = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Roles of those who speak in ShareGPT's conversations."""
+"""Speaker in ShareGPT's conversations -> role."""
 
 
 class Exchange(NamedTuple):
@@ -33,22 +33,22 @@ class Exchange(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Messages, each with a role and what a chat template needs, and the tools that it names."""
+    """Messages, each with a role and further fields for a chat template, and the tools."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
 
 
 class Question(NamedTuple):
-    """Multiple choice: one of the texts that may follow the prompt is right."""
+    """A multiple-choice question: several continuations of a prompt, one of them correct."""
 
     prompt: str
     choices: tuple[str, ...]
-    answer: int  # its index
+    answer: int  # index of the correct one
 
 
 def problem_of_messages(messages: Any) -> str:
-    """What makes a value no list of messages, as in "has ..."; nothing where it is one."""
+    """The reason why a value is not a list of messages, as in "has ..."; "" if it is one."""
     if not isinstance(messages, Sequence) or not messages:
         given = "an empty list" if messages == [] else name_of_type(messages)
         return f"has {given} instead of a list of messages"
@@ -59,11 +59,10 @@ def problem_of_messages(messages: Any) -> str:
 
 
 def to_messages(value: Any) -> Sequence[Mapping[str, Any]]:
-    """A list of messages, of which those of ShareGPT, `{"from": "human", "value": TEXT}`, get a
-    role and content.
+    """A list of messages; ShareGPT's, `{"from": "human", "value": TEXT}`, get a role and content.
 
     Raises:
-      ValueError: it is something else; as in "has ...".
+      ValueError: the value is not such a list; as in "has ...".
     """
     listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     messages = [_with_role(i, one) for i, one in enumerate(value)] if listed else value
@@ -90,10 +89,10 @@ def _with_role(number: int, message: Any) -> Any:
 
 
 def tools_of(tools: Any) -> Sequence[Mapping[str, Any]] | None:
-    """The tools of a record, which may hold them as JSON in a text, as tables do; none of no tools.
+    """The tools of a record, which tables store as JSON in a text; None without tools.
 
     Raises:
-      ValueError: they are something else; as in "has ...".
+      ValueError: the value is not a list of tools; as in "has ...".
     """
     if isinstance(tools, str | bytes) and tools:
         try:
@@ -118,7 +117,7 @@ def read_conversations(file: pathlib.Path) -> list[Conversation]:
     Each is a list of messages, or an object with "messages" and perhaps "tools".
 
     Raises:
-      ValueError: it holds something else.
+      ValueError: the file contains anything else.
     """
     text = file.read_text("utf-8-sig")
     try:
@@ -138,28 +137,28 @@ def read_conversations(file: pathlib.Path) -> list[Conversation]:
 
 
 def _check_text(where: str, value: Any) -> None:
-    """Refuses what no tokenizer takes, in a value as JSON has it.
+    """Refuses text in a JSON value that no tokenizer accepts.
 
     Raises:
-      ValueError: a text is no Unicode.
+      ValueError: a text is not valid Unicode.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{where} holds half of a surrogate pair, {error.object[error.start]!r}, which is not "
+            f"{where} has half of a surrogate pair, {error.object[error.start]!r}, which is not "
             "text; remove it"
         ) from error
 
 
 def _each_line(where: str, text: str) -> list[tuple[str, Any]]:
-    """The values of JSON lines, and where they are; none where the first line is not JSON alone.
+    """The values of JSON lines with their positions; empty if the first line is not JSON by itself.
 
     Raises:
-      ValueError: a later line is not.
+      ValueError: a later line is not JSON.
     """
     values = []
-    # Not splitlines(): a text in a line may hold U+2028, at which that divides, too.
+    # Not splitlines(), which also splits at U+2028 inside a text.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -199,7 +198,7 @@ def read_questions(file: pathlib.Path) -> list[Question]:
     """The questions of a JSONL file, one {"prompt", "choices", "answer"} a line.
 
     Raises:
-      ValueError: a line holds something else; names it, its key and what is allowed.
+      ValueError: a line is not a question; names the line, the key and the allowed values.
     """
     questions = []
     # Not splitlines(): see _each_line.
@@ -207,12 +206,12 @@ def read_questions(file: pathlib.Path) -> list[Question]:
         if line.strip():
             questions.append(_question(f"--choices {file}, line {number}", line))
     if not questions:
-        raise ValueError(f"--choices {file} is empty; it holds a question on each line")
+        raise ValueError(f"--choices {file} is empty; give one question per line")
     return questions
 
 
 def name_of_type(value: Any) -> str:
-    """The type of a value, in a message."""
+    """The name of a value's type in messages."""
     return "null" if value is None else f"a {type(value).__name__}"
 
 

@@ -1,4 +1,4 @@
-"""Documents of the files of a source, in pieces that can be read independently."""
+"""Documents in the files of a source, read in pieces that are independent of each other."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from jaxscale.data.text.dialogue import Conversation, Exchange
 from jaxscale.data.text.formats import boundary, is_splittable, read_records, where
 from jaxscale.data.text.text_files import File, draw, hash_identity
 
-_SAMPLE_PLACES = 64  # pieces that a sample is drawn from, if there are so many
+_SAMPLE_PIECES = 64  # maximal pieces of a sample
 
 
 class Piece(NamedTuple):
@@ -24,12 +24,12 @@ class Piece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """As stored: of a compressed file, less than its text."""
+        """Stored bytes; in a compressed file fewer than those of its text."""
         return self.stop - self.start
 
     @property
     def key(self) -> list[object]:
-        """All that its documents depend on, known without reading the file."""
+        """Everything that determines its documents, known without reading the file."""
         file, source = self.file, self.file.source
         return [
             file.path,
@@ -54,19 +54,19 @@ class Document(NamedTuple):
 
     text: str
     num_bytes: int  # of UTF-8
-    hash: int  # of the identity, the same for all parts, and for all texts of a conversation
-    loss: tuple[Span, ...] | None = None  # what is predicted; None is all of it
+    hash: int  # of the identity: equal for all parts, and for all texts of a conversation
+    loss: tuple[Span, ...] | None = None  # the parts with loss; None for the whole text
     chat: bool = False  # rendered by a chat template, special tokens written out
-    apart: bool = False  # what carries loss is tokenised on its own
+    apart: bool = False  # the part with loss is tokenised separately
 
 
 Render = Callable[[Messages, Tools], list[Rendered]]
-"""A conversation as one text or several, and the parts of each that carry loss."""
+"""Renders a conversation as one text or several, with the parts of each that carry loss."""
 
 
 @dataclass(frozen=True)
 class Bad:
-    """A document that cannot be used, and may be left out where `skip_share` allows it."""
+    """A document that cannot be used, and is left out if `skip_share` allows it."""
 
     file: File
     position: int
@@ -77,7 +77,7 @@ class Bad:
 
 
 def cut(files: Sequence[File], piece_bytes: int) -> Iterator[Piece]:
-    """Every file in pieces of at most `piece_bytes` stored bytes, or whole if it cannot be cut."""
+    """Cuts each file into pieces of at most `piece_bytes` stored bytes, if its format allows it."""
     for file in files:
         step = piece_bytes if is_splittable(file) else file.num_bytes
         for start in range(0, file.num_bytes, step):
@@ -85,15 +85,15 @@ def cut(files: Sequence[File], piece_bytes: int) -> Iterator[Piece]:
 
 
 def read_documents(piece: Piece, render: Render | None = None) -> Iterator[Document | Bad]:
-    """The documents of a piece; those that are too long are split.
+    """The documents of a piece; documents that are too long are split.
 
-    A document's identity is that of its file, with its position if the file holds several.
+    A document's identity is that of its file, with its position if the file has several.
 
     Args:
-      render: a chat template's; without one, messages are joined as they are.
+      render: of a chat template; without one, messages are concatenated.
 
     Raises:
-      ValueError: while reading; the file is damaged, or a whole file holds no document.
+      ValueError: while reading; the file is damaged, or a whole file has no document.
     """
     file, limit = piece.file, piece.file.source.max_document_bytes
     whole = boundary(file) == "file"
@@ -105,7 +105,7 @@ def read_documents(piece: Piece, render: Render | None = None) -> Iterator[Docum
                 texts = _texts_of(content, render)
                 sizes = [len(text.encode()) for text, _ in texts]
             except UnicodeEncodeError:
-                yield Bad(file, position, "holds half of a surrogate pair, which is not text")
+                yield Bad(file, position, "has half of a surrogate pair, which is not text")
                 continue
             except ValueError as error:
                 yield Bad(file, position, str(error))
@@ -129,7 +129,7 @@ def read_documents(piece: Piece, render: Render | None = None) -> Iterator[Docum
         after = "" if position is None or whole else f" (after {where(file, position)})"
         raise ValueError(f"{error}{after}") from error
     if not found and piece.start == 0 and piece.stop == file.num_bytes:
-        raise ValueError(f"{file.path} holds no document; leave it out of {file.source.listed_in}")
+        raise ValueError(f"{file.path} has no document; remove it from {file.source.listed_in}")
 
 
 def sample_documents(
@@ -140,9 +140,9 @@ def sample_documents(
     seed: int = 0,
     render: Render | None = None,
 ) -> Iterator[Document]:
-    """Documents of about `num_bytes` in all, or every document; deterministic.
+    """A deterministic sample of about `num_bytes` of documents, or every document.
 
-    They come from pieces spread over all files; those that `heldout` holds out are left out.
+    They come from pieces spread over all files; held-out documents are left out.
 
     Raises:
       ValueError: as `read_documents`.
@@ -155,7 +155,7 @@ def sample_documents(
     ]
     taken, most = 0, num_bytes
     if total > num_bytes:
-        most = -(-num_bytes // min(len(pieces), _SAMPLE_PLACES))
+        most = -(-num_bytes // min(len(pieces), _SAMPLE_PIECES))
     for i in np.argsort(draw(np.array(hashes, np.uint64), seed), kind="stable"):
         documents = list(_first(pieces[i], most / (1 - heldout), render))
         drawn = draw(np.array([document.hash for document in documents], np.uint64), seed)
@@ -182,11 +182,11 @@ def _first(piece: Piece, num_bytes: float, render: Render | None) -> Iterator[Do
 def _texts_of(
     content: str | Exchange | Conversation | ValueError, render: Render | None
 ) -> list[tuple[str, tuple[Span, ...] | None]]:
-    """The texts of a record, one of all but conversations, and the parts of each that carry loss,
-    if they are not all.
+    """The texts of a record, several only for a conversation, with the parts of each that carry
+    loss; None for all of it.
 
     Raises:
-      ValueError: it cannot be used.
+      ValueError: the record cannot be used.
     """
     match content:
         case ValueError():

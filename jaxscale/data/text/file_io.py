@@ -1,7 +1,7 @@
-"""Files on this machine, or at an address such as s3://bucket/key.
+"""Reads local files and files at URLs (s3://, gs://).
 
-An error while a file is read becomes a ValueError that names the file, or an AwayError where it may
-pass by itself.
+An error while a file is read becomes a ValueError that names the file, or an AwayError if it may be
+transient.
 """
 
 import collections
@@ -23,35 +23,34 @@ from jaxscale.storage.durable import MAY_PASS, reason
 from jaxscale.storage.object_store import answer, filesystem, is_remote
 
 ByteRange = tuple[str, int, int]
-"""An address, the first byte and the first after the last."""
+"""A URL, the first byte, and the one after the last."""
 
 COMPRESSIONS = (".gz", ".zst")
 
 BUFFER_BYTES = 2**17
 
 AHEAD_BYTES = 2**22
-"""Of a file at an address, fetched with what is wanted: a shard may read only 4 MB of it, and s3fs
-would fetch 50 more."""
+"""Read-ahead of a file at a URL: a shard may need only 4 MB of it, and s3fs would fetch 50 more."""
 
 
 def compression(path: str) -> str:
-    """ ".gz", ".zst" or nothing, by the last suffix."""
+    """The compression of a file by its suffix: ".gz", ".zst" or ""."""
     suffix = pathlib.PurePosixPath(path).suffix.lower()
     return suffix if suffix in COMPRESSIONS else ""
 
 
 class AwayError(OSError):
-    """Data that cannot be read now, as of a network's file system that does not answer."""
+    """Data that cannot be read now, such as on a network file system that does not answer."""
 
-    exit_status = 1  # it may be read the next time: a supervisor tries again
+    exit_status = 1  # it may be transient, so a supervisor tries again
 
 
 LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Of the errors of an object store, those that do not pass by themselves."""
+"""Errors of an object store that are not transient."""
 
 
 def cannot_be_read(path: str, error: OSError) -> ValueError | AwayError:
-    """What to raise for an error of the operating system, or of an object store."""
+    """The error to raise for one of the operating system or of an object store."""
     passes = error.errno in MAY_PASS or (is_remote(path) and not isinstance(error, LASTING))
     kind = AwayError if passes else ValueError
     return kind(f"{path} cannot be read: {error.strerror or error}")
@@ -59,7 +58,7 @@ def cannot_be_read(path: str, error: OSError) -> ValueError | AwayError:
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turns errors while a file is read into a ValueError, or an AwayError, that names it."""
+    """Converts errors while a file is read to a ValueError, or an AwayError, that names it."""
     try:
         with _of_libraries(path):
             yield
@@ -76,7 +75,7 @@ def reading(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _of_libraries(path: str) -> Iterator[None]:
-    """Libraries of object stores raise errors of their own kinds: those become OSErrors."""
+    """Converts the error types of object-store libraries to OSError."""
     try:
         yield
     except (OSError, EOFError, ValueError, zlib.error, zstd.ZstdError):
@@ -89,7 +88,7 @@ def _of_libraries(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[BinaryIO]:
-    """The bytes of a file, decompressed where its suffix says so.
+    """The bytes of a file, decompressed if it has the suffix.
 
     Raises:
       ValueError: on opening or while reading; the file cannot be read, or is damaged.
@@ -109,7 +108,7 @@ def open_stored(path: str) -> Any:
     """A file's bytes, as they are stored."""
     if is_remote(path):
         fs, name = filesystem(path)
-        # fsspec's own `readline` copies a whole block for each line.
+        # fsspec's `readline` copies a whole block for each line.
         return io.BufferedReader(fs.open(name, "rb", block_size=AHEAD_BYTES), BUFFER_BYTES)
     return open(path, "rb", buffering=BUFFER_BYTES)
 
@@ -121,7 +120,7 @@ def read_file(path: str) -> bytes:
 
 
 def exists(path: str) -> bool:
-    """Whether there is such a file, here or at an address."""
+    """Whether a local file, or a file at a URL, exists."""
     if not is_remote(path):
         return pathlib.Path(path).expanduser().is_file()
     fs, name = filesystem(path)
@@ -129,8 +128,8 @@ def exists(path: str) -> bool:
 
 
 def read_ranges(wanted: Sequence[ByteRange]) -> list[bytes]:
-    """Ranges of bytes at addresses, and no others; asked for at once where the library can, since
-    each is a round trip."""
+    """Ranges of bytes of files at URLs, requested concurrently if the library can, since each is a
+    round trip."""
     found: dict[int, bytes | Exception] = {}
     groups: collections.defaultdict[Any, list[tuple[int, str]]] = collections.defaultdict(list)
     for i, (path, start, stop) in enumerate(wanted):
@@ -146,7 +145,7 @@ def read_ranges(wanted: Sequence[ByteRange]) -> list[bytes]:
 
 
 def _checked(data: bytes | Exception, path: str, start: int, stop: int) -> bytes:
-    """What was read of a range, or the reason why not."""
+    """The bytes of a range; raises if they could not be read."""
     with reading(path):
         if isinstance(data, Exception):
             raise data

@@ -1,10 +1,10 @@
-"""Records of a part of a file, in any format: the position of each, and its text or its problem.
+"""Readers of all text formats: the records of a part of a file, each with its position.
 
-A part is a range of the stored bytes. A record belongs to the part that it begins in, so that
-parts can be cut without reading the file. A position is a byte of the (decompressed) file for
-text, lines and FASTA, and the number of a record for the others.
+A part is a range of stored bytes. A record belongs to the part in which it begins, so that parts
+can be cut without reading the file. A position is a byte of the (decompressed) file for text, lines
+and FASTA, and the number of a record for other formats.
 
-A UTF-8 byte order mark at the beginning of a file is no part of its text.
+A UTF-8 byte order mark at the beginning of a file is not part of its text.
 """
 
 import codecs
@@ -32,7 +32,7 @@ from jaxscale.data.text.text_files import File
 from jaxscale.storage.untrusted import parse_json
 
 Records = Iterator[tuple[int, str | Exchange | Conversation | ValueError]]
-"""Positions, each with its content, or with an error that a caller may skip."""
+"""Positions, each with its content or with an error that a caller may skip."""
 
 
 def is_splittable(file: File) -> bool:
@@ -42,10 +42,10 @@ def is_splittable(file: File) -> bool:
 
 
 def boundary(file: File) -> str:
-    """What a document of this file is: "file", "line", "paragraph" or "record".
+    """The unit of a document in this file: "file", "line", "paragraph" or "record".
 
     Raises:
-      ValueError: the entry of `data.source` asks for one that this format does not have.
+      ValueError: the entry of `data.source` sets a unit that this format does not have.
     """
     wanted = file.source.boundary
     if file.format in ("text", "fasta") and file.source.marks_loss:
@@ -119,7 +119,7 @@ def where(file: File, position: int) -> str:
 def _lines(stream: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """Lines, with their ends, that begin in the range."""
     position = start
-    if start:  # the line that holds the byte before belongs to an earlier part
+    if start:  # the line with the byte before belongs to an earlier part
         stream.seek(start - 1)
         position += len(stream.readline()) - 1
     while position < stop and (line := stream.readline()):
@@ -128,7 +128,7 @@ def _lines(stream: BinaryIO, start: int, stop: int) -> Iterator[tuple[int, bytes
 
 
 def _paragraphs(stream: BinaryIO, start: int, stop: int) -> Records:
-    """Runs of lines that are not blank; each belongs to the part of the blank line before it."""
+    """Runs of non-blank lines; each belongs to the part of the blank line before it."""
     ours, begin, lines = start == 0, 0, []
     for position, line in _lines(stream, start, 1 << 62):
         if not ours and position >= stop:
@@ -200,7 +200,7 @@ def _array_of(path: str, data: bytes) -> list[Any]:
     """The records of a file that is one JSON array.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: it is not.
     """
     try:
         records = parse_json(data)
@@ -215,7 +215,7 @@ def _array_of(path: str, data: bytes) -> list[Any]:
 
 
 def _content(record: Any, source: Source) -> str | Exchange | Conversation | ValueError:
-    """What an entry of `data.source` reads of a record."""
+    """The content of a record, by the fields of an entry of `data.source`."""
     if source.messages:
         messages = _messages_of(record, source.messages)
         if isinstance(messages, ValueError):
@@ -235,7 +235,7 @@ def _content(record: Any, source: Source) -> str | Exchange | Conversation | Val
 
 
 def _text_of(record: Any, field: str, key: str, *, empty: bool = False) -> str | ValueError:
-    """A text of a record, that the key of an entry names; `empty` allows one of no characters."""
+    """The text in a record's field, which the entry's `key` names; `empty` allows "" ."""
     value = _value_of(record, field, key)
     if isinstance(value, bytes):
         value = _decoded(value)
@@ -247,7 +247,7 @@ def _text_of(record: Any, field: str, key: str, *, empty: bool = False) -> str |
 
 
 def _found(record: Any, field: str) -> Any:
-    """The value of a field; None where a record has none."""
+    """The value of a field; None if a record lacks it."""
     for name in field.split("."):
         record = record.get(name) if isinstance(record, Mapping) else None
     return record
@@ -255,7 +255,7 @@ def _found(record: Any, field: str) -> Any:
 
 def _messages_of(record: Any, field: str) -> Messages | ValueError:
     messages = _value_of(record, field, "messages")
-    if isinstance(messages, str | bytes):  # ArrayRecord and some tables hold the list as JSON
+    if isinstance(messages, str | bytes):  # ArrayRecord and some tables store the list as JSON
         try:
             messages = parse_json(messages)
         except ValueError:
@@ -286,7 +286,7 @@ def _value_of(record: Any, field: str, key: str) -> Any:
 
 
 def _hint(record: Mapping, name: str, key: str) -> str:
-    """The setting of a field that a record does not have, and what it may be."""
+    """The setting of a field that a record lacks, with a suggestion."""
     near = nearest(name, record) or list(record)[:1]
     conversations = [name for name in CONVERSATIONS if name in record]
     if key == "field" and conversations:
@@ -300,7 +300,7 @@ def _decoded(data: bytes, encoding: str = "utf-8") -> str | ValueError:
     except UnicodeDecodeError as error:
         return ValueError(
             f"is not {error.encoding} text: byte {error.start} is 0x{data[error.start]:02x} "
-            f"({error.reason}); convert it, or leave it out"
+            f"({error.reason}); convert or remove it"
         )
 
 

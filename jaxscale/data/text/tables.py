@@ -1,8 +1,7 @@
-"""Records of Parquet, Arrow and ArrayRecord files, read in part.
+"""Reads parts of Parquet, Arrow and ArrayRecord files.
 
-Each reader takes a path, the names of fields, those of fields that a file may have, and a range of
-the stored bytes, and yields the number of each record with a mapping that holds the fields, or with
-an error.
+Each reader takes a path, the names of required and of optional fields, and a range of stored bytes.
+It yields the number of each record with a mapping of the fields, or with an error.
 """
 
 import contextlib
@@ -91,23 +90,23 @@ def read_arrow(
 def read_arrayrecord(
     path: str, fields: Sequence[str], may_have: Sequence[str], start: int, stop: int
 ) -> Rows:
-    """The range's share of the records of an ArrayRecord file: text, JSON, or tf.train.Example.
+    """The records of an ArrayRecord file in the range: text, JSON, or tf.train.Example.
 
-    The first record determines which of the three; all others must be the same.
+    The first record determines the type of all.
     """
     del may_have  # a record is read whole
     if is_remote(path):
         raise ValueError(f"{path}: ArrayRecord files are read from this machine only; copy it here")
     with reading(path):
         size = os.stat(path).st_size
-    # Here, so that whoever reads no such file, as a benchmark of steps, does without the package.
+    # Imported here, so that runs without such files do not need the package.
     from array_record.python import array_record_module  # noqa: PLC0415  # pyright: ignore
 
     reader = array_record_module.ArrayRecordReader(path)
     try:
         count = reader.num_records()
         if not reader.ok() or not count:
-            raise ValueError(f"{path} is not a complete ArrayRecord file: it holds no records")
+            raise ValueError(f"{path} is not a complete ArrayRecord file: it has no records")
         decode = _decoder(reader.read([0])[0], fields)
         last = -(-count * min(stop, size) // size)
         for first in range(-(-count * start // size), last, _ROWS):
@@ -124,7 +123,7 @@ TABLES = {"parquet": read_parquet, "arrow": read_arrow, "arrayrecord": read_arra
 
 
 def _arrow(path: str) -> Any:
-    """The library, which is an extra and takes half a second to import."""
+    """pyarrow, which is an extra and takes half a second to import."""
     try:
         import pyarrow.ipc  # noqa: PLC0415
         import pyarrow.parquet  # noqa: PLC0415
@@ -135,7 +134,7 @@ def _arrow(path: str) -> Any:
 
 @contextlib.contextmanager
 def _arrow_file(path: str) -> Iterator[Any]:
-    """A file opened for pyarrow, whose errors become a ValueError that names the file."""
+    """Opens a file for pyarrow, whose errors become a ValueError that names the file."""
     arrow = _arrow(path)
     try:
         with reading(path), contextlib.ExitStack() as stack:
@@ -180,7 +179,7 @@ def _begin(group: Any) -> int:
 
 def _rows(batches: Iterable[Any], first: int, *, validate: bool = False) -> Rows:
     for batch in batches:
-        if validate:  # otherwise bad offsets of a damaged file are read out of bounds
+        if validate:  # or bad offsets of a damaged file would be read out of bounds
             batch.validate(full=True)
         columns = [_plain(column) for column in batch.columns]
         for i, values in enumerate(zip(*columns)):

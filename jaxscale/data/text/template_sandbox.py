@@ -1,14 +1,14 @@
-"""The sandbox of chat templates: Jinja with a bound on what a rendering may cost.
+"""Sandbox of chat templates: Jinja with a bound on the cost of a rendering.
 
 A template is downloaded with a tokenizer and rendered for each conversation. Jinja's sandbox keeps
-it from other objects of the process, but not from a loop without end or a text without size. Here
-every rendering has a number of steps, which counts rather than times it: what is refused on one
-machine is refused on all. A step is a node of the template that is evaluated, or a byte (of a text
-a character) that an operation reads or makes. What an operation will make is known before it runs.
+it from other objects of the process, but does not bound its time and memory. Here every rendering
+has a budget of steps; they are counted, not timed, so that a template is refused on all machines or
+on none. A step is an evaluated node of the template, or a byte (in a text a character) that an
+operation reads or creates. The size of an operation's result is computed before it runs.
 
 The environment is otherwise that of transformers' `apply_chat_template`: immutable, blocks trimmed,
 loop controls, `{% generation %}`, `tojson` without HTML escapes, `raise_exception` and
-`strftime_now`. It lacks what draws random numbers and what is for web pages alone.
+`strftime_now`. It lacks functions for random numbers and for web pages.
 """
 
 import contextvars
@@ -24,22 +24,22 @@ import jinja2
 from jinja2 import ext, nodes, parser, runtime, sandbox, utils
 
 STEPS, STEPS_PER_CHARACTER = 2_000_000, 1000
-"""Steps of a rendering: less than a second's, and further ones for each character of what is
-rendered. Templates such as Qwen3's take about 5 of these."""
+"""Steps of a rendering (less than a second), and further ones per rendered character. Templates
+such as Qwen3's take about 5 per character."""
 
 MAX_CHARACTERS = 100_000  # of a template; published ones have up to 20,000
 
-BEGIN, END = "\ufdd0", "\ufdd1"  # code points that no text has: Unicode keeps them for programs
-"""Marks around what a `{% generation %}` block renders."""
+BEGIN, END = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which no text has
+"""Marks around the text of a `{% generation %}` block."""
 
 TODAY = datetime.datetime(2024, 7, 26)
-"""What `strftime_now` formats: the date that Llama 3's templates name where they are given none. It
-stays, since a run that is resumed on another day has to see the same tokens."""
+"""The date that `strftime_now` formats: the default date of Llama 3's templates. It is constant,
+since a run that is resumed on another day has to see the same tokens."""
 
 _ITEM = 32  # steps of reading a member of a list or an object
 _TEXTS, _LISTS = (str, bytes), (list, tuple, type({}.items()), type({}.values()))
 _SIZED = (list, tuple, dict, range)
-_CALL = 100  # steps of a function, besides those of what it reads
+_CALL = 100  # steps of a function call, in addition to those of its arguments
 _LEFT_OUT = ("random", "urlize", "wordwrap", "xmlattr")
 
 _WIDENING = frozenset(
@@ -49,8 +49,8 @@ _WIDENING = frozenset(
         *("indent", "tojson", "batch", "slice", "truncate", "round", "sum"),
     )
 )
-"""Filters and methods whose result is as large as the product of what they are given; an int among
-their arguments is a width or a number of items. That of others is as large as the sum."""
+"""Filters and methods whose result is as large as the product of the sizes of their arguments; an
+int is a width or a number of items. The result of others is as large as the sum."""
 
 _SHALLOW = frozenset(
     (
@@ -58,7 +58,7 @@ _SHALLOW = frozenset(
         *("map", "select", "selectattr", "reject", "rejectattr"),
     )
 )
-"""Filters that leave the members of what they are given as they are, or give each to another."""
+"""Filters that keep the members of their argument, or pass each to another filter."""
 
 _CONSTANT = frozenset(
     (
@@ -69,7 +69,7 @@ _CONSTANT = frozenset(
 )
 """Tests of a type or an identity."""
 
-_left: contextvars.ContextVar[list[int]] = contextvars.ContextVar("steps that are left")
+_left: contextvars.ContextVar[list[int]] = contextvars.ContextVar("remaining steps")
 
 
 @functools.lru_cache(maxsize=8)
@@ -77,14 +77,14 @@ def compile_template(source: str) -> tuple[jinja2.Template, bool]:
     """A template, and whether it has `{% generation %}` blocks.
 
     Raises:
-      ValueError: it is not valid, or too long; says why, as in "the chat template ...".
+      ValueError: it is not valid, or too long; a reason as in "the chat template ...".
     """
     if len(source) > MAX_CHARACTERS:
-        raise ValueError(f"has {len(source):,} characters; it may have {MAX_CHARACTERS:,}")
+        raise ValueError(f"has {len(source):,} characters; at most {MAX_CHARACTERS:,} are allowed")
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
     )
-    token = _left.set([STEPS])  # constant expressions are evaluated now
+    token = _left.set([STEPS])  # Jinja evaluates constant expressions now
     try:
         marks = any(
             isinstance(call.call.node, nodes.ExtensionAttribute)
@@ -93,20 +93,20 @@ def compile_template(source: str) -> tuple[jinja2.Template, bool]:
         return environment.from_string(source), marks
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"is not valid: {error.message}, line {error.lineno}") from error
-    except Exception as error:  # of Python, whose code a template becomes
+    except Exception as error:  # errors of Python, to which Jinja compiles a template
         raise ValueError(f"is not valid: {first_line(error)}") from error
     finally:
         _left.reset(token)
 
 
 def render_template(template: jinja2.Template, size: int, **values: Any) -> str:
-    """What a template makes of these values.
+    """Renders a template with these values.
 
     Args:
       size: of the values, in characters.
 
     Raises:
-      Exception: whatever Python raises, or a ValueError where it takes too many steps.
+      Exception: any error of Python, or a ValueError if it takes too many steps.
     """
     token = _left.set([STEPS + STEPS_PER_CHARACTER * size])
     try:
@@ -128,7 +128,7 @@ def _spend(steps: int) -> None:
 
 
 def _shallow(value: Any) -> int:
-    """The size of a value itself: of a text its characters, of a list its items."""
+    """The size of a value itself: the characters of a text, the items of a list."""
     if isinstance(value, _TEXTS):
         return len(value)
     if isinstance(value, int):
@@ -139,7 +139,7 @@ def _shallow(value: Any) -> int:
 
 
 def _deep(value: Any) -> int:
-    """The size of a value with all that is in it: one list may hold another many times over."""
+    """The size of a value with its contents; one list may contain another many times."""
     if isinstance(value, str):
         return len(value)
     size, waiting, left = _shallow(value), [value], _left.get()[0]
@@ -162,8 +162,8 @@ def _spend_call(name: str, value: Any, others: Sequence[Any]) -> None:
     """Spends the steps of a filter, a test or a method.
 
     Args:
-      value: that it is of.
-      others: its arguments.
+      value: the first argument.
+      others: further arguments.
     """
     _spend(_CALL)
     if name in _SHALLOW:
@@ -181,12 +181,12 @@ def _spend_call(name: str, value: Any, others: Sequence[Any]) -> None:
 
 
 def _as_list(value: Any) -> Any:
-    """What has no size until it is read, such as the result of `map`, has one."""
+    """A list of a lazy value, such as the result of `map`, so that it has a size."""
     return list(value) if hasattr(value, "__next__") else value
 
 
 def _check_widths(text: str, directives: Sequence[str]) -> None:
-    """Refuses a format with a width that is given as an argument, or has four digits."""
+    """Refuses a format whose width is an argument, or has four digits."""
     if any(re.search(r"\d{4}|[*{]", directive) for directive in directives):
         raise ValueError(f"has a format with too large a width: {text[:80]!r}")
 
@@ -197,7 +197,7 @@ def _brace_specs(text: str) -> list[str]:
 
 def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter or a test that spends its steps before it runs."""
-    first = int(hasattr(function, "jinja_pass_arg"))  # behind the context, where it takes that
+    first = int(hasattr(function, "jinja_pass_arg"))  # after the context, if it takes one
 
     @functools.wraps(function)
     def metered(*args: Any, **kwargs: Any) -> Any:
@@ -212,21 +212,21 @@ def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @utils.pass_context  # so that Jinja does not evaluate these on compiling
 def _read(context: runtime.Context, value: Any) -> Any:
-    """A value of which an operation reads all."""
+    """A value that an operation reads completely."""
     _spend(1 + len(value) if isinstance(value, str) else 1 + _deep(value))
     return value
 
 
 @utils.pass_context
 def _sliced(context: runtime.Context, value: Any) -> Any:
-    """A value of which a part is taken."""
+    """A value of which an operation reads a part."""
     _spend(1 + _shallow(value))
     return value
 
 
 @utils.pass_context
 def _looped(context: runtime.Context, value: Any, weight: int) -> Any:
-    """What a loop goes through, whose body has so many nodes."""
+    """The iterable of a loop whose body has `weight` nodes."""
     value = _as_list(value)
     _spend(weight * (1 + (len(value) if hasattr(value, "__len__") else 0)))
     return value
@@ -234,12 +234,12 @@ def _looped(context: runtime.Context, value: Any, weight: int) -> Any:
 
 @utils.pass_context
 def _entered(context: runtime.Context, nothing: None, weight: int) -> None:
-    """A block or a macro that begins."""
+    """Spends the steps of a block or macro on entry."""
     _spend(weight)
 
 
 class _Names(utils.Namespace):
-    """`namespace`: as text it does not name its values, which may be large."""
+    """`namespace`, whose text does not include its values, which may be large."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
@@ -268,13 +268,13 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
         }
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        """As Jinja does, from a template whose operations spend steps."""
+        """Jinja's code generation, for a template whose operations spend steps."""
         self.weight = _weight(source)
         return super()._generate(_meter(source), *args, **kwargs)
 
     def call_binop(self, context: runtime.Context, operator: str, left: Any, right: Any) -> Any:
         """The result of an operator."""
-        if operator == "+" and isinstance(left, str) and isinstance(right, str):  # the most usual
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):  # fast path
             _spend(1 + len(left) + len(right))
             return left + right
         one, other = _shallow(left), _shallow(right)
@@ -282,7 +282,7 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
             _check_widths(left, [left])
             _spend((1 + one) * (1 + _deep(right)))
         elif isinstance(left, int) and isinstance(right, int):
-            # Those of big numbers take the product of their sizes, or more.
+            # Operators of big integers take the product of their sizes, or more.
             size = left.bit_length() * abs(right) // 8 if operator == "**" else one
             _spend((1 + size) * (1 + (size if operator == "**" else other)))
         elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
@@ -312,7 +312,7 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
 
 
 def _meter(template: nodes.Template) -> nodes.Template:
-    """Puts the filters above between the operations of a template and what they read."""
+    """Inserts the filters above between a template's operations and their operands."""
     for node in list(template.find_all(nodes.Node)):
         match node:
             case nodes.For():
@@ -324,7 +324,7 @@ def _meter(template: nodes.Template) -> nodes.Template:
             case nodes.Getitem(arg=nodes.Slice()):
                 node.node = _through(_sliced, node.node)
             case nodes.Getitem():
-                node.arg = _through(_read, node.arg)  # of which a hash is taken
+                node.arg = _through(_read, node.arg)  # hashed
             case nodes.Pair():
                 node.key = _through(_read, node.key)
             case nodes.Macro() | nodes.CallBlock() | nodes.Block():
@@ -338,7 +338,7 @@ def _meter(template: nodes.Template) -> nodes.Template:
 
 
 def _through(function: Callable[..., Any], node: Any, *args: Any) -> nodes.Expr:
-    """An expression that goes through one of the filters above, but for a constant."""
+    """An expression wrapped in one of the filters above, unless it is a constant."""
     if isinstance(node, nodes.TemplateData | nodes.Const):
         return node
     place = {"lineno": node.lineno, "environment": node.environment}
@@ -347,15 +347,15 @@ def _through(function: Callable[..., Any], node: Any, *args: Any) -> nodes.Expr:
 
 
 def _weight(node: nodes.Node) -> int:
-    """The number of nodes in a part of a template, and of characters that it writes itself."""
+    """The number of nodes in a part of a template, plus the characters of its literal text."""
     texts = sum(len(text.data) for text in node.find_all(nodes.TemplateData))
     return 1 + texts + sum(1 for _ in node.find_all(nodes.Node))
 
 
 class _Generation(ext.Extension):
-    """`{% generation %} ... {% endgeneration %}`: what is inside is rendered between two marks."""
+    """`{% generation %} ... {% endgeneration %}`, rendered between two marks."""
 
-    tags = {"generation"}  # noqa: RUF012 - as Jinja wants it
+    tags = {"generation"}  # noqa: RUF012 - the type that Jinja requires
 
     def parse(self, parser: parser.Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -373,7 +373,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML."""
+    """`tojson` without the HTML escapes of Jinja's filter."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

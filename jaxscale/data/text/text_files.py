@@ -1,5 +1,5 @@
-"""The files of a source: paths, folders, globs and addresses, in an order that does not depend on
-the file system.
+"""Lists the files of a source (paths, folders, globs, URLs) in an order that does not depend on the
+file system.
 
 A file's identity is its path below the root of its source entry, so a corpus that moves to another
 folder or machine keeps its split and its order.
@@ -25,7 +25,7 @@ from jaxscale.storage.untrusted import is_file_name, parse_json
 
 STDLIB = "{stdlib}"
 _STDLIB_SKIPS = ("site-packages", "dist-packages", "test", "tests", "idle_test")
-"""Folders below the standard library that are not its own source, or are its tests."""
+"""Folders in the standard library's that contain other packages or tests."""
 
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -40,17 +40,17 @@ _SUFFIXES = {
     ".faa": "fasta",
 }
 SAVED = ("dataset_dict.json", "state.json", "dataset_info.json")
-"""Files of `save_to_disk`: one of a data set with splits, two of one without."""
+"""Files of `save_to_disk`: one for a dataset with splits, two for one without."""
 
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "mtime", "LastModified", "updated", "created")
-"""Names that object stores give to a file's version; the first one present is taken."""
+"""Fields in which object stores give a file's version; the first one present is used."""
 
 _log = logging.getLogger("jaxscale")
 
 
 @dataclass(frozen=True)
 class File:
-    """One file, as it was when the source was listed."""
+    """A file in the state in which the source was listed."""
 
     path: str
     identity: str  # the path below the root of its source entry, with forward slashes
@@ -67,12 +67,12 @@ def find_files(source: Sequence[str | Source]) -> list[File]:
     An entry's path is a file, a folder (every file below it) or a glob with `*`, `?`, `[...]` and
     `**`; `{stdlib}` at its start is the source of Python's standard library, without its tests and
     without installed packages. Hidden files, hidden folders and `__pycache__` are left out, as in
-    a shell. Of a folder that holds files of records, such as a local data set of Hugging Face,
-    only those are taken. A file that is named twice counts once.
+    a shell. If a folder contains files of records, such as a local Hugging Face dataset, only these
+    are read. A file that is named twice counts once.
 
     Raises:
-      ValueError: an entry that matches nothing, or a file that is empty or cannot be read. Only an
-        empty `__init__.py`, which marks a Python package, is passed over, and counted in the log.
+      ValueError: an entry matches nothing, or a file is empty or cannot be read. Only an empty
+        `__init__.py`, which marks a Python package, is skipped, and counted in the log.
     """
     found: dict[tuple[str, tuple[str, ...]], File] = {}
     num_repeated, markers = 0, 0
@@ -87,14 +87,14 @@ def find_files(source: Sequence[str | Source]) -> list[File]:
             markers += 1
         else:
             listed_in = file.source.listed_in
-            raise ValueError(f"{file.path} is empty; remove it, or leave it out of {listed_in}")
+            raise ValueError(f"{file.path} is empty; delete it, or remove it from {listed_in}")
     if not found:
         paths = ", ".join(path for one in sources for path in one.path)
-        raise ValueError(f"{sources[0].listed_in}: {paths} holds only empty files")
+        raise ValueError(f"{sources[0].listed_in}: {paths} has only empty files")
     if num_repeated:
-        _log.info("data: files named more than once, which count once: %d", num_repeated)
+        _log.info("data: files named more than once, counted once: %d", num_repeated)
     if markers:
-        _log.info("data: empty __init__.py, which are passed over: %d", markers)
+        _log.info("data: empty __init__.py files, skipped: %d", markers)
     return list(found.values())
 
 
@@ -117,7 +117,7 @@ def hash_identity(identity: str) -> int:
 
 
 def draw(hashes: np.ndarray, seed: int) -> np.ndarray:
-    """Each document's random number in [0, 1), which does not depend on the other documents.
+    """Each document's random number in [0, 1), independent of the other documents.
 
     Documents below `data.heldout` are held out; the others are read in ascending order.
 
@@ -136,7 +136,7 @@ def _mix(numbers: np.ndarray) -> np.ndarray:
 
 
 def _list(path: str, source: Source, entry: int) -> list[File]:
-    """The files of this machine that an entry's path names."""
+    """The local files that an entry's path names."""
     root, paths = _expand(path)
     files = []
     for found in paths:
@@ -145,7 +145,7 @@ def _list(path: str, source: Source, entry: int) -> list[File]:
         except OSError as error:
             raise cannot_be_read(str(found), error) from error
         if not stat.S_ISREG(status.st_mode):  # reading from a pipe could block forever
-            raise ValueError(f"{found} is not a regular file; leave it out of {source.listed_in}")
+            raise ValueError(f"{found} is not a regular file; remove it from {source.listed_in}")
         files.append(
             File(
                 str(found),
@@ -176,19 +176,19 @@ def _list_remote(path: str, source: Source, entry: int) -> list[File]:
     files = []
     for place, about in found.items():
         identity = place.removeprefix(root).lstrip("/")
-        # An object with a slash at its end stands for a folder.
+        # An object whose name ends with a slash represents a folder.
         if about["type"] != "file" or place.endswith("/") or _is_hidden(identity.split("/")):
             continue
         version = next((str(about[key]) for key in _VERSIONS if key in about), "")
-        address = fs.unstrip_protocol(place)
+        url = fs.unstrip_protocol(place)
         files.append(
-            File(address, identity, about["size"], version, _format(address, source), source, entry)
+            File(url, identity, about["size"], version, _format(url, source), source, entry)
         )
     return _sorted(files, whole_folder=whole_folder)
 
 
 def _find_remote(fs: Any, path: str, name: str) -> dict[str, Any]:
-    """What a file system says of the files below a folder."""
+    """The file system's records of the files below a folder."""
     found = fs.find(name, detail=True)
     names = [place.removeprefix(f"{name}/") for place in found]
     saved = _saved_dataset(path.rstrip("/"), names)
@@ -196,7 +196,7 @@ def _find_remote(fs: Any, path: str, name: str) -> dict[str, Any]:
 
 
 def _count_fixed(parts: Sequence[str]) -> int:
-    """How many components come before the first with a wildcard."""
+    """The number of components before the first with a wildcard."""
     return next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
 
 
@@ -205,27 +205,27 @@ def _is_hidden(parts: Sequence[str]) -> bool:
 
 
 def _sorted(files: list[File], *, whole_folder: bool) -> list[File]:
-    """The files by identity; of a folder with records only those that hold them."""
+    """The files sorted by identity; for a folder with record files, only these."""
     files = sorted(files, key=lambda file: file.identity.split("/"))
     records = [file for file in files if file.format not in ("text", "json")]
     records = records or list(filter(_is_array, files))
     if whole_folder and records and len(records) < len(files):
         _log.info(
-            "data: files beside those with records, which are passed over: %d",
+            "data: files other than those with records, skipped: %d",
             len(files) - len(records),
         )
         files = records
     for file in files:
         if file.format == "json" and file.source.format is None and not _is_array(file):
             raise ValueError(
-                f"{file.path} may hold a record a line, or be a text; set "
+                f"{file.path} may have one record per line, or be a text; set "
                 f"{setting('format')} to 'jsonl' or 'text' (it is not one array of records)"
             )
     return files
 
 
 def _is_array(file: File) -> bool:
-    """Whether a .json file begins as an array does."""
+    """Whether a .json file begins like an array."""
     if file.format != "json":
         return False
     with opened(file.path) as stream:
@@ -245,77 +245,77 @@ def _expand(entry: str) -> tuple[pathlib.Path, Iterator[pathlib.Path]]:
     if entry.startswith(STDLIB):
         root = pathlib.Path(sysconfig.get_path("stdlib"))
         pattern = pathlib.PurePath(entry.removeprefix(STDLIB).lstrip("/") or "**/*.py").parts
-        return root, _walk(root, pattern, _STDLIB_SKIPS)
+        return root, _match(root, pattern, _STDLIB_SKIPS)
     path = pathlib.Path(entry).expanduser().absolute()
-    # Where a folder may not be entered these say no, and the walk names it.
+    # These return False for a folder without permission, which the listing then names.
     if os.path.isfile(path):
         return path.parent, iter([path])
     if os.path.isdir(path):
         saved = _saved_dataset(str(path), [name for name in SAVED if os.path.isfile(path / name)])
-        return path, _walk(path, ("**", "*")) if saved is None else (path / one for one in saved)
+        return path, _match(path, ("**", "*")) if saved is None else (path / one for one in saved)
     parts = path.parts
     fixed = min(_count_fixed(parts), len(parts) - 1)
     root = pathlib.Path(*parts[:fixed])
-    return root, _walk(root, parts[fixed:])
+    return root, _match(root, parts[fixed:])
 
 
 def _saved_dataset(folder: str, names: Collection[str]) -> list[str] | None:
-    """The names of the files of a data set, if Hugging Face's `save_to_disk` wrote one here.
+    """The names of a dataset's files, if Hugging Face's `save_to_disk` wrote one here.
 
     Args:
-      names: of the files in the folder, those of `SAVED` at least.
+      names: of files in the folder, including all of `SAVED` that exist.
     """
     splits, state, info = SAVED
     if splits in names:
         found = _file_names(folder, splits, "splits")
         raise ValueError(
-            f"{folder} holds the splits {', '.join(found)} of a data set; name one of them: "
+            f"{folder} has the splits {', '.join(found)} of a dataset; name one of them: "
             f"{folder}/{'/'.join(found[:1])}"
         )
     if state not in names or info not in names:
         return None
     if _file_names(folder, state, "_indices_data_files"):
         raise ValueError(
-            f"{folder} holds rows in an order of its own; save it again after flatten_indices()"
+            f"{folder} has reordered rows (indices); save it again after flatten_indices()"
         )
     return _file_names(folder, state, "_data_files")
 
 
 def _file_names(folder: str, file: str, key: str) -> list[str]:
-    """The files or folders that a JSON file of `SAVED` names, all of them in its own folder."""
+    """The files or folders that a JSON file of `SAVED` names, checked to be in its folder."""
     data = read_file(f"{folder}/{file}")
     try:
         named = parse_json(data).get(key) or []
         names = [one if isinstance(one, str) else one["filename"] for one in named]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder} is not a complete data set: {error!r} in {file}") from error
+        raise ValueError(f"{folder} is not a complete dataset: {error!r} in {file}") from error
     for name in names:
         if not is_file_name(name):
-            raise ValueError(f"{folder}/{file} names {name!r}, which is no file of this folder")
+            raise ValueError(f"{folder}/{file} names {name!r}, which is not a file of this folder")
     return names
 
 
-def _walk(
+def _match(
     folder: pathlib.Path, pattern: Sequence[str], skips: Sequence[str] = ()
 ) -> Iterator[pathlib.Path]:
     """Files below `folder` that match, component by component; `**` is any number of folders."""
     head, *rest = pattern
     if head == "**":
-        yield from _walk(folder, rest or ["*"], skips)
+        yield from _match(folder, rest or ["*"], skips)
     for path in _entries(folder, ("__pycache__", *skips), hidden=head.startswith(".")):
         if head == "**":
             if os.path.isdir(path) and not _loops(path):
-                yield from _walk(path, pattern, skips)
+                yield from _match(path, pattern, skips)
         elif not fnmatch.fnmatchcase(path.name, head):
             continue
         elif rest:
-            yield from _walk(path, rest, skips)
+            yield from _match(path, rest, skips)
         elif not os.path.isdir(path):
             yield path
 
 
 def _entries(folder: pathlib.Path, skips: Sequence[str], *, hidden: bool) -> list[pathlib.Path]:
-    """What a folder holds, sorted, with names that begin with a dot where these are asked for."""
+    """The entries of a folder, sorted; `hidden` includes names that begin with a dot."""
     try:
         entries = sorted(path for path in folder.iterdir() if path.name not in skips)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,15 +1,15 @@
-"""BPE at several times the speed of the library: every word is encoded by it only once.
+"""BPE with a cache of words, several times as fast as the library: it encodes each word only once.
 
-A tokenizer that first splits text into words, by a pattern, encodes each word on its own. So text
-may be cut wherever the pattern always begins a new word, and words seen before are looked up.
-The cuts are fewer than the words, and are found in bytes, many at a time:
+A tokenizer that first splits text into words, by a pattern, encodes each word separately. So text
+may be cut wherever the pattern always begins a new word, and known words are looked up. The cuts
+are fewer than the words, and are found in bytes, many at a time:
 
 1. between an ASCII letter or digit and an ASCII character that is neither, nor an apostrophe;
 2. before a space that is followed by a character other than white space;
 3. between a line feed, with one printable ASCII character before it, and an ASCII letter.
 
-They hold for the patterns in `PATTERNS`: none has a word that continues across such a place, and
-their only look-ahead, `\\s+(?!\\S)`, gives the same result with and without the cut.
+They are valid for the patterns in `PATTERNS`: none has a word that continues across such a cut, and
+their only look-ahead, `\\s+(?!\\S)`, gives the same result with and without it.
 """
 
 import itertools
@@ -44,8 +44,8 @@ _ALNUM = _ASCII & np.array([chr(i).isalnum() for i in range(256)])
 _APOSTROPHE = ord("'")
 _OTHER = _ASCII & ~_ALNUM & (_CODES != _APOSTROPHE)
 _PRINTABLE = (_CODES > 32) & (_CODES < 127)
-# First bytes of characters that are white space in no definition; lead bytes that are shared with
-# some white space are left out.
+# First bytes of characters that are white space in no definition; lead bytes shared with some white
+# space are excluded.
 _NOT_SPACE = _PRINTABLE | (_CODES >= 0xC3) & ~np.isin(_CODES, (0xE1, 0xE2, 0xE3, 0xEF))
 
 
@@ -76,7 +76,7 @@ def can_pretokenize(definition: str) -> bool:
 
 
 class Words:
-    """Encodes texts as `encode` does, which is called for each piece between cuts once."""
+    """Encodes texts like `encode`, which it calls once for each piece between cuts."""
 
     def __init__(self, encode: Callable[[Sequence[str]], Sequence[Sequence[int]]]) -> None:
         self._encode = encode
@@ -107,7 +107,7 @@ class Words:
         ids = self._ids[
             np.arange(stops[-1]) + np.repeat(self._starts[codes] - (stops - lengths), lengths)
         ]
-        # The number of ids before the end of each text; an empty text adds none.
+        # Number of ids before the end of each text; an empty text adds none.
         bounds = np.append(0, stops)[np.searchsorted(cuts, np.append(0, ends))].tolist()
         return [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
 
@@ -148,7 +148,7 @@ class _Codes(dict):
 
 
 def _pages(text: str) -> Iterator[str]:
-    """A text in parts, cut where the first and the second rule both do."""
+    """A text in parts, cut where both the first and the second rule cut."""
     start = 0
     while cut := _BETWEEN_WORDS.search(text, start + _LONG):
         yield text[start : cut.start()]
@@ -157,7 +157,7 @@ def _pages(text: str) -> Iterator[str]:
 
 
 def _find_cuts(data: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The bytes where pieces begin, and the end.
+    """The bytes at which pieces begin, and the end.
 
     Args:
       data: the UTF-8 bytes of texts, one after another.
@@ -165,7 +165,7 @@ def _find_cuts(data: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """
     cut = np.zeros(len(data) + 1, bool)
     cut[1:-2] = (data[1:-1] == ord(" ")) & _NOT_SPACE[data[2:]]
-    cut[ends - 1] = False  # the rule would look at the next text's first character
+    cut[ends - 1] = False  # the rule would read the next text's first character
     cut[1:-1] |= _ALNUM[data[:-1]] & _OTHER[data[1:]]
     cut[2:-1] |= _PRINTABLE[data[:-2]] & (data[1:-1] == ord("\n")) & _LETTER[data[2:]]
     cut[0] = True

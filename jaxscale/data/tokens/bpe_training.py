@@ -1,4 +1,4 @@
-"""Byte pairs learnt from a sample of a source, and a record of what they were learnt from."""
+"""BPE training on a sample of a source, and a record of the training text."""
 
 import hashlib
 import json
@@ -16,24 +16,24 @@ from jaxscale.formatting import file_size
 END = "<|endoftext|>"
 
 RECORD = "tokenizer_record.txt"
-"""The file beside a tokenizer.json that `Training.record` is written to."""
+"""The file next to a tokenizer.json with its `Training.record`."""
 
 _log = logging.getLogger("jaxscale")
 
 
 @dataclass(frozen=True)
 class Training:
-    """All that the byte pairs of a tokenizer depend on."""
+    """Everything that determines the byte pairs of a tokenizer."""
 
     size: int  # of the vocabulary
     files: tuple[File, ...]
-    heldout: float  # `data.heldout`; documents held out are not learnt from
+    heldout: float  # `data.heldout`; held-out documents are not used
     seed: int  # `data.seed`, for that split
-    num_bytes: int  # of text, about
+    num_bytes: int  # of text, approximately
 
     def record(self, tokenizer: bytes) -> bytes:
-        """A digest of this and of the tokenizer.json that came of it. The files are not read: as in
-        the cache of tokens, one has changed when its name, size or time has."""
+        """A digest of this and of the resulting tokenizer.json. Text files are not read: as in the
+        cache of tokens, a file counts as changed if its name, size or time is."""
         files = [Piece(file, 0, file.num_bytes).key for file in self.files]
         values = [self.size, self.heldout, self.seed, self.num_bytes, files]
         data = json.dumps(values).encode() + tokenizer
@@ -41,7 +41,7 @@ class Training:
 
 
 def train(training: Training) -> bytes:
-    """The tokenizer.json of byte-level byte-pair encoding; deterministic.
+    """Trains a byte-level BPE and returns its tokenizer.json; deterministic.
 
     Raises:
       ValueError: as `sample_documents`; or the text yields fewer tokens.

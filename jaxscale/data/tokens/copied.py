@@ -1,5 +1,4 @@
-"""The arrays of a prepared folder at an address, copied to this machine and compared with their
-digests."""
+"""Local copies of prepared folders at URLs, compared with their digests."""
 
 import logging
 import pathlib
@@ -16,19 +15,19 @@ from jaxscale.storage.object_store import open_store
 log = logging.getLogger("jaxscale")
 
 MOST_OF_FREE = 0.5
-"""Share of the free disk that a copy may take: checkpoints need room, too."""
+"""Share of the free disk space that a copy may take: checkpoints need space, too."""
 
 
 def copy_folder(folder: str, index: Index, directory: pathlib.Path) -> str:
-    """The path of a copy of a folder's arrays, made if missing; a copy that was interrupted is
-    continued. The address itself, with a line, where there is no room for one.
+    """The path of a local copy of a folder's arrays, created or completed if necessary; the URL
+    itself, with a log line, if the disk has too little free space.
 
     Args:
       directory: for copies, by the fingerprints of their content.
 
     Raises:
-      ValueError: a shard is not what was written.
-      StoreError: the address cannot be read.
+      ValueError: a shard differs from its digest.
+      StoreError: the store cannot be read.
     """
     target = directory / f"prepared-{index.fingerprint}"
     if target.is_dir():
@@ -40,7 +39,7 @@ def copy_folder(folder: str, index: Index, directory: pathlib.Path) -> str:
     if needs > MOST_OF_FREE * free:
         log.info(
             f"data: {folder} has {human_bytes(needs)}, and {directory} {human_bytes(free)} free: "
-            "its shards are read there, in part, and not compared with their digests"
+            "its shards are read from the store, in part, and not compared with their digests"
         )
         return folder
     unfinished = directory / f"unfinished-{target.name}"
@@ -64,7 +63,7 @@ def _has(path: pathlib.Path, size: int) -> bool:
 
 
 def _compare(copy: pathlib.Path, folder: str, index: Index) -> None:
-    """Compares all arrays of a copy; those that differ are removed, and fetched again next time.
+    """Compares all arrays of a copy; removes the ones that differ, so that they are copied again.
 
     Raises:
       ValueError: names one that differs.
@@ -79,13 +78,13 @@ def _compare(copy: pathlib.Path, folder: str, index: Index) -> None:
         (copy / name).unlink(missing_ok=True)
     if wrong:
         raise ValueError(
-            f"{path_in(folder, ' or '.join(wrong[:2]))} changed since it was written, or on its "
-            "way here: run the same command again, or prepare the text again"
+            f"{path_in(folder, ' or '.join(wrong[:2]))} changed since it was written, or during "
+            "the download: run the same command again, or prepare the text again"
         )
 
 
 def _digest(path: pathlib.Path) -> str:
-    """Of the array in a file; "" where there is none."""
+    """The digest of the array in a file; "" without a file."""
     try:
         array = np.load(path, mmap_mode="r")
     except (ValueError, OSError, EOFError):

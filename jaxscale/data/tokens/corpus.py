@@ -1,4 +1,4 @@
-"""Documents as tokens in shards, made once, cached, and read in part."""
+"""Corpora: tokenised documents in shards, created once, cached, and read in part."""
 
 import concurrent.futures
 import contextlib
@@ -40,50 +40,50 @@ from jaxscale.storage.local_tier import is_in_local_tier
 from jaxscale.storage.object_store import filesystem, is_remote
 
 ARRAYS = ("offsets", "hashes")
-"""Of a folder, besides the shards, as .npy files."""
+"""The arrays of a folder other than the shards, as .npy files."""
 
 _log = logging.getLogger("jaxscale")
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Every document of a source as [boundary, tokens...], one after another.
+    """Every document of a source as [boundary, tokens...], concatenated.
 
     The tokens are stored in shards, and numbered across all of them. `token_bytes` [vocab_size] is
-    the UTF-8 length of each id, scaled where the tokenizer's own table is not exact, so that the
-    sum over all tokens is `num_bytes`, the size of the text. `fingerprint` depends on the content,
-    not on where the files are. Arrays on disk are pickled as their paths.
+    the UTF-8 length of each id, scaled if the tokenizer's table is not exact, so that the sum over
+    all tokens is `num_bytes`, the size of the text. `fingerprint` depends on the content, not on
+    the location of the files. Arrays on disk are pickled as their paths.
     """
 
     shards: tuple[np.ndarray | ArrayFile, ...]  # unsigned
-    offsets: np.ndarray  # [num_documents + 1], int64, the token where each document begins
+    offsets: np.ndarray  # [num_documents + 1], int64, the first token of each document
     hashes: np.ndarray  # [num_documents], uint64, of identities, for `draw`
     token_bytes: np.ndarray
     num_bytes: int
     fingerprint: str
     entries: tuple[int, ...] = (0,)  # the first document of each entry of the source
-    # uint8 for each shard, 1 where the next token carries loss, or None where every one does;
-    # nothing at all where that holds for all shards.
+    # For each shard uint8, 1 if the next token carries loss, or None if all do; empty if all do in
+    # all shards.
     counted: tuple[np.ndarray | ArrayFile | None, ...] = ()
 
     def verify(self, first: int = 0, every: int = 1) -> "concurrent.futures.Future[None]":
-        """`check_shards` of every so many of the shards on disk, from the `first` on."""
+        """`check_shards` of each `every`-th shard on disk, from the `first`."""
         files = [*self.shards, *self.counted]
         return check_shards([file for file in files[first::every] if isinstance(file, ArrayFile)])
 
     @property
     def num_documents(self) -> int:
-        """Documents, or parts of those that were too long for one."""
+        """Number of documents; long ones count as their parts."""
         return len(self.hashes)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents, the boundary before each included."""
+        """Tokens of all documents, including the boundary before each."""
         return int(self.offsets[-1])
 
     @property
     def tokens(self) -> np.ndarray:
-        """All tokens in memory; for corpora that are small enough."""
+        """All tokens in memory; for small corpora."""
         return self.read(0, self.num_tokens)
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -95,40 +95,40 @@ class Corpus:
         """
         return self.read_each([(start, stop)])[0]
 
-    def read_each(self, places: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """`read` of several places, from an object store at once."""
-        for start, stop in places:
+    def read_each(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """`read` of several ranges, concurrently from an object store."""
+        for start, stop in ranges:
             if not 0 <= start <= stop <= self.num_tokens:
                 raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
-        parts = [self._parts(*place) for place in places]
+        parts = [self._parts(*span) for span in ranges]
         slices = iter(read_slices([(self.shards[i], part) for each in parts for i, part in each]))
         found = [[next(slices) for _ in each] for each in parts]
-        return [self._checked(*each) for each in zip(found, places)]
+        return [self._checked(*each) for each in zip(found, ranges)]
 
-    def _checked(self, parts: list[np.ndarray], place: tuple[int, int]) -> np.ndarray:
-        """The ids in the parts of a place that lie in one shard each."""
-        start, stop = place
+    def _checked(self, parts: list[np.ndarray], span: tuple[int, int]) -> np.ndarray:
+        """The ids of a range, from its parts in one shard each."""
+        start, stop = span
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if ids.max(initial=0) >= len(self.token_bytes):
             shard = self.shards[self._parts(start, stop)[0][0]]
             where = shard.path if isinstance(shard, ArrayFile) else "the corpus"
             raise ValueError(
-                f"{where} is damaged: tokens {start} to {stop} hold the id {ids.max()}, and the "
+                f"{where} is damaged: tokens {start} to {stop} have the id {ids.max()}, and the "
                 f"vocabulary has {len(self.token_bytes)}; prepare the text again"
             )
         return ids
 
     def read_counted(self, start: int, stop: int) -> np.ndarray:
-        """Whether the token after each in its document carries loss, bool [stop - start]."""
+        """Whether each token's successor in its document carries loss, bool [stop - start]."""
         return self.read_counted_each([(start, stop)])[0]
 
-    def read_counted_each(self, places: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """`read_counted` of several places, from an object store at once."""
-        found = [np.ones(stop - start, bool) for start, stop in places]
+    def read_counted_each(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """`read_counted` of several ranges, concurrently from an object store."""
+        found = [np.ones(stop - start, bool) for start, stop in ranges]
         wanted, targets = [], []
-        for place, marks in zip(places, found) if self.counted else ():
+        for span, marks in zip(ranges, found) if self.counted else ():
             begin = 0
-            for i, part in self._parts(*place):
+            for i, part in self._parts(*span):
                 length = min(part.stop, len(self.shards[i])) - part.start
                 if (array := self.counted[i]) is not None:
                     wanted.append((array, part))
@@ -139,14 +139,14 @@ class Corpus:
         return found
 
     def marked(self, documents: np.ndarray) -> np.ndarray:
-        """Whether each of these documents is of a shard that marks what carries loss, bool."""
+        """Whether each document is in a shard with marks of loss, bool."""
         if not self.counted:
             return np.zeros(len(documents), bool)
         shards = np.searchsorted(self._starts, self.offsets[documents], "right") - 1
         return np.array([one is not None for one in self.counted])[shards]
 
     def _parts(self, start: int, stop: int) -> list[tuple[int, slice]]:
-        """The shards that hold tokens from `start` to `stop`, and which of theirs those are."""
+        """The shards with tokens from `start` to `stop`, and the slice in each."""
         first, last = np.searchsorted(self._starts, [start, max(start, stop - 1)], "right") - 1
         return [
             (i, slice(max(start - int(self._starts[i]), 0), stop - int(self._starts[i])))
@@ -155,7 +155,7 @@ class Corpus:
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
-        """The token where each shard begins."""
+        """The first token of each shard."""
         return np.cumsum([0, *(len(shard) for shard in self.shards[:-1])])
 
     def __getstate__(self) -> dict:
@@ -181,11 +181,11 @@ class _Mapped:
 def open_corpus(
     source: Sequence[str | Source], tokenizer: Tokenizer, directory: pathlib.Path | None = None
 ) -> Corpus:
-    """The documents of `data.source`: prepared folders as they are, everything else tokenised.
+    """The documents of `data.source`: prepared folders as they are, all other text tokenised.
 
     The cache of an earlier call in `directory` is used if the files' names, sizes and times and the
-    tokenizer are the same. Without a directory, or in one that may only be read and has no such
-    cache, everything is in memory.
+    tokenizer are the same. Without a directory, or in a read-only one without a cache, all tokens
+    are in memory.
 
     Raises:
       ValueError: as `find_files`, `prepare` and `open_folder`.
@@ -218,11 +218,11 @@ def open_corpus(
 def open_folder(
     folder: str, tokenizer: Tokenizer, directory: pathlib.Path | None = None, *, map: bool = True
 ) -> Corpus:
-    """The corpus in a folder of prepared shards, here or at an address.
+    """The corpus in a folder of prepared shards, local or at a URL.
 
     Args:
-      directory: where the small arrays of a folder at an address are cached, to be mapped; in the
-        local tier of a run, all of it is.
+      directory: cache for the small arrays of a folder at a URL, which are mapped; in the local
+        tier of a run, for the whole folder.
       map: memory-maps local files; otherwise reads them.
 
     Raises:
@@ -267,7 +267,7 @@ def _check_tokenizer(folder: str, index: Index, tokenizer: Tokenizer) -> None:
     """Refuses shards of another tokenizer, or of one with other ids.
 
     Raises:
-      ValueError: says which, and what to set.
+      ValueError: names both, and the setting to change.
     """
     if index.tokenizer_fingerprint != tokenizer.fingerprint:
         file = path_in(folder, index.tokenizer_file) if index.tokenizer_file else index.tokenizer
@@ -285,13 +285,13 @@ def _check_tokenizer(folder: str, index: Index, tokenizer: Tokenizer) -> None:
     if index.max_id >= tokenizer.vocab_size and index.vocab_size > tokenizer.vocab_size:
         name = next((name for name, i in index.special.items() if i == index.max_id), "")
         raise ValueError(
-            f"{folder} holds the id {index.max_id} (the special token {name!r}), and "
-            f"model.vocab_size = {tokenizer.vocab_size}; take it out of the text, or out of the "
-            "chat template, and prepare that again"
+            f"{folder} has the id {index.max_id} (the special token {name!r}), and "
+            f"model.vocab_size = {tokenizer.vocab_size}; remove it from the text, or from the "
+            "chat template, and prepare the text again"
         )
     if index.max_id >= tokenizer.vocab_size:
         raise ValueError(
-            f"{folder} holds the id {index.max_id}, and data.tokenizer = {tokenizer.name!r} has "
+            f"{folder} has the id {index.max_id}, and data.tokenizer = {tokenizer.name!r} has "
             f"{tokenizer.vocab_size}; prepare the text again"
         )
 
@@ -312,27 +312,27 @@ def _check_content(folder: str, index: Index, offsets: np.ndarray, hashes: np.nd
     own = digest_of(offsets), digest_of(hashes)
     if content_fingerprint(index.tokenizer_fingerprint, *own, index.shards) != index.fingerprint:
         raise ValueError(
-            f"{path_in(folder, 'offsets.npy')}, hashes.npy or index.json beside it changed since "
-            "they were written: put the whole folder back, or prepare the text again"
+            f"{path_in(folder, 'offsets.npy')}, hashes.npy or index.json there changed since "
+            "they were written: restore the whole folder, or prepare the text again"
         )
 
 
 def _unless_none[Marks](counted: tuple[Marks | None, ...]) -> tuple[Marks | None, ...]:
-    """Nothing if every shard has no marks."""
+    """() if no shard has marks."""
     return counted if any(one is not None for one in counted) else ()
 
 
 def _tokenized(
     files: Sequence[File], tokenizer: Tokenizer, directory: pathlib.Path | None
 ) -> Corpus | None:
-    """The corpus of some files, tokenised or from the cache; None of no files, which an entry has
-    that names only those of an earlier one."""
+    """The corpus of some files, tokenised or from the cache; None without files, as for an entry
+    that names only files of an earlier one."""
     if not files:
         return None
     if directory is None:
         return _in_memory(files, tokenizer)
     folder = directory / f"tokens-{key_of(plan(files, tokenizer, directory))}"
-    if folder.is_dir():  # it came there whole
+    if folder.is_dir():  # complete, since it was renamed
         try:
             return open_folder(str(folder), tokenizer)
         except ValueError as error:
@@ -344,12 +344,12 @@ def _tokenized(
         if not ours:
             return _in_memory(files, tokenizer)
         for left in directory.glob("unfinished-tokens-*"):
-            if left != unfinished:  # of other text, or of a run that was killed long ago
+            if left != unfinished:  # of other text, or of an old killed run
                 shutil.rmtree(left)
-        if not folder.is_dir():  # what a killed run left is resumed
+        if not folder.is_dir():  # resumes the rest of a killed run
             try:
                 prepare(plan(files, tokenizer, unfinished), tokenizer)
-            except OSError as error:  # such as of a full disk, which names no file
+            except OSError as error:  # such as a full disk, whose error names no file
                 error.filename = error.filename or str(directory)
                 raise
             move(unfinished, folder)
@@ -357,14 +357,14 @@ def _tokenized(
 
 
 def _in_memory(files: Sequence[File], tokenizer: Tokenizer) -> Corpus:
-    with tempfile.TemporaryDirectory() as place:
-        prepare(plan(files, tokenizer, pathlib.Path(place)), tokenizer)
-        return open_folder(place, tokenizer, map=False)
+    with tempfile.TemporaryDirectory() as span:
+        prepare(plan(files, tokenizer, pathlib.Path(span)), tokenizer)
+        return open_folder(span, tokenizer, map=False)
 
 
 @contextlib.contextmanager
 def _reserved(directory: pathlib.Path) -> Iterator[bool]:
-    """Excludes other processes that tokenise there; False where it may only be read."""
+    """Excludes other processes that tokenise there; False if the folder is read-only."""
     ours, waiting = True, "data: another process tokenises in %s; waiting for it"
     with contextlib.ExitStack() as stack:
         try:
@@ -374,9 +374,7 @@ def _reserved(directory: pathlib.Path) -> Iterator[bool]:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
-            _log.info(
-                "data: %s may only be read (%s); tokenising in memory", directory, error.strerror
-            )
+            _log.info("data: %s is read-only (%s); tokenising in memory", directory, error.strerror)
             ours = False
         yield ours
 
@@ -426,7 +424,7 @@ def _check_sizes(folder: str, index: Index) -> None:
     with reading(folder):
         if is_remote(folder):
             fs, name = filesystem(folder)
-            listed = fs.ls(name, detail=True)  # s3fs lists names alone unless it is told
+            listed = fs.ls(name, detail=True)  # s3fs lists only names by default
             sizes = {about["name"].rsplit("/", 1)[-1]: about["size"] for about in listed}
         else:
             sizes = {path.name: path.stat().st_size for path in pathlib.Path(folder).iterdir()}
@@ -434,20 +432,20 @@ def _check_sizes(folder: str, index: Index) -> None:
         path = path_in(folder, file)
         if file not in sizes:
             raise ValueError(
-                f"{path} is missing, one of the {len(index.shards)} shards of that folder; put it "
-                "back, or prepare the text again"
+                f"{path} is missing, one of the {len(index.shards)} shards of that folder; restore "
+                "it, or prepare the text again"
             )
         if sizes[file] != num_bytes:
             raise ValueError(
-                f"{path} has {sizes[file]} bytes, and {num_bytes} were written; put "
-                "the whole file back, or prepare the text again"
+                f"{path} has {sizes[file]} bytes, and {num_bytes} were written; restore "
+                "the whole file, or prepare the text again"
             )
 
 
 def _array(
     folder: str, name: str, index: Index, directory: pathlib.Path | None, map: bool
 ) -> np.ndarray:
-    """One of the arrays beside the shards; those at an address are cached."""
+    """One of the arrays other than shards; cached for a folder at a URL."""
     path = path_in(folder, f"{name}.npy")
     if is_remote(path):
         if directory is None:
@@ -462,7 +460,7 @@ def _array(
     try:
         with reading(path):
             return np.load(path, mmap_mode="r" if map else None)
-    except ValueError as error:  # NumPy's, which name no file
+    except ValueError as error:  # NumPy's errors name no file
         if path in str(error):
             raise
         raise ValueError(f"{path} is damaged: {error}; prepare the text again") from error

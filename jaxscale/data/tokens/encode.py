@@ -1,4 +1,4 @@
-"""Documents as ids, with their first and last tokens, and which of them carry loss."""
+"""Encodes documents as ids, with their first and last tokens and the marks of loss."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,10 +10,10 @@ from jaxscale.data.tokens.tokenizer import Tokenizer
 
 
 class EncodedDocuments(NamedTuple):
-    """Documents one after another.
+    """Concatenated documents.
 
-    `counted` is 1 at a token whose successor in the document is predicted with loss: it is a
-    weight of the position where the model predicts.
+    `counted` is 1 at a token whose successor in the document carries loss: it is the weight of the
+    position at which the model predicts.
     """
 
     ids: np.ndarray  # [tokens]
@@ -27,12 +27,12 @@ def encode_documents(
 ) -> EncodedDocuments:
     """Encodes each as [start, tokens...], closed by the boundary if the start is another token.
 
-    A prompt and its response are those of `encode_pairs`, and begin as a prompt that is continued
-    does, but for an encoder. A conversation is exactly what its template renders, with no token
-    before or after it.
+    A prompt and its response are encoded by `encode_pairs`, and begin like a prompt for generation,
+    unless an encoder reads them. A conversation is exactly the text that its template renders,
+    without a token before or after it.
 
     Args:
-      marked: whether `counted` is wanted; it must be where a document has loss on parts of it.
+      marked: whether to compute `counted`; required if a document has loss on parts of it.
     """
     texts = [document.text for document in documents if document.loss is None]
     encoded = iter(tokenizer.encode(texts))
@@ -67,13 +67,13 @@ def encode_documents(
 def encode_pairs(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], apart: Sequence[bool] = ()
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Ids of texts and of what follows each, as a model that is given the first continues it.
+    """Ids of texts and of their continuations, as a model generates these.
 
-    The ids of the first are what they are alone. Those of the second come from both texts encoded
-    together where that leaves the first as it is, and else from the second alone.
+    The ids of the first text are those of the text alone. The ids of the second come from both
+    texts encoded together if that does not change the first, and otherwise from the second alone.
 
     Args:
-      apart: of each pair, whether its second is encoded alone in any case; none by default.
+      apart: for each pair, whether the second is always encoded alone; by default it is not.
     """
     firsts = tokenizer.encode([first for first, _ in pairs])
     wholes = tokenizer.encode([first + second for first, second in pairs])
@@ -95,7 +95,7 @@ def _pair(document: Document) -> tuple[str, str]:
 def _encode_chat(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, int]:
     """Ids, `counted`, and the bytes of the text that are names of special tokens.
 
-    A token counts from the first that holds a character of a span to the last, as in the masks of
+    Tokens count from the first to the last with a character of a span, as in the masks of
     transformers' `apply_chat_template`.
     """
     assert tokenizer.encode_chat is not None, "checked when the shards are planned"

@@ -1,8 +1,8 @@
-"""A tokenizer with tokens that a model has no ids for.
+"""Tokenizers with tokens beyond a model's vocabulary.
 
-Gemma 3's has a place for images, `<image_soft_token>`, whose id is the first beyond the embedding
-of the models that read text alone. No text is encoded to it, but where a chat template or a
-conversation writes its name.
+Gemma 3's tokenizer has a placeholder for images, `<image_soft_token>`, whose id is the first beyond
+the embedding of text-only models. A text is encoded to it only if a chat template or a conversation
+writes its name.
 """
 
 import dataclasses
@@ -11,12 +11,12 @@ from jaxscale.data.tokens.tokenizer import Encoded, Tokenizer
 
 
 def without_unread(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
-    """The tokenizer as a model of `vocab_size` ids reads it: without special tokens beyond them.
+    """The tokenizer without special tokens beyond the `vocab_size` ids of a model.
 
-    It is returned as it is, with more tokens, where the model has no id for something that plain
-    text becomes, or for a token that begins, ends, pads or masks a text or is a sentinel in it.
+    It is returned unchanged if the model lacks an id of plain text, or of a token that begins,
+    ends, pads or masks a text or is a sentinel.
 
-    The `encode_chat` of the result raises ValueError for a text with a token that was left out.
+    The `encode_chat` of the result raises ValueError for a text with a removed token.
     """
     special = tokenizer.special
     needed = {tokenizer.boundary, tokenizer.bos, tokenizer.pad, tokenizer.mask}
@@ -27,14 +27,14 @@ def without_unread(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
     names, encode = {i: name for name, i in beyond.items()}, tokenizer.encode_chat
 
     def encode_chat(text: str) -> Encoded:
-        assert encode is not None, "only a tokenizer.json has tokens beside those of text"
+        assert encode is not None, "only a tokenizer.json has tokens other than text"
         encoded = encode(text)
         for i, start in zip(encoded.ids.tolist(), encoded.starts.tolist()):
             if i in names:
                 raise ValueError(
                     f"a text has the special token {names[i]!r} (in "
                     f"{text[max(start - 20, 0) : start + 40]!r}), whose id {i} is beyond "
-                    f"model.vocab_size = {vocab_size}; take it out of the text, or out of "
+                    f"model.vocab_size = {vocab_size}; remove it from the text, or from "
                     f"the chat template of data.tokenizer = {tokenizer.name!r}"
                 )
         return encoded

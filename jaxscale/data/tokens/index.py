@@ -16,14 +16,14 @@ from jaxscale.storage.object_store import is_remote
 from jaxscale.storage.untrusted import is_file_name, parse_json
 
 FORMAT = "jaxscale shards 1"
-"""Changes when the same documents and tokenizer would give other shards."""
+"""Raised when the same documents and tokenizer would give other shards."""
 
 INDEX = "index.json"
 NAMES = ("file", "loss_file", "tokenizer_file", "fingerprint")
-"""Fields that become names of files: nothing outside the folder."""
+"""Fields that are used as names of files, and must stay inside the folder."""
 
 UNFINISHED = ".unfinished"
-"""The folder inside it where unfinished shards are written."""
+"""The subfolder of unfinished shards."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Shard:
     num_documents: int
     file_bytes: int
     digest: str  # of the file
-    loss_file: str = ""  # where only some tokens carry loss: bytes, 1 where the next one does
+    loss_file: str = ""  # if only some tokens carry loss: bytes, 1 if the next token does
     loss_bytes: int = 0
     loss_digest: str = ""
 
@@ -48,10 +48,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Index:
-    """The contents of a prepared folder; it holds the shards and the arrays of `Corpus`."""
+    """The description of a prepared folder with its shards and the arrays of `Corpus`."""
 
-    tokenizer: str  # as the command or the configuration named it
-    tokenizer_file: str  # beside the index; empty for "bytes"
+    tokenizer: str  # the name in the command or the configuration
+    tokenizer_file: str  # in the same folder; empty for "bytes"
     tokenizer_fingerprint: str
     vocab_size: int
     boundary: int
@@ -60,13 +60,13 @@ class Index:
     num_documents: int
     num_tokens: int
     num_bytes: int  # of UTF-8 text
-    written_bytes: float  # bytes of the tokens by the tokenizer's own table
+    written_bytes: float  # bytes of the tokens by the tokenizer's table
     max_id: int
-    num_left_out: int  # bad documents, which skip_share allowed to leave out
+    num_left_out: int  # bad documents, allowed by skip_share
     shards: tuple[Shard, ...]
-    key: str  # of the files and settings that it was made from
+    key: str  # digest of the files and settings
     fingerprint: str  # of the content
-    text_begin: str = ""  # a list of the ids before prompts; "": it has none, or is older
+    text_begin: str = ""  # list of the ids before prompts; "": empty, or of an older version
 
     def to_json(self) -> str:
         """The text of index.json."""
@@ -77,28 +77,28 @@ class Index:
 def content_fingerprint(
     tokenizer_fingerprint: str, offsets: str, hashes: str, shards: Sequence[Shard]
 ) -> str:
-    """A hash of all that a folder holds, from the digests of its parts."""
+    """A hash of a folder's content, from the digests of its parts."""
     digests = [offsets, hashes, *(shard.digest for shard in shards)]
     digests += [shard.loss_digest for shard in shards if shard.loss_digest]
     return digest_values([FORMAT, tokenizer_fingerprint, offsets, hashes, digests])
 
 
 def digest_values(values: object) -> str:
-    """A hash of what JSON can hold."""
+    """A hash of a JSON value."""
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
 
 
 def path_in(folder: str, name: str) -> str:
-    """The path of a file in a folder, here or at an address."""
+    """The path of a file in a local folder, or its URL."""
     return f"{folder.rstrip('/')}/{name}"
 
 
 def find_prepared(source: Source) -> str | None:
-    """The prepared folder that an entry of `data.source` names, if it does.
+    """The prepared folder of an entry of `data.source`; None for an entry of text.
 
     Raises:
-      ValueError: it should be one (`format` is "shards") and is not, it is not finished, it shares
-        its entry with other paths, or the entry says how to read text.
+      ValueError: `format` is "shards" and the folder is not prepared, or it is unfinished, shares
+        its entry with other paths, or the entry has settings of text.
     """
     for path in map(os.path.expanduser, source.path):
         there = _is_prepared(path)
@@ -110,13 +110,13 @@ def find_prepared(source: Source) -> str | None:
             )
         if source.format == "shards" and not there:
             raise ValueError(
-                f"{source.listed_in}: {path} holds no prepared shards (no {INDEX} that can be read "
-                f"and lists any); make them with python -m jaxscale.prepare --output {path}"
+                f"{source.listed_in}: {path} has no prepared shards (no readable {INDEX} that "
+                f"lists any); make them with python -m jaxscale.prepare --output {path}"
             )
         if there and len(source.path) > 1:
             raise ValueError(
-                f"{source.listed_in}: {path} is one of {len(source.path)} paths of its entry; a "
-                "folder of prepared shards is an entry of its own"
+                f"{source.listed_in}: {path} is one of {len(source.path)} paths of its entry; give "
+                "a folder of prepared shards a separate entry"
             )
         if there:
             _refuse_unread(source)
@@ -125,14 +125,14 @@ def find_prepared(source: Source) -> str | None:
 
 
 def _refuse_unread(source: Source) -> None:
-    """Raises where the entry of a prepared folder says how text is read."""
+    """Raises if the entry of a prepared folder has settings of text."""
     form = source.format and "shards"
     plain = Source(source.path, form, weight=source.weight, name=source.name)
     for key, value in vars(source).items():
         if value != getattr(plain, key):
             raise ValueError(
-                f"{source.listed_in}: {key} = {value!r} says how text is read, and "
-                f"{source.path[0]} holds prepared shards; leave it out, or prepare the text again "
+                f"{source.listed_in}: {key} = {value!r} is a setting of text, and "
+                f"{source.path[0]} has prepared shards; remove it, or prepare the text again "
                 f"with --{key}"
             )
 
@@ -148,7 +148,7 @@ def read_index(folder: str) -> Index:
     values = _load(path)
     if values is None:
         raise ValueError(f"{path} is not an index of prepared shards")
-    digest = values.pop("digest", None)  # one from before has none
+    digest = values.pop("digest", None)  # older versions wrote none
     if digest is not None and digest != digest_values(values):
         raise ValueError(f"{path} is damaged: it changed since it was written; prepare again")
     if values.pop("format") != FORMAT:
@@ -161,10 +161,10 @@ def read_index(folder: str) -> Index:
 
 
 def _checked[Record: Shard | Index](record: Record) -> Record:
-    """The record, if its values have the types that they are declared with.
+    """The record, after a check of the declared types of its values.
 
     Raises:
-      ValueError: names the first that does not.
+      ValueError: names the first value of another type.
     """
     for field in dataclasses.fields(record):
         value, kind = getattr(record, field.name), typing.get_origin(field.type) or field.type
@@ -185,18 +185,18 @@ def _is_prepared(path: str) -> bool:
     try:
         there = exists(place)
         is_unfinished = not there and not is_remote(path) and unfinished.is_dir()
-    except PermissionError:  # which the list of its files will say
+    except PermissionError:  # reported when its files are listed
         return False
     if is_unfinished:
         raise ValueError(
-            f"{path} holds shards that are not finished; run the command that prepares them "
-            "again, and it resumes where it stopped"
+            f"{path} has unfinished shards; run the command that prepares them again, and it "
+            "resumes where it stopped"
         )
     return there and _load(place) is not None
 
 
 def _load(path: str) -> dict[str, Any] | None:
-    """The values of an index; None for a file of that name that is something else."""
+    """The values of an index; None for any other file of that name."""
     try:
         values = parse_json(read_file(path))
     except ValueError as error:

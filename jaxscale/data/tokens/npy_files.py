@@ -1,4 +1,4 @@
-"""Arrays in .npy files: written before their length is known, and read in part."""
+""".npy files: arrays written before their length is known, and read in part."""
 
 import functools
 import hashlib
@@ -17,17 +17,17 @@ from jaxscale.storage.object_store import is_remote
 
 @dataclass(frozen=True)
 class ArrayFile:
-    """The array in a .npy file, of which slices are read: mapped, or fetched from an address."""
+    """The array in a .npy file, of which slices are read: memory-mapped, or fetched from a URL."""
 
     path: str
     dtype: str
     length: int
     header_bytes: int
-    digest: str = ""  # of its data; "" where it is not known
+    digest: str = ""  # of its data; "" if not known
 
     @property
     def num_bytes(self) -> int:
-        """Of its data."""
+        """Bytes of its data."""
         return self.length * np.dtype(self.dtype).itemsize
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class ArrayFile:
         return read_slices([(self, wanted)])[0]
 
     def bytes_of(self, wanted: slice) -> ByteRange:
-        """Where a slice is in the file."""
+        """The bytes of a slice in the file."""
         start, stop, _ = wanted.indices(self.length)
         width = np.dtype(self.dtype).itemsize
         first = self.header_bytes + start * width
@@ -47,7 +47,7 @@ class ArrayFile:
 
 
 def read_slices(wanted: Sequence[tuple[np.ndarray | ArrayFile, slice]]) -> list[np.ndarray]:
-    """Slices of arrays; all those at addresses are asked for at once."""
+    """Slices of arrays, with concurrent requests for arrays at URLs."""
     remote = {
         i: (array, part)
         for i, (array, part) in enumerate(wanted)
@@ -60,14 +60,14 @@ def read_slices(wanted: Sequence[tuple[np.ndarray | ArrayFile, slice]]) -> list[
     return [fetched[i] if i in fetched else array[part] for i, (array, part) in enumerate(wanted)]
 
 
-@functools.lru_cache(maxsize=256)  # each holds a file descriptor
+@functools.lru_cache(maxsize=256)  # each needs a file descriptor
 def _map(path: str) -> np.ndarray:
     with reading(path):
         return np.load(path, mmap_mode="r")
 
 
 class ArrayWriter:
-    """Writes a .npy file, the length of which is known only at the end."""
+    """Writes a .npy file whose length is known only at the end."""
 
     def __init__(self, path: pathlib.Path, dtype: type[np.generic]) -> None:
         self.path, self.length, self.digest = path, 0, ""
@@ -92,7 +92,7 @@ class ArrayWriter:
         trace: TracebackType | None,
     ) -> None:
         self._file.seek(0)
-        self._write_header()  # NumPy leaves room for any length in it
+        self._write_header()  # NumPy pads the header for any length
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -1,4 +1,4 @@
-"""Makes folders of prepared shards, in this process or in several, and resumes after a kill."""
+"""Writes folders of prepared shards, in one process or several, and resumes after a kill."""
 
 import concurrent.futures
 import contextlib
@@ -34,14 +34,14 @@ _log = logging.getLogger("jaxscale")
 
 
 def prepare(works: Sequence[Work], tokenizer: Tokenizer, *, workers: int = 0) -> Index:
-    """Makes the missing shards of a folder, and their index.
+    """Writes the missing shards of a folder, and their index.
 
     Args:
-      works: as `plan` gives them.
-      workers: processes; 0 makes them in this one.
+      works: the result of `plan`.
+      workers: number of processes; 0 works in this process.
 
     Raises:
-      ValueError: as `make_shard` and `finish_shards`; or the folder holds other shards, another
+      ValueError: as `make_shard` and `finish_shards`; or the folder has other shards, another
         process is writing to it, or a worker was killed.
     """
     folder = works[0].folder
@@ -49,10 +49,10 @@ def prepare(works: Sequence[Work], tokenizer: Tokenizer, *, workers: int = 0) ->
         index = read_index(str(folder))
         if index.key != key_of(works):
             raise ValueError(
-                f"{folder} holds shards of other text, or by another tokenizer or other settings; "
+                f"{folder} has shards of other text, or by another tokenizer or other settings; "
                 "remove it, or write to another folder"
             )
-        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # left by a kill at the end
+        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)  # left by a kill just before the end
         return index
     unfinished = folder / UNFINISHED
     unfinished.mkdir(parents=True, exist_ok=True)
@@ -62,8 +62,8 @@ def prepare(works: Sequence[Work], tokenizer: Tokenizer, *, workers: int = 0) ->
         for name in (*TOKENIZERS, *COPIED_WITH_TOKENIZER):
             if tokenizer.file and name not in tokenizer.files and (folder / name).exists():
                 raise ValueError(
-                    f"{folder / name} is of another tokenizer than {tokenizer.name!r}, and would "
-                    "be read as one of its files; remove it, or write to another folder"
+                    f"{folder / name} belongs to another tokenizer than {tokenizer.name!r}, and "
+                    "would be read as one of its files; remove it, or write to another folder"
                 )
         for name, data in tokenizer.files.items():
             write_file(folder / name, data)
@@ -82,7 +82,7 @@ def prepare(works: Sequence[Work], tokenizer: Tokenizer, *, workers: int = 0) ->
 
 
 class ReadProgress:
-    """Logs how much has been read, every few seconds."""
+    """Logs the amount of text read, every few seconds."""
 
     def __init__(self, total: int) -> None:
         self.total, self.stored, self.text = total, 0, 0
@@ -93,7 +93,7 @@ class ReadProgress:
         self.set(self.stored + stored, self.text + text)
 
     def set(self, stored: int, text: int) -> None:
-        """As `add`, with the totals."""
+        """`add` with the new totals."""
         self.stored, self.text = stored, text
         now = time.perf_counter()
         if now - self._reported >= _PROGRESS_SECONDS:
@@ -157,11 +157,11 @@ def _in_processes(
 
 
 class _StoppedError(Exception):
-    """The command has ended, and this shard is no longer wanted."""
+    """The command has ended, and this shard is no longer needed."""
 
 
 _worker: dict[str, Any] = {}
-"""The arguments that a worker process was started with."""
+"""The arguments with which a worker process was started."""
 
 
 def _start_worker(path: str, name: str, read: Any, stop: Any) -> None:

@@ -1,6 +1,6 @@
-"""Shards of tokens: how files are cut into them, how one is made, and their index.
+"""Shards of tokens: the cut of files into shards, the creation of one, and their index.
 
-A shard is a slice of the files that depends on their sizes alone. Its record is written last, so
+A shard is a slice of the files that depends only on their sizes. Its record is written last, so
 that a shard with a record is complete.
 """
 
@@ -37,52 +37,52 @@ from jaxscale.storage.durable import move, sync
 from jaxscale.storage.untrusted import parse_json
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 2_000_000, 10_000  # tokenised at a time
-_NUM_SHARDS = 256  # about, within the limits of the next line
+_NUM_SHARDS = 256  # approximate, within the limits of the next line
 _LEAST_BYTES, _MOST_BYTES = 4_000_000, 1_000_000_000
 _REPORT_BYTES = 1_000_000
-_EXAMPLES = 3  # of bad documents, that a shard reports
+_EXAMPLES = 3  # bad documents that a shard reports
 
 _log = logging.getLogger("jaxscale")
 
 Report = Callable[[int, int], None]
-"""Called with the stored bytes, and the bytes of text, that were read since the last call."""
+"""Called with the stored bytes and the bytes of text that were read since the last call."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A shard that is to be made in a folder."""
+    """A shard to be written to a folder."""
 
     number: int
     pieces: tuple[Piece, ...]
     folder: pathlib.Path
-    key: str  # of everything that its content depends on
+    key: str  # digest of everything that determines its content
 
     @property
     def num_bytes(self) -> int:
-        """Of its pieces, as stored."""
+        """Stored bytes of its pieces."""
         return sum(piece.num_bytes for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class Made:
-    """The record of a shard that was made."""
+    """The record of a finished shard."""
 
     key: str
     shard: Shard
     num_bytes: int
     written_bytes: float
     max_id: int
-    counts: dict[str, list[int]]  # for each entry of the source, its documents and the bad ones
+    counts: dict[str, list[int]]  # for each entry of the source, all documents and bad ones
     examples: list[str]  # of their problems
 
 
 def plan(
     files: Sequence[File], tokenizer: Tokenizer, folder: pathlib.Path, shard_bytes: int = 0
 ) -> list[Work]:
-    """The shards of some files, cut without reading them.
+    """The shards of some files, determined without reading these.
 
     Args:
-      shard_bytes: of the files, as stored, in each; 0 chooses.
+      shard_bytes: stored bytes of the files in each; 0 chooses.
     """
     for file in files:
         if file.source.messages:
@@ -102,7 +102,7 @@ def plan(
 
 
 def _slices(pieces: Iterable[Piece], most: int) -> list[list[Piece]]:
-    """Consecutive pieces, of `most` stored bytes together or one alone."""
+    """Groups of consecutive pieces, of `most` stored bytes together or a single one."""
     slices: list[list[Piece]] = [[]]
     num_bytes = 0
     for piece in pieces:
@@ -115,12 +115,12 @@ def _slices(pieces: Iterable[Piece], most: int) -> list[list[Piece]]:
 
 
 def key_of(works: Sequence[Work]) -> str:
-    """A hash of everything that the shards depend on, known without reading the files."""
+    """A hash of everything that determines the shards, known without reading the files."""
     return digest_values([work.key for work in works])
 
 
 def make_shard(work: Work, tokenizer: Tokenizer, report: Report) -> None:
-    """Tokenises a shard and writes it, and then its record.
+    """Tokenises a shard and writes it, then its record.
 
     Raises:
       ValueError: as `read_documents`; or a document is bad, and its entry allows none.
@@ -167,7 +167,7 @@ def make_shard(work: Work, tokenizer: Tokenizer, report: Report) -> None:
             lengths=np.array(lengths, np.int64),
             hashes=np.array(hashes, np.uint64),
         )
-    sync(work.folder)  # a record is there only if its shard is
+    sync(work.folder)  # a record exists only if its shard does
     sync(part)
     move(part, _record(work))
 
@@ -175,7 +175,7 @@ def make_shard(work: Work, tokenizer: Tokenizer, report: Report) -> None:
 def _finished(
     work: Work, tokens: ArrayWriter, loss: ArrayWriter | None, num_documents: int
 ) -> Shard:
-    """Moves the files of a shard to their places."""
+    """Gives the files of a shard their names."""
 
     def move(array: ArrayWriter, name: str) -> tuple[str, int]:
         num_bytes = array.path.stat().st_size
@@ -190,7 +190,7 @@ def _finished(
 
 
 def find_made(work: Work) -> Made | None:
-    """The record of a shard, if it is complete and made from the same files and settings."""
+    """The record of a shard, if it is complete and from the same files and settings."""
     try:
         with np.load(_record(work)) as arrays:
             values = parse_json(str(arrays["record"]))
@@ -216,13 +216,13 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
     written_bytes = sum(one.written_bytes for one in made)
     if not written_bytes:
         raise ValueError(
-            f"data.tokenizer = {tokenizer.name!r} makes only special tokens of the text"
+            f"data.tokenizer = {tokenizer.name!r} encodes the text to special tokens only"
         )
     offsets, hashes, num_tokens = _join_arrays(works, folder)
     files = [piece.file for work in works for piece in work.pieces]
     kept = set(map(folder.joinpath, itertools.chain(*(shard.files for shard in shards))))
     for path in {*folder.glob("tokens-*.npy"), *folder.glob("loss-*.npy")} - kept:
-        path.unlink()  # left by another way to cut
+        path.unlink()  # left by another cut into shards
     sync(folder)
     index = Index(
         tokenizer=tokenizer.name,
@@ -248,7 +248,7 @@ def finish_shards(works: Sequence[Work], tokenizer: Tokenizer) -> Index:
 
 
 def _join_arrays(works: Sequence[Work], folder: pathlib.Path) -> tuple[str, str, int]:
-    """Writes the offsets and hashes of all documents; their digests, and the number of tokens."""
+    """Writes the offsets and hashes of all documents; returns their digests and the tokens."""
     num_tokens = further = 0
     with (
         ArrayWriter(folder / UNFINISHED / "offsets.part", np.int64) as offsets,
@@ -265,9 +265,9 @@ def _join_arrays(works: Sequence[Work], folder: pathlib.Path) -> tuple[str, str,
                 further += int(np.sum(own[1:] == own[:-1]))
     if further:
         _log.info(
-            "data: %d documents more than conversations: the chat template renders turns of the "
-            "assistant in another way where the conversation goes on, and each of those carries "
-            "loss in a document that ends with it",
+            "data: %d documents more than conversations: the chat template renders some messages "
+            "of the assistant differently when others follow, and each of these carries loss in a "
+            "separate document that ends with it",
             further,
         )
     for array in (offsets, hashes):
@@ -276,7 +276,7 @@ def _join_arrays(works: Sequence[Work], folder: pathlib.Path) -> tuple[str, str,
 
 
 def write_file(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file atomically, and returns when it is on disk."""
+    """Writes a file atomically and durably."""
     part = path.parent / UNFINISHED / f"{path.name}-{os.getpid()}.part"
     part.write_bytes(data)
     sync(part)
@@ -290,7 +290,7 @@ def _good(
     examples: list[str],
     report: Report,
 ) -> Iterator[Document]:
-    """The documents that are not bad; counts all of them, and reports the bytes read."""
+    """The usable documents; counts all documents, and reports the bytes read."""
     for piece in pieces:
         count = counts.setdefault(str(piece.file.entry), [0, 0])
         reported = text = 0  # of this piece: stored bytes, and bytes of text since then
@@ -309,7 +309,7 @@ def _good(
             yield document
             text += document.num_bytes
             if text >= _REPORT_BYTES:
-                # The stored bytes read of a compressed file are known only at its end.
+                # For a compressed file the stored bytes read are known only at its end.
                 rest = 0 if compression(piece.file.path) else piece.num_bytes - reported
                 report(min(text, rest), text)
                 reported, text = reported + min(text, rest), 0
@@ -329,7 +329,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def _check_counts(works: Sequence[Work], made: Sequence[Made]) -> int:
-    """Raises if an entry has too many bad documents; returns the number of bad ones in all."""
+    """Raises if an entry has too many bad documents; returns their total number."""
     entries = {str(p.file.entry): p.file.source for work in works for p in work.pieces}
     examples = [example for one in made for example in one.examples]
     all_bad = 0
@@ -353,7 +353,7 @@ def _check_counts(works: Sequence[Work], made: Sequence[Made]) -> int:
 
 
 def _continues_prompts(files: Sequence[File]) -> bool:
-    """Whether there are prompts whose response follows them, not in a decoder of its own."""
+    """Whether there are prompts whose response follows in the same sequence."""
     return any(file.source.response and not file.source.apart for file in files)
 
 
@@ -362,10 +362,10 @@ def _record(work: Work) -> pathlib.Path:
 
 
 def _check_template(file: File, tokenizer: Tokenizer) -> None:
-    """Raises where conversations cannot be rendered."""
+    """Raises if conversations cannot be rendered."""
     if tokenizer.template is None or tokenizer.encode_chat is None:
         raise ValueError(
-            f"{file.path} holds messages, and data.tokenizer = {tokenizer.name!r} has no chat "
-            "template; name a tokenizer.json with a tokenizer_config.json that has one, or a "
-            "chat_template.jinja, beside it"
+            f"{file.path} has messages, and data.tokenizer = {tokenizer.name!r} has no chat "
+            "template; name a tokenizer.json with a chat_template.jinja, or a "
+            "tokenizer_config.json that has one, next to it"
         )

@@ -1,9 +1,9 @@
-"""Text to ids and back: bytes, ESM-2's residues, any Hugging Face tokenizer.json, SentencePiece, or
-BPE trained on the source.
+"""Tokenizers: bytes, ESM-2's residues, any Hugging Face tokenizer.json, SentencePiece, or BPE
+trained on the source.
 
 A document becomes [boundary, tokens...], and the token after its last one is the boundary again:
 a model starts a text from the boundary and ends it by predicting the boundary. With a tokenizer
-that begins texts with a token of its own (`bos`) it becomes [bos, tokens..., boundary].
+that begins texts with a separate token (`bos`) it becomes [bos, tokens..., boundary].
 """
 
 import dataclasses
@@ -43,17 +43,17 @@ SENTINEL = "<extra_id_{}>"
 """The token that replaces the i-th corrupted span of a text (T5, arXiv 1910.10683)."""
 
 BEGINNING = {"LlamaTokenizer": "<s>", "CodeLlamaTokenizer": "<s>", "GemmaTokenizer": "<bos>"}
-"""Classes of transformers that begin texts of a SentencePiece model with this token where
-tokenizer_config.json says nothing else; a tokenizer.json says it itself."""
+"""Classes of transformers that begin texts of a SentencePiece model with `bos_token`, unless
+tokenizer_config.json has another value; a tokenizer.json contains the token."""
 
 TRAINING_BYTES = 8_000_000
-"""Bytes of text that a BPE tokenizer is trained on; more changes little and takes longer."""
+"""Bytes of text on which a BPE tokenizer is trained; more changes little and takes longer."""
 
 _log = logging.getLogger("jaxscale")
 
 
 class Encoded(NamedTuple):
-    """Ids of a text, and the characters that each stands for; the fields are [tokens], int32."""
+    """Ids of a text, and the characters of each; the fields are [tokens], int32."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -64,10 +64,10 @@ class Encoded(NamedTuple):
 class Tokenizer:
     """The interface of a tokenizer to the rest of the program.
 
-    `token_bytes` [vocab_size] is how many UTF-8 bytes of text each id stands for; 0 for the
-    boundary and other special tokens. It is exact for bytes and for byte-level BPE. For
-    other tokenizers (which may normalise text, or mark word starts) it is the length of the
-    token's written form; a corpus scales it so that its total is exact.
+    `token_bytes` [vocab_size] is the number of UTF-8 bytes of text for each id; 0 for the boundary
+    and other special tokens. It is exact for bytes and for byte-level BPE. For other tokenizers
+    (which may normalise text, or mark word starts) it is the length of the token's written form; a
+    corpus scales it so that its total is exact.
     """
 
     vocab_size: int
@@ -77,25 +77,25 @@ class Tokenizer:
     # No boundary added; int32 arrays.
     encode: Callable[[Sequence[str]], list[np.ndarray]] = field(repr=False)
     decode: Callable[[Sequence[int] | np.ndarray], str] = field(repr=False)  # no special tokens
-    name: str = "bytes"  # as `data.tokenizer` has it
+    name: str = "bytes"  # the value of `data.tokenizer`
     file: bytes = field(default=b"", repr=False)  # the content of its file; empty for "bytes"
     # Ids by name, never in text.
     special: Mapping[str, int] = field(default_factory=dict, repr=False)
     bos: int | None = None  # begins a document; None: the boundary does
-    # What a post-processor puts before a text that is continued; None: what begins a document.
+    # The ids that a post-processor puts before a prompt; None: the ids that begin a document.
     text_begin: tuple[int, ...] | None = None
-    ends: tuple[int, ...] = ()  # besides the boundary, ids that end what a model generates
+    ends: tuple[int, ...] = ()  # ids that end generated text, in addition to the boundary
     # The other files of its folder.
-    beside: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    other_files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     template: ChatTemplate | None = field(default=None, repr=False)
     # Text with special tokens written out.
     encode_chat: Callable[[str], Encoded] | None = field(default=None, repr=False)
-    # The first id from which on all are special tokens that `encode` never gives; None if any may.
+    # From this id all are special tokens that `encode` never returns; None if it may return any.
     plain_size: int | None = None
 
     @property
     def text_size(self) -> int:
-        """The ids that `encode` may give are below this."""
+        """The upper bound of the ids that `encode` returns."""
         return self.vocab_size if self.plain_size is None else self.plain_size
 
     @property
@@ -104,7 +104,7 @@ class Tokenizer:
         return self.boundary if self.bos is None else self.bos
 
     def begin(self, num_tokens: int) -> tuple[int, ...]:
-        """The ids before a prompt of so many tokens; an empty one begins a document."""
+        """The ids before a prompt of `num_tokens` tokens; an empty one begins a document."""
         if self.text_begin is None or not (self.text_begin or num_tokens):
             return (self.start,)
         return self.text_begin
@@ -118,13 +118,13 @@ class Tokenizer:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """What a folder needs to hold it, by name: its own file last, so that all are there when it
-        is. Empty for "bytes"."""
-        return {**self.beside, self.file_name: self.file} if self.file else {}
+        """The files of the tokenizer by name, its main file last, so that a folder with it is
+        complete. Empty for "bytes"."""
+        return {**self.other_files, self.file_name: self.file} if self.file else {}
 
     @property
     def decoder_start(self) -> int:
-        """What a decoder with an encoder reads first: the padding token, as T5, or the boundary."""
+        """The first token of a decoder after an encoder: padding, as in T5, or the boundary."""
         return self.boundary if self.pad is None else self.pad
 
     @property
@@ -147,7 +147,7 @@ class Tokenizer:
 
 
 def begin_texts(tokenizer: Tokenizer, text_begin: str) -> Tokenizer:
-    """The tokenizer with prompts that begin as `data.text_begin` says."""
+    """The tokenizer with the beginning of prompts set by `data.text_begin`."""
     if text_begin == "boundary":
         return dataclasses.replace(tokenizer, text_begin=None)
     return tokenizer
@@ -163,18 +163,18 @@ def load_tokenizer(
     training_bytes: int = TRAINING_BYTES,
     keep: bool = False,
 ) -> Tokenizer:
-    """Makes the tokenizer that `data.tokenizer` names.
+    """Loads or trains the tokenizer that `data.tokenizer` names.
 
     Args:
       name: "bytes", a path to a tokenizer.json or a SentencePiece model, or "bpe:N" to train BPE
         with a vocabulary of N.
-      source: `data.source`, which "bpe:N" is trained on; a prepared folder in it has its own.
-      directory: where "bpe:N" finds the tokenizer.json that `save_tokenizer` wrote, if it was
+      source: `data.source`, the training text of "bpe:N"; a prepared folder contains a tokenizer.
+      directory: with the tokenizer.json that `save_tokenizer` wrote, which "bpe:N" uses if it was
         trained on the same text with the same settings.
-      heldout: `data.heldout`; documents held out are not trained on.
+      heldout: `data.heldout`; held-out documents are not used for training.
       seed: `data.seed`, for that split.
-      training_bytes: text that "bpe:N" is trained on, about.
-      keep: takes what `directory` has, whatever it was trained on: that of a run which goes on.
+      training_bytes: approximate size of the training text of "bpe:N".
+      keep: uses the file in `directory`, whatever its training text: for a run that resumes.
 
     Raises:
       ValueError: an unknown name, a file that is not a tokenizer, or one without a boundary token.
@@ -199,14 +199,14 @@ def load_tokenizer(
         raise ValueError(
             f"data.tokenizer = {name!r} is neither a file nor a name; it can be 'bytes', 'esm2', "
             "'bpe:4096' or another size, or the path of a tokenizer.json or a SentencePiece "
-            "model; download one of Hugging Face first: hf download NAME tokenizer.json "
+            "model; download one from Hugging Face first: hf download NAME tokenizer.json "
             "--local-dir DIR"
         )
     return from_file(name, name)
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
-    """Writes the files of a tokenizer that are not in a folder yet, or others there."""
+    """Writes the files of a tokenizer to a folder, unless it already has the same."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, data in tokenizer.files.items():
         path = directory / name
@@ -222,43 +222,43 @@ def from_file(path: str, name: str) -> Tokenizer:
     """
     data = read_file(path)
     folder, own = path.rpartition("/")[0] or ".", TOKENIZERS[path.endswith(".model")]
-    # Of those some are read here; transformers needs the others.
+    # Some of these are read here; transformers needs the others.
     names = [name for name in (*TOKENIZERS, *COPIED_WITH_TOKENIZER) if name != own]
     places = {name: path_in(folder, name) for name in names}
-    beside = {name: read_file(place) for name, place in places.items() if exists(place)}
-    config = read_json(beside, "tokenizer_config.json", path)
+    other_files = {name: read_file(place) for name, place in places.items() if exists(place)}
+    config = read_json(other_files, "tokenizer_config.json", path)
     if path.endswith(".model"):
         tokenizer = _from_sentencepiece(data, path, name)
         begins = BEGINNING.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
         config = {"add_bos_token": bool(begins), "bos_token": begins, **config}
     else:
         tokenizer = _from_json(data, path, name, token_text(config.get("eos_token")))
-    return _with_files_beside(tokenizer, beside, config, path)
+    return _with_other_files(tokenizer, other_files, config, path)
 
 
 def _ends(
-    tokenizer: Tokenizer, beside: Mapping[str, bytes], config: Mapping[str, Any], path: str
+    tokenizer: Tokenizer, other_files: Mapping[str, bytes], config: Mapping[str, Any], path: str
 ) -> tuple[int, ...]:
-    """The ids that end a text, but the boundary of documents."""
-    # As transformers takes it from the model's config.json where there is none for generation.
-    says = GENERATION if GENERATION in beside else HF_CONFIG
-    ends = read_json(beside, says, path).get("eos_token_id")
+    """The ids that end a text, except the boundary of documents."""
+    # Like transformers, which uses config.json if there is no generation_config.json.
+    says = GENERATION if GENERATION in other_files else HF_CONFIG
+    ends = read_json(other_files, says, path).get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     ends = [*ends, tokenizer.special.get(token_text(config.get("eos_token")) or "")]
     known = {end for end in ends if isinstance(end, int) and end < tokenizer.vocab_size}
     return tuple(sorted(known - {tokenizer.boundary}))
 
 
-def _with_files_beside(
-    tokenizer: Tokenizer, beside: Mapping[str, bytes], config: Mapping[str, Any], path: str
+def _with_other_files(
+    tokenizer: Tokenizer, other_files: Mapping[str, bytes], config: Mapping[str, Any], path: str
 ) -> Tokenizer:
-    """The tokenizer with what the files beside its own say.
+    """The tokenizer with the settings from the other files in its folder.
 
     Args:
-      config: that of tokenizer_config.json, one of them.
+      config: the content of tokenizer_config.json.
 
     Raises:
-      ValueError: one of them cannot be used.
+      ValueError: one of the files cannot be used.
     """
     bos, fingerprint = tokenizer.bos, tokenizer.fingerprint
     if config.get("add_bos_token") is not None:
@@ -266,15 +266,15 @@ def _with_files_beside(
         bos = found if config["add_bos_token"] and found != tokenizer.boundary else None
     if bos != tokenizer.bos:
         fingerprint = _fingerprint(fingerprint.encode(), bos)
-    if path.endswith(".model"):  # the class of its tokenizer in transformers adds it
+    if path.endswith(".model"):  # its tokenizer class in transformers adds it
         tokenizer = dataclasses.replace(tokenizer, text_begin=() if bos is None else (bos,))
     return dataclasses.replace(
         tokenizer,
         bos=bos,
         fingerprint=fingerprint,
-        ends=_ends(tokenizer, beside, config, path),
-        beside=beside,
-        template=find_template(beside, path),
+        ends=_ends(tokenizer, other_files, config, path),
+        other_files=other_files,
+        template=find_template(other_files, path),
     )
 
 
@@ -300,7 +300,7 @@ ESM2 = (
 
 
 def _esm2() -> Tokenizer:
-    """Residues of proteins, one a token; lower case, which marks some in FASTA, is the same."""
+    """Residues of proteins, one per token; lower case, a mark in some FASTA files, is ignored."""
     unknown = ESM2.index("<unk>")
     table = np.full(256, unknown, np.int32)
     for i, token in enumerate(ESM2):
@@ -330,18 +330,18 @@ def _esm2() -> Tokenizer:
 
 
 SHIPPED = {"bytes": _bytes, "esm2": _esm2}
-"""Tokenizers that need no file."""
+"""Tokenizers without a file."""
 
 
 def of_folder(folder: str, index: Index) -> Tokenizer:
-    """The tokenizer that a prepared folder was made with, whose file it contains."""
+    """The tokenizer of a prepared folder, which contains its file."""
     if not index.tokenizer_file:
         return load_tokenizer(index.tokenizer)
     return from_file(path_in(folder, index.tokenizer_file), index.tokenizer)
 
 
 def _prepared(name: str, source: Sequence[str | Source]) -> Tokenizer | None:
-    """The tokenizer of the first prepared folder of a source, which must have this name."""
+    """The tokenizer of a source's first prepared folder, whose name must be `name`."""
     for entry in to_sources(source) if source else ():
         if folder := find_prepared(entry):
             index = read_index(folder)
@@ -367,7 +367,7 @@ def _of_size(tokenizer: Tokenizer, where: str, size: int) -> Tokenizer:
 
 
 def _trained(name: str, training: Training, path: pathlib.Path | None) -> Tokenizer:
-    """The tokenizer in a file, if it came of this training; else it is trained now."""
+    """The tokenizer in a file if it is the result of this training; otherwise trains one."""
     if path and path.is_file():
         record = path.with_name(RECORD)
         if record.is_file() and record.read_bytes() == training.record(path.read_bytes()):
@@ -377,14 +377,14 @@ def _trained(name: str, training: Training, path: pathlib.Path | None) -> Tokeni
         )
     data = train(training)
     tokenizer = _from_json(data, "the trained tokenizer", name)
-    return dataclasses.replace(tokenizer, beside={RECORD: training.record(data)})
+    return dataclasses.replace(tokenizer, other_files={RECORD: training.record(data)})
 
 
 def _from_json(data: bytes, where: str, name: str, eos: str | None = None) -> Tokenizer:
     """The tokenizer of a tokenizer.json.
 
     Args:
-      eos: the `eos_token` of the configuration beside it.
+      eos: the `eos_token` of tokenizer_config.json.
     """
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(data)
@@ -423,7 +423,7 @@ def _from_json(data: bytes, where: str, name: str, eos: str | None = None) -> To
     text = tokenizer.to_str()
     token_bytes = token_bytes_of(tokenizer, vocab_size, byte_level='"ByteLevel"' in text)
     made_by = text.encode()
-    # Where only these rules chose it, so that no other tokenizer's fingerprint changes.
+    # Only where `eos` chose the boundary, so that fingerprints of other tokenizers do not change.
     if boundary != next((vocabulary[one] for one in BOUNDARIES if one in vocabulary), None):
         made_by += f" ends with {boundary}".encode()
     return Tokenizer(

@@ -1,8 +1,8 @@
-"""Whether the tokens on disk are those that were written.
+"""Verifies checksums of prepared shards.
 
-Sizes and the small arrays of a folder are compared whenever it is opened. The shards are read for
-it once a run: at once as far as that takes a second or two, the rest in the background, while
-training goes on. Those at an address are compared where they are copied, and not otherwise.
+Sizes and the small arrays of a folder are compared whenever it is opened. Local shards are read and
+compared once a run: the first ones, for a second or two, before training, the others in the
+background while it runs. Shards at a URL are compared only if they are copied.
 """
 
 import concurrent.futures
@@ -16,13 +16,13 @@ from jaxscale.data.tokens.npy_files import ArrayFile
 from jaxscale.storage.object_store import is_remote
 
 AT_ONCE_BYTES = 10**9
-"""Read before a run begins: a second or two."""
+"""Bytes that are read before a run begins, in a second or two."""
 
 _PART = 2**22  # elements
 
 
 def digest_of(array: np.ndarray | ArrayFile) -> str:
-    """The digest of an array, read in parts, as `ArrayWriter` has it."""
+    """The digest of an array, read in parts; equal to `ArrayWriter`'s."""
     found = hashlib.blake2b(digest_size=8)
     for first in range(0, len(array), _PART):
         found.update(memoryview(array[first : first + _PART]).cast("B"))
@@ -37,17 +37,16 @@ def check_shard(shard: ArrayFile) -> None:
     """
     if shard.digest and digest_of(shard) != shard.digest:
         raise ValueError(
-            f"{shard.path} changed since it was written: put the whole file back, or prepare the "
+            f"{shard.path} changed since it was written: restore the whole file, or prepare the "
             "text again"
         )
 
 
 def check_shards(shards: Sequence[ArrayFile]) -> "concurrent.futures.Future[None]":
-    """Checks local shards: the first `AT_ONCE_BYTES` now, the others in a thread that ends with
-    the process.
+    """Checks local shards: the first `AT_ONCE_BYTES` now, the others in a daemon thread.
 
     Returns:
-      What raises a ValueError once a damaged one was found, or an OSError once one could not be
+      A future that raises a ValueError for a damaged shard, or an OSError for one that cannot be
       read.
 
     Raises:

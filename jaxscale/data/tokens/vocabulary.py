@@ -1,5 +1,5 @@
-"""What a vocabulary says: the token that ends a document, the one that begins it, the special
-tokens that no plain text becomes, and how many bytes of text each token stands for."""
+"""Properties of a vocabulary: the tokens that end and begin a document, the special tokens that are
+not in plain text, and the bytes of text of each token."""
 
 import itertools
 from collections.abc import Mapping
@@ -19,17 +19,17 @@ BOUNDARIES = (
     "[SEP]",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-"""Names that tokenizers give to the end of a document; `find_boundary` takes one."""
+"""Names of the token at the end of a document, in the order of `find_boundary`."""
 
 
 def find_boundary(
     known: Mapping[str, int], special: Mapping[str, int], where: str, eos: str | None = None
 ) -> int:
     """The first special token with a name of `BOUNDARIES`; else the special token `eos`; else the
-    first of those names in the whole vocabulary.
+    first of these names in the whole vocabulary.
 
-    A name comes before `eos`, which is the end of a turn in chat models (Qwen's <|im_end|>), and a
-    special token before others: Gemma's </s> is an ordinary one, and its texts end with <eos>.
+    A name precedes `eos`, which in chat models ends a message (Qwen's <|im_end|>), and a special
+    token precedes others: Gemma's </s> is an ordinary token, and its texts end with <eos>.
     """
     chosen = next((name for name in BOUNDARIES if name in special), eos)
     if chosen and chosen in special:
@@ -39,8 +39,8 @@ def find_boundary(
             return known[name]
     raise ValueError(
         f"{where} has no token for the end of a document; it has the special tokens "
-        f"{list(special)}, and one of {', '.join(BOUNDARIES)} is needed, or one that the eos_token "
-        "of a tokenizer_config.json beside it names"
+        f"{list(special)}, and needs one of {', '.join(BOUNDARIES)}, or an eos_token in "
+        "tokenizer_config.json"
     )
 
 
@@ -52,15 +52,15 @@ def find_text_begin(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
 
 
 def find_plain_size(tokenizer: tokenizers.Tokenizer, special: Mapping[str, int]) -> int:
-    """One more than the largest id of the model that encodes text, or of a token that was added to
-    it and is not special: special ones are made of their names alone, and not in `encode`."""
+    """One more than the largest id of plain text: of the model that encodes text, and of added
+    tokens that are not special. Special tokens only come from their names, not from `encode`."""
     own = tokenizer.get_vocab(with_added_tokens=False)
     added = tokenizer.get_vocab(with_added_tokens=True)
     return 1 + max(i for name, i in added.items() if name in own or name not in special)
 
 
 def token_bytes_of(tokenizer: tokenizers.Tokenizer, size: int, *, byte_level: bool) -> np.ndarray:
-    """UTF-8 bytes that each id stands for, from its written form."""
+    """UTF-8 bytes of text of each id, from its written form."""
     lengths = np.zeros(size)
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())  # one character for each of 256 bytes
     added = tokenizer.get_added_tokens_decoder()
@@ -77,6 +77,6 @@ def token_bytes_of(tokenizer: tokenizers.Tokenizer, size: int, *, byte_level: bo
 
 
 def written_bytes(token: str) -> int:
-    """UTF-8 bytes of the text that a token is written for."""
-    # SentencePiece writes a space as ▁; WordPiece marks the parts that continue a word.
+    """UTF-8 bytes of the text of a token, from its written form."""
+    # SentencePiece writes a space as ▁; WordPiece marks tokens that continue a word.
     return len(token.removeprefix("##").replace("▁", " ").encode())

@@ -1,4 +1,4 @@
-"""The parts of Hugging Face's config.json that families share, read and written. Keys and defaults
+"""Reads and writes the parts of a Hugging Face config.json that families share. Keys and defaults
 are those of transformers 5."""
 
 import dataclasses
@@ -23,18 +23,18 @@ ACTIVATIONS = {
     "relu2": "relu2",
     "quick_gelu": "quick_gelu",
 }
-"""Theirs -> ours; of several names for one function the first is written."""
+"""Their name of an activation -> ours; of several names for one function the first is written."""
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def _context(hf: HfConfig) -> int:
-    """The longest text, which is also where the scaling of rotary positions may begin."""
+    """The longest text in tokens, from which some types of RoPE scaling begin."""
     return hf.read("max_position_embeddings", 2048)
 
 
 def sizes_from_hf(hf: HfConfig) -> dict[str, Any]:
-    """The sizes of a model, under the names of Llama."""
+    """The sizes of a model, from Llama's keys."""
     d_model, heads = hf.read("hidden_size"), hf.read("num_attention_heads")
     hf.expect("is_encoder_decoder", False)
     return {
@@ -50,19 +50,19 @@ def sizes_from_hf(hf: HfConfig) -> dict[str, Any]:
 
 
 def with_context(model: Model, seq_len: int) -> Model:
-    """The model with the `max_seq_len` that its config.json names, which servers take for a limit:
-    at least the length that it was trained at, where it has no part in the logits.
+    """The model with the `max_seq_len` for its config.json, which servers take for a limit: at
+    least the training length, unless it affects the logits.
 
     Args:
-      seq_len: that length; 0 if it was not trained.
+      seq_len: the training length; 0 if the model was not trained.
     """
     if model.positions == "learned":
         return model
-    if model.rope_scaling == "dynamic":  # there it is where scaling begins
+    if model.rope_scaling == "dynamic":  # scaling begins at this length
         longest = model.rope_original_context
-    elif model.rope_scaling in ("yarn", "longrope"):  # their factor may be computed from it
+    elif model.rope_scaling in ("yarn", "longrope"):  # their factor may be derived from it
         longest = model.max_seq_len
-        if not longest or seq_len > longest:  # or the context was extended
+        if not longest or seq_len > longest:  # unset, or the context was extended
             longest = max(longest, round(model.rope_factor * model.rope_original_context))
     else:
         longest = max(model.max_seq_len, seq_len) or 2048
@@ -70,7 +70,7 @@ def with_context(model: Model, seq_len: int) -> Model:
 
 
 def sizes_to_hf(model: Model) -> dict[str, Any]:
-    """The inverse of `sizes_from_hf`, of a model `with_context`."""
+    """The inverse of `sizes_from_hf`; the model is one of `with_context`."""
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.d_model,
@@ -84,7 +84,7 @@ def sizes_to_hf(model: Model) -> dict[str, Any]:
 
 
 def plain_sizes_to_hf(model: Model) -> dict[str, Any]:
-    """The same for formats without heads of keys and values, and without a head's size."""
+    """`sizes_to_hf` for formats without a number of key/value heads and without a head's size."""
     size = model.d_model // model.num_heads
     refuse_options(model, num_kv_heads=model.num_heads, head_dim=size)
     sizes = sizes_to_hf(model)
@@ -93,7 +93,7 @@ def plain_sizes_to_hf(model: Model) -> dict[str, Any]:
 
 
 def llama_from_hf(hf: HfConfig) -> dict[str, Any]:
-    """Sizes and rotary positions, under the names of Llama."""
+    """Sizes and RoPE settings, from Llama's keys."""
     return {**rope_from_hf(hf), **sizes_from_hf(hf)}
 
 
@@ -103,12 +103,12 @@ def llama_to_hf(model: Model) -> dict[str, Any]:
 
 
 def optional_key(theirs: str, ours: str, default: Any = None, off: float = 0) -> HfKey:
-    """A key with null where our setting is off."""
+    """A key that is null when our setting is off."""
     return HfKey(theirs, ours, default, lambda value: value or off, lambda value: value or None)
 
 
 def activation_key(theirs: str, default: str) -> HfKey:
-    """The key of the activation, in which null is the default, too."""
+    """The key of the activation, where null means the default."""
     return HfKey(
         theirs,
         "activation",
@@ -119,17 +119,17 @@ def activation_key(theirs: str, default: str) -> HfKey:
 
 
 def our_activation(key: str, name: str) -> str:
-    """Our name of an activation.
+    """Our name of an activation in config.json.
 
     Raises:
-      ValueError: it is not known; names the key.
+      ValueError: the activation is not supported; names the key.
     """
     check_choice(f"config.json: {key}", name, ACTIVATIONS)
     return ACTIVATIONS[name]
 
 
 def their_activation(name: str) -> str:
-    """Their name of an activation."""
+    """The name of our activation in config.json."""
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == name)
 
 
@@ -155,12 +155,12 @@ ROPE_NEEDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
-"""Keys without a default, by the kind of scaling."""
+"""Type of RoPE scaling -> keys without a default."""
 
 
 def rope_given(hf: HfConfig) -> dict[str, Any]:
-    """What config.json says of rotary positions, in the form of transformers 4 (`rope_scaling`) or
-    5 (`rope_parameters`)."""
+    """The RoPE keys of config.json, in the form of transformers 4 (`rope_scaling`) or 5
+    (`rope_parameters`)."""
     newer = hf.read("rope_parameters", None)
     return dict(hf.read("rope_scaling", None) or newer or {})
 
@@ -168,25 +168,25 @@ def rope_given(hf: HfConfig) -> dict[str, Any]:
 def rope_from_hf(
     hf: HfConfig, theta: float = 10_000.0, given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The settings of rotary positions.
+    """The RoPE settings of a config.json.
 
     Args:
       theta: the default base.
-      given: in place of `rope_given`.
+      given: replaces `rope_given`.
     """
     given = rope_given(hf) if given is None else given
     return _rope_settings(given, hf.read("rope_theta", theta), _context(hf))
 
 
 def _rope_settings(given: Mapping[str, Any], theta: float, context: int) -> dict[str, Any]:
-    """Our settings for one dictionary of rotary positions.
+    """Our settings for one dictionary of RoPE keys.
 
     Args:
-      theta: the base, where the dictionary has none.
+      theta: the base, if the dictionary does not have it.
       context: max_position_embeddings of the model.
 
     Raises:
-      ValueError: an unknown kind of scaling, an unknown key, or one that it needs is missing.
+      ValueError: an unknown type of scaling, an unknown key, or a missing one.
     """
     left = dict(given)
     kind = left.pop("rope_type", None) or left.pop("type", None) or "default"
@@ -194,23 +194,21 @@ def _rope_settings(given: Mapping[str, Any], theta: float, context: int) -> dict
     ours = {"rope_theta": left.pop("rope_theta", theta)}
     if kind not in _ROPE_SCALINGS:
         raise ValueError(
-            f"config.json scales rotary positions by rope_type = {kind!r}; it can be default, "
-            "linear, llama3, yarn, longrope or dynamic"
+            f"config.json has rope_type = {kind!r}; it can be default, linear, llama3, yarn, "
+            "longrope or dynamic"
         )
     for key in ROPE_NEEDS.get(kind, ()):
         if left.get(key) is None:
-            raise ValueError(
-                f"config.json scales rotary positions by rope_type = {kind!r}, which needs {key!r}"
-            )
+            raise ValueError(f"config.json has rope_type = {kind!r}, which needs {key!r}")
     if kind != "default":
         factor = left.pop("factor", None)
         more = _ROPE_SCALINGS[kind](left, context, factor)
         ours |= {"rope_scaling": kind, "rope_factor": factor, **more}
     if left.pop("partial_rotary_factor", 1.0) != 1:
-        raise ValueError("config.json has partial_rotary_factor for a model that rotates all")
+        raise ValueError("config.json has partial_rotary_factor, and the model rotates whole heads")
     if left:
         key, value = next(iter(left.items()))
-        raise ValueError(f"config.json has {key} = {value!r} for rope_type = {kind!r}: not known")
+        raise ValueError(f"config.json has {key} = {value!r} for rope_type = {kind!r}: unknown key")
     return ours
 
 
@@ -261,21 +259,21 @@ _ROPE_SCALINGS: dict[str, Callable[[dict, int, float | None], dict[str, Any]]] =
     "yarn": _yarn,
     "longrope": _longrope,
 }
-"""rope_type -> our settings of it, from the keys left of its dictionary, which it takes out."""
+"""rope_type -> a function that takes its keys out of a dictionary and returns our settings."""
 
 
 def ropes_by_layer_from_hf(
     hf: HfConfig, theta: float, local_theta: float | None = None
 ) -> dict[str, Any]:
-    """The settings of rotary positions where local layers have their own, which are never scaled:
-    in the form of transformers 4, of which `rope_scaling` is of global layers, or 5 (a dictionary
-    for each kind of layer).
+    """The RoPE settings of models whose local layers have separate ones, which are never scaled:
+    in the form of transformers 4, where `rope_scaling` is for global layers, or 5 (a dictionary
+    for each type of layer).
 
     Args:
-      theta, local_theta: the default bases; None is that of global layers.
+      theta, local_theta: the default bases; None for that of global layers.
 
     Raises:
-      ValueError: as `_rope_settings`; or those of local layers are scaled.
+      ValueError: as `_rope_settings`; or RoPE of local layers is scaled.
     """
     both = hf.read("rope_parameters", None) or {}
     both = {GLOBAL: both, LOCAL: both} if "rope_type" in both else both
@@ -285,8 +283,8 @@ def ropes_by_layer_from_hf(
     local = _rope_settings(near, local_theta or ours["rope_theta"], _context(hf))
     if "rope_scaling" in local:
         raise ValueError(
-            f"config.json scales rotary positions of local layers by rope_type = "
-            f"{local['rope_scaling']!r}; only those of global layers can be scaled"
+            f"config.json has rope_type = {local['rope_scaling']!r} for local layers; RoPE can be "
+            "scaled in global layers only"
         )
     return {**ours, "local_rope_theta": local["rope_theta"]}
 
@@ -317,12 +315,12 @@ def rope_to_hf(model: Model) -> dict[str, Any]:
 def experts_from_hf(hf: HfConfig, experts: int, per_token: int, layers: int) -> dict[str, Any]:
     """The settings of experts that all formats have.
 
-    They add an auxiliary loss only with output_router_logits, whatever its weight is. It is over
-    the tokens of all layers together, and as many times ours as a token has experts.
+    Transformers adds an auxiliary loss only with output_router_logits, whatever its weight. It is
+    computed over the tokens of all layers together, and larger than ours by the experts per token.
 
     Args:
       experts, per_token: the defaults.
-      layers: those with experts, over which ours is summed.
+      layers: number of layers with experts, over which our loss is summed.
     """
     weight = hf.read("router_aux_loss_coef", 0.001)
     has_loss = hf.read("output_router_logits", False)
@@ -336,11 +334,11 @@ def experts_from_hf(hf: HfConfig, experts: int, per_token: int, layers: int) -> 
 
 
 def experts_to_hf(model: Model, number: str = "num_local_experts") -> dict[str, Any]:
-    """The inverse of `experts_from_hf`. The auxiliary loss is as strong as ours, for who turns it
-    on.
+    """The inverse of `experts_from_hf`. The weight of the auxiliary loss matches ours if the reader
+    enables it.
 
     Args:
-      number: their name of the number of experts.
+      number: the key of the number of experts.
     """
     weight = model.balance_weight * model.num_expert_layers / model.experts_per_token
     return {
@@ -351,7 +349,7 @@ def experts_to_hf(model: Model, number: str = "num_local_experts") -> dict[str, 
 
 
 def windows_from_hf(hf: HfConfig, num_layers: int) -> dict[str, Any]:
-    """Window and pattern of a Qwen, whose layers from max_window_layers on have it."""
+    """Window and layer pattern of a Qwen, which has windows in layers from max_window_layers."""
     window = hf.read("sliding_window", None)
     window = window if hf.read("use_sliding_window", False) else None
     first = hf.read("max_window_layers", 28)
@@ -364,7 +362,7 @@ def windows_from_hf(hf: HfConfig, num_layers: int) -> dict[str, Any]:
 def local_layers_from_hf(
     hf: HfConfig, num_layers: int, window: int | None, period: int
 ) -> dict[str, Any]:
-    """Window and pattern; without "layer_types" the last layer of each period is global."""
+    """Window and layer pattern; without "layer_types" the last layer of each period is global."""
     types = hf.read("layer_types", None)
     types = types or [LOCAL if (i + 1) % period else GLOBAL for i in range(num_layers)]
     return {"sliding_window": window or 0, "layer_pattern": pattern_of(types) if window else ""}
@@ -376,13 +374,13 @@ def local_layers_to_hf(model: Model) -> dict[str, Any]:
 
 
 def pattern_of(layer_types: list[str]) -> str:
-    """The shortest `layer_pattern` whose repetition is these layers; "" where all are local.
+    """The shortest `layer_pattern` that repeats to these layers; "" if all are local.
 
     >>> pattern_of([LOCAL, GLOBAL, LOCAL, GLOBAL, LOCAL])
     'LG'
 
     Raises:
-      ValueError: a layer of another kind.
+      ValueError: a layer of another type.
     """
     for kind in layer_types:
         if kind not in (LOCAL, GLOBAL):
@@ -397,19 +395,19 @@ def pattern_of(layer_types: list[str]) -> str:
 
 
 def layer_types(model: Model) -> list[str]:
-    """The kind of every layer."""
+    """The type of every layer."""
     return [LOCAL if model.window(i) else GLOBAL for i in range(model.num_layers)]
 
 
 def refuse_options(model: Model, **usual: Any) -> None:
-    """Refuses options that a family here has, and its form at Hugging Face does not.
+    """Refuses values of options that the family has but its Hugging Face format cannot express.
 
     Raises:
-      ValueError: names the first that is not as usual.
+      ValueError: names the first option that differs from `usual`.
     """
     for name, value in usual.items():
         if getattr(model, name) != value:
             raise ValueError(
                 f"model.{name} = {getattr(model, name)!r} cannot be written in Hugging Face's "
-                f"format of {model.family} models, where it is {value!r}"
+                f"format of {model.family} models, which needs {value!r}"
             )

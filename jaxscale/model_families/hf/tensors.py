@@ -1,4 +1,4 @@
-"""Rules for tensors that several families name alike."""
+"""Rules for tensors with the same names in several families."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -8,33 +8,33 @@ from jaxscale.model_families.family import Model, TensorRule
 LAYER = "model.layers.{layer}"
 
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-"""Ours -> theirs, in a Llama."""
+"""Our name of a norm -> Llama's."""
 
 
 def matrix(param: str, name: str, inputs: int, outputs: int) -> TensorRule:
-    """The weight of a torch.nn.Linear, [outputs, inputs] there."""
+    """The rule of a torch.nn.Linear's weight, stored as [outputs, inputs]."""
     return TensorRule(param, name, (outputs, inputs), (1, 0))
 
 
 def stored(param: str, name: str, rows: int, width: int) -> TensorRule:
-    """A matrix that is stored as ours."""
+    """The rule of a matrix that is stored like ours."""
     return TensorRule(param, name, (rows, width), (0, 1))
 
 
 def vector(param: str, name: str, size: int) -> TensorRule:
-    """A bias, or the scale of a norm."""
+    """The rule of a bias, or of a norm's scale."""
     return TensorRule(param, name, (size,), (0,))
 
 
 def outer(model: Model, tokens: str, norm: str, output: str) -> Iterator[TensorRule]:
-    """Embedding, final norm, and the output matrix, which may be a copy of the embedding.
+    """The rules of embedding, final norm and output matrix, which may be tied to the embedding.
 
     Args:
       tokens, output: names of the tensors.
-      norm: theirs, without ".weight".
+      norm: name of the tensor, without ".weight".
     """
     yield stored("embed/tokens", tokens, model.vocab_size, model.d_model)
-    # Where modules read after it, the embedding has it.
+    # MTP modules run after the final norm, which is then a parameter of the embedding.
     final = "embed/final_norm" if model.prediction_depth else "head/norm"
     yield from norm_rules(model, final, norm)
     if model.tied_embeddings:
@@ -44,14 +44,14 @@ def outer(model: Model, tokens: str, norm: str, output: str) -> Iterator[TensorR
 
 
 def norm_rules(model: Model, param: str, name: str) -> Iterator[TensorRule]:
-    """A norm as wide as the stream."""
+    """The rules of a norm of the residual stream."""
     yield vector(f"{param}/scale", f"{name}.weight", model.d_model)
     if model.norm == "layer":
         yield vector(f"{param}/bias", f"{name}.bias", model.d_model)
 
 
 def attention_rules(model: Model) -> Iterator[TensorRule]:
-    """Separate projections, under the names of Llama."""
+    """The rules of separate projections, under Llama's names."""
     heads, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     for letter, width in (("q", heads), ("k", keys), ("v", keys)):
         name = f"{LAYER}.self_attn.{letter}_proj"
@@ -69,7 +69,7 @@ def attention_rules(model: Model) -> Iterator[TensorRule]:
 
 
 def mlp_rules(model: Model) -> Iterator[TensorRule]:
-    """Gate, up and down, under the names of Llama."""
+    """The rules of gate, up and down, under Llama's names."""
     for part, inputs, outputs in (
         ("gate", model.d_model, model.d_ff),
         ("up", model.d_model, model.d_ff),
@@ -82,22 +82,22 @@ def mlp_rules(model: Model) -> Iterator[TensorRule]:
 
 
 def llama_tensors(model: Model, norms: dict[str, str] = NORMS) -> tuple[TensorRule, ...]:
-    """All tensors of a model with the names of Llama.
+    """The rules of a model with Llama's names.
 
     Args:
-      norms: of a layer, ours -> theirs.
+      norms: of a layer, our name -> theirs.
     """
     rules = [*llama_outer(model), *layer_norms(model, norms)]
     return (*rules, *attention_rules(model), *mlp_rules(model))
 
 
 def llama_outer(model: Model) -> Iterator[TensorRule]:
-    """Embedding, final norm and output matrix, under the names of Llama."""
+    """The rules of embedding, final norm and output matrix, under Llama's names."""
     return outer(model, "model.embed_tokens.weight", "model.norm", "lm_head.weight")
 
 
 def layer_norms(model: Model, norms: Mapping[str, str] = NORMS) -> Iterator[TensorRule]:
-    """The norms of a layer, ours -> theirs."""
+    """The rules of a layer's norms; our name -> theirs."""
     for ours, theirs in norms.items():
         yield from norm_rules(model, f"layers/{ours}", f"{LAYER}.{theirs}")
 
@@ -111,11 +111,11 @@ def expert_tensors(
     names: Mapping[str, str] = PROJECTIONS,
     attention: Callable[[Model], Iterable[TensorRule]] = attention_rules,
 ) -> tuple[TensorRule, ...]:
-    """All tensors of a Llama with experts, of which some layers may have none.
+    """The rules of a Llama with experts, of which some layers may be dense.
 
     Args:
-      block: theirs of a layer, which has the router, "gate", and the experts.
-      names: of an expert's matrices, ours -> theirs.
+      block: their module with the router, "gate", and the experts of a layer.
+      names: of an expert's matrices, our name -> theirs.
       attention: the rules of a layer's attention.
     """
     common = [*layer_norms(model), *attention(model)]
@@ -133,8 +133,9 @@ def expert_tensors(
 
 
 def prediction_rules(model: Model, layer: Iterable[TensorRule]) -> Iterator[TensorRule]:
-    """The modules that predict further tokens, under the names of DeepSeek-V3: layers after the
-    last one, each with what comes before it, a norm, and copies of embedding and output matrix.
+    """The rules of multi-token prediction (MTP) modules, under DeepSeek-V3's names: layers after
+    the last one, each with a projection before and a norm after it, and copies of embedding and
+    output matrix.
 
     Args:
       layer: the rules of a layer.
@@ -160,7 +161,7 @@ def prediction_rules(model: Model, layer: Iterable[TensorRule]) -> Iterator[Tens
 
 
 def expert_rules(model: Model, block: str, names: Mapping[str, str]) -> Iterator[TensorRule]:
-    """Router and experts, one tensor for each expert's matrix, and the shared expert."""
+    """The rules of router, shared expert and experts, with one tensor for each expert's matrix."""
     gate, width = f"{LAYER}.{block}.gate", model.expert_d_ff or model.d_ff
     yield matrix("layers/mlp/router", f"{gate}.weight", model.d_model, model.num_experts)
     if model.router_bias:
@@ -179,8 +180,8 @@ def expert_rules(model: Model, block: str, names: Mapping[str, str]) -> Iterator
 def of_stack(
     rules: Iterable[TensorRule], stack: str, first: int, stride: int = 1
 ) -> Iterator[TensorRule]:
-    """Rules of an only stack, "layers", for one of every `stride`-th layer of the model, from
-    `first` on."""
+    """The rules of a single stack, "layers", moved to a stack of every `stride`-th layer of the
+    model from `first`."""
     for rule in rules:
         param = stack + rule.param.removeprefix("layers")
         yield dataclasses.replace(rule, param=param, first=first, stride=stride)

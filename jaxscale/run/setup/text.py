@@ -16,7 +16,7 @@ from jaxscale.data.dataset import Dataset, Examples, open_validation
 from jaxscale.data.mixture import open_examples
 from jaxscale.data.tokens.corpus import open_corpus
 from jaxscale.data.tokens.image_tokens import without_unread
-from jaxscale.data.tokens.stop_ids import TurnEnds, find_turn_ends, with_stop_ids
+from jaxscale.data.tokens.stop_ids import ResponseEnds, find_response_ends, with_stop_ids
 from jaxscale.data.tokens.tokenizer import (
     Tokenizer,
     begin_texts,
@@ -46,7 +46,7 @@ class Text:
     train: Examples
     heldout: Examples | None
     validation: Mapping[str, Examples] = field(default_factory=dict)
-    turn_ends: TurnEnds = field(default_factory=TurnEnds)
+    response_ends: ResponseEnds = field(default_factory=ResponseEnds)
     # Running verifications of tokens on disk.
     verification: tuple[concurrent.futures.Future, ...] = field(default=(), repr=False)
 
@@ -111,8 +111,8 @@ def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
     if data.tokenizer.startswith("bpe:"):
         save_tokenizer(tokenizer, workdir)
     corpus = open_corpus(data.source, tokenizer, workdir / "tokens")
-    turn_ends = find_turn_ends(corpus, tokenizer)
-    tokenizer = with_stop_ids(tokenizer, turn_ends.stop_ids)
+    response_ends = find_response_ends(corpus, tokenizer)
+    tokenizer = with_stop_ids(tokenizer, response_ends.stop_ids)
     share = jax.process_index(), jax.process_count()
     verification = [corpus.verify(*share)]
     size = config.model.vocab_size
@@ -122,7 +122,7 @@ def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
         heldout = open_examples(data, tokenizer, corpus, split="heldout", vocab_size=size)
     validation = open_validation_sets(data, size, workdir, tokenizer)
     verification += [one.stream.corpus.verify(*share) for one in validation.values()]
-    return Text(tokenizer, train, heldout, validation, turn_ends, tuple(verification))
+    return Text(tokenizer, train, heldout, validation, response_ends, tuple(verification))
 
 
 def open_validation_sets(

@@ -29,22 +29,22 @@ def test_a_conversation_is_the_text_that_transformers_renders(source):
     assert begun.endswith("<|im_start|>assistant\n")
 
 
-def test_marks_of_a_template_say_what_the_assistant_says():
+def test_marks_of_a_template_show_the_assistant():
     assert said(MARKED, CONVERSATIONS[0]) == ["4 é<|im_end|>", "5 of course<|im_end|>"]
     # In a macro and a loop, and one inside another: the outer one.
     source = (
-        "{% macro turn(m) %}<{% generation %}{% generation %}{{ m.content }}{% endgeneration %}!"
-        "{% endgeneration %}>{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
+        "{% macro reply(m) %}<{% generation %}{% generation %}{{ m.content }}{% endgeneration %}!"
+        "{% endgeneration %}>{% endmacro %}{% for m in messages %}{{ reply(m) }}{% endfor %}"
     )
     assert said(source, CONVERSATIONS[1]) == ["hello!", "hello you!"]
 
 
-def test_without_marks_a_turn_is_what_it_adds():
+def test_without_marks_a_reply_is_the_text_that_it_adds():
     assert said(PLAIN, CONVERSATIONS[0]) == ["4 é<|im_end|>\n", "5 of course<|im_end|>\n"]
 
 
 def test_a_conversation_may_be_closed_by_the_end_of_a_text():
-    """As in the template of Phi-3: after its last turn, whoever has it."""
+    """As in the template of Phi-3: after its last message, whoever wrote it."""
     source = (
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
@@ -53,7 +53,7 @@ def test_a_conversation_may_be_closed_by_the_end_of_a_text():
     assert (first, last) == ("4 é<|end|>\n", "5 of course<|end|>\n<|endoftext|>")
 
 
-def test_an_end_that_stands_for_another_between_turns_carries_loss():
+def test_an_end_that_stands_for_another_between_messages_carries_loss():
     """As in Harmony's template: an answer ends with <|return|>, and with <|end|> where more
     follows, which a removed eos_token would leave without any end."""
     first, last = said(HARMONY, CONVERSATIONS[0], eos_token="<|return|>")
@@ -61,8 +61,8 @@ def test_an_end_that_stands_for_another_between_turns_carries_loss():
     assert last == "<|channel|>final<|message|>5 of course<|return|>"
 
 
-def test_a_turn_that_changes_when_more_follows_ends_a_text_of_its_own():
-    """As Qwen3's: each turn is learned as it has to be written, after what is read before it."""
+def test_a_reply_that_changes_when_more_follows_ends_a_separate_text():
+    """As Qwen3's: each reply is learned as it has to be written, after the text before it."""
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"},
@@ -86,16 +86,16 @@ def test_a_turn_that_changes_when_more_follows_ends_a_text_of_its_own():
         "<think>\n\n</think>\n\nd<|im_end|>\n": 7,
     }
     assert found.keys() == expected.keys()
-    for turn, i in expected.items():
-        assert found[turn][0] == template.render(messages[:i], add_generation_prompt=True)
-    # Those that stay as they are share the text of the whole conversation.
+    for reply, i in expected.items():
+        assert found[reply][0] == template.render(messages[:i], add_generation_prompt=True)
+    # Unchanged replies share the text of the whole conversation.
     assert [len(spans) for _, spans in texts] == [2, 1, 1]
     assert texts[0][0] == template.render(messages)
     assert "hm" not in texts[0][0]
     assert [after for _, after in found.values()].count("") == 3
 
 
-def test_an_end_that_only_a_last_turn_has_is_learned_with_each():
+def test_an_end_that_only_a_last_reply_has_is_learned_with_each():
     source = (
         "{% for m in messages %}{{ m.role[0] ~ ':' ~ m.content }}"
         "{% if loop.last and m.role == 'assistant' %}</s>{% endif %};{% endfor %}"
@@ -106,22 +106,25 @@ def test_an_end_that_only_a_last_turn_has_is_learned_with_each():
 
 
 REFUSED = [
-    # What is before a turn changes with it.
+    # The text before a reply changes with it.
     (
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content if loop.last else '' }};{% endfor %}",
-        r"message 4, from 0\) that the chat template does not add to .*from character 11 on",
+        r"message 4, from 0\) whose text cannot be found: .*\(from character 11\)",
     ),
-    # The prompt for a generation begins thoughts that a turn has not.
+    # The generation prompt begins thoughts that the reply lacks.
     (
         "{% for m in messages %}{{ m.role[0] ~ ':' ~ m.content }};{% endfor %}"
         "{% if add_generation_prompt %}{{ 'a:<think>' }}{% endif %}",
-        r"message 4, from 0\) that the chat template does not add to .*from character 47 on",
+        r"message 4, from 0\) whose text cannot be found: .*\(from character 47\)",
     ),
-    ("{{ raise_exception('no system turn') }}", "refused by the chat template: no system turn"),
+    (
+        "{{ raise_exception('no system message') }}",
+        "refused by the chat template: no system message",
+    ),
     ("{{ messages[0].content + 1 }}", "refused by the chat template: "),
     ("{{ messages.append(1) }}", "refused by the chat template: .*append.* is unsafe"),
     ("{{ ''.__class__.__mro__ }}", "refused by the chat template: .*__class__.* is unsafe"),
-    ("{% generation %}{% endgeneration %}", "has no turn of the assistant"),
+    ("{% generation %}{% endgeneration %}", "has no message of the assistant"),
 ]
 
 
@@ -134,7 +137,7 @@ def test_what_cannot_be_rendered_is_refused(source, match):
 def test_the_marks_of_the_renderer_cannot_come_from_a_text():
     with pytest.raises(ValueError, match=r"U\+FDD0"):
         ChatTemplate(MARKED).render([{"role": "user", "content": "a\ufdd0b"}])
-    with pytest.raises(ValueError, match="has no turn of the assistant"):
+    with pytest.raises(ValueError, match="has no message of the assistant"):
         ChatTemplate(PLAIN).render_with_loss(CONVERSATIONS[0][:2])
 
 
@@ -153,15 +156,15 @@ def test_the_date_of_a_template_stays():
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", {"bos_token": "<s>"})
     assert template.render(CONVERSATIONS[1]) == "26 Jul 2024"
     assert template.made_of[1:] == [[("bos_token", "<s>")], "2024-07-26T00:00:00"]
-    assert ChatTemplate("x").made_of == ["x", []], "as those that were prepared before"
+    assert ChatTemplate("x").made_of == ["x", []], "as shards that were prepared before"
 
 
 def test_the_template_of_a_tokenizer():
     config = b'{"chat_template": "old", "eos_token": {"content": "</s>"}, "pad_token": null}'
     found = find_template({"tokenizer_config.json": config}, "t.json")
     assert found == ChatTemplate("old", {"eos_token": "</s>"})
-    beside = {"tokenizer_config.json": config, "chat_template.jinja": b"new"}
-    assert find_template(beside, "t.json") == ChatTemplate("new", {"eos_token": "</s>"})
+    files = {"tokenizer_config.json": config, "chat_template.jinja": b"new"}
+    assert find_template(files, "t.json") == ChatTemplate("new", {"eos_token": "</s>"})
     assert find_template({}, "t.json") is None
     several = b'{"chat_template": [{"name": "%s", "template": "it"}]}'
     found = find_template({"tokenizer_config.json": several % b"default"}, "t.json")
@@ -170,5 +173,5 @@ def test_the_template_of_a_tokenizer():
         find_template({"tokenizer_config.json": several % b"rag"}, "t.json")
     with pytest.raises(ValueError, match=r"template of t.json is not valid: .*line 2"):
         find_template({"chat_template.jinja": b"\n{% if %}"}, "t.json")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json beside t.json is not JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json of t.json is not JSON"):
         find_template({"tokenizer_config.json": b"{"}, "t.json")

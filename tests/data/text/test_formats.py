@@ -1,4 +1,4 @@
-"""Every format gives its documents, however it is cut, and says what is wrong and where."""
+"""Every format gives its documents, however it is cut, and reports errors with their position."""
 
 import dataclasses
 import errno
@@ -276,7 +276,7 @@ LINES = [
     ('{"text": 3}', "has a int in its field 'text' instead of text"),
     ('{"text": null}', "has null in its field 'text' instead of text"),
     ('{"text": ""}', "has nothing in its field 'text'"),
-    ('{"text": "\\ud800"}', "holds half of a surrogate pair"),
+    ('{"text": "\\ud800"}', "has half of a surrogate pair"),
     ("[" * 100_000, "is not JSON that can be read"),
     ("1" * 5000, "is not JSON that can be read"),
     (b'{"text": "\xff"}', r"is not utf-8 text: byte 10 is 0xff"),
@@ -382,7 +382,7 @@ def test_rows_without_text_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "b.arrow"])
-def test_a_column_that_is_not_there_is_named(tmp_path, name):
+def test_a_missing_column_is_named(tmp_path, name):
     WRITERS[name](tmp_path / name, TEXTS)
     with pytest.raises(ValueError, match=rf"{name} has no column 'txt'; .*did you mean 'text'"):
         texts_of(listed(tmp_path / name, field="txt"))
@@ -402,7 +402,7 @@ DAMAGE = [
     ("a.parquet", "is damaged, or not of its format"),
     ("a.arrow", "is damaged, or not of its format|cannot be read: Expected to be able to read"),
     ("b.arrow", "is damaged, or not of its format"),
-    ("a.arrayrecord", "is not a complete ArrayRecord file: it holds no records"),
+    ("a.arrayrecord", "is not a complete ArrayRecord file: it has no records"),
 ]
 
 
@@ -427,13 +427,13 @@ def test_a_flipped_bit_in_what_is_compressed_is_named(tmp_path):
 
 def test_a_file_without_documents_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n \n")
-    with pytest.raises(ValueError, match=r"a.jsonl holds no document; leave it out"):
+    with pytest.raises(ValueError, match=r"a.jsonl has no document; remove it"):
         texts_of(listed(tmp_path / "a.jsonl"))
     write_gzip(tmp_path / "a.jsonl.gz", [])
-    with pytest.raises(ValueError, match=r"a.jsonl.gz holds no document"):
+    with pytest.raises(ValueError, match=r"a.jsonl.gz has no document"):
         texts_of(listed(tmp_path / "a.jsonl.gz"))
     (tmp_path / "a.fa").write_text("\n")
-    with pytest.raises(ValueError, match=r"a.fa holds no document"):
+    with pytest.raises(ValueError, match=r"a.fa has no document"):
         texts_of(listed(tmp_path / "a.fa"))
 
 
@@ -511,7 +511,7 @@ def test_documents_are_read_from_object_stores(tmp_path, name, caplog):
             assert file.identity == (f"deep/{name}" if "*" in path else name)
         with caplog.at_level(logging.INFO, "jaxscale"):
             assert listed("memory://bucket").identity == f"deep/{name}"
-        assert "beside those with records, which are passed over: 1" in caplog.text
+        assert "other than those with records, skipped: 1" in caplog.text
         assert listed(f"file://{tmp_path}/{name}").identity == name
         with pytest.raises(ValueError, match="matches no file"):
             listed("memory://bucket/nothing")
@@ -595,13 +595,13 @@ def test_a_saved_dataset_is_its_data_files(tmp_path, scheme):
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_a_saved_dataset_with_splits_or_an_order_is_refused(tmp_path, scheme):
     saved_dataset(tmp_path / "saved", _indices_data_files=[{"filename": "indices.arrow"}])
-    with pytest.raises(ValueError, match=r"order of its own.*flatten_indices"):
+    with pytest.raises(ValueError, match=r"reordered rows.*flatten_indices"):
         find_files([f"{scheme}{tmp_path}/saved"])
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(ValueError, match=r"the splits train, test.*name one of them: .*/train"):
         find_files([f"{scheme}{tmp_path}"])
     (tmp_path / "dataset_dict.json").write_text('{"splits"')
-    with pytest.raises(ValueError, match="is not a complete data set: JSONDecodeError"):
+    with pytest.raises(ValueError, match="is not a complete dataset: JSONDecodeError"):
         find_files([f"{scheme}{tmp_path}"])
 
 
@@ -613,10 +613,10 @@ DEEP = "[" * 100_000
     [
         ('{"_data_files": [{"filename": "../outside.arrow"}]}', r"state.json names '../outside"),
         ('{"_data_files": [{"filename": "/etc/passwd"}]}', r"state.json names '/etc/passwd', wh"),
-        ('{"_data_files": [{"filename": 5}]}', "state.json names 5, which is no file of this"),
-        ('{"_data_files": 5}', "is not a complete data set: TypeError"),
-        ("[]", "is not a complete data set: AttributeError"),
-        (DEEP, "is not a complete data set: ValueError.'nested more than"),
+        ('{"_data_files": [{"filename": 5}]}', "state.json names 5, which is not a file of this"),
+        ('{"_data_files": 5}', "is not a complete dataset: TypeError"),
+        ("[]", "is not a complete dataset: AttributeError"),
+        (DEEP, "is not a complete dataset: ValueError.'nested more than"),
     ],
 )
 def test_a_saved_dataset_has_its_files_in_its_folder(state, message, tmp_path):
@@ -636,7 +636,7 @@ def test_of_a_folder_with_records_only_those_are_read(tmp_path):
 
 def test_json_must_be_said_to_be_lines_or_text(tmp_path):
     write_jsonl(tmp_path / "a.json", TEXTS)
-    with pytest.raises(ValueError, match=r"a.json may hold a record a line.*'jsonl' or 'text'"):
+    with pytest.raises(ValueError, match=r"a.json may have one record per line.*'jsonl' or 'text'"):
         listed(tmp_path / "a.json")
     assert texts_of(listed(tmp_path / "a.json", format="jsonl")) == TEXTS
 

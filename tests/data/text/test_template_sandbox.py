@@ -25,7 +25,7 @@ LONG = {
     "filtered loops": "{% for a in R %}{% for b in R if 0 %}{% endfor %}{% endfor %}",
     "generators": "{% for a in R %}{% for b in R|map('e') %}{% endfor %}{% endfor %}",
     "lists": "{% for a in R %}{% set b = R|list %}{% endfor %}",
-    "text of its own": "{% for a in R %}" + 9999 * "x" + "{% endfor %}",
+    "literal text": "{% for a in R %}" + 9999 * "x" + "{% endfor %}",
     "text again": "{% set b = 'a' * 99999 %}{% for a in R %}{{ b }}{% endfor %}",
     "slices": "{% set b = 'a' * 99999 %}{% for a in R %}{% set c = b[1:] %}{% endfor %}",
     "comparisons": "{% set b = 'a' * 99999 %}{% for a in R %}{% set c = 'b' in b %}{% endfor %}",
@@ -151,19 +151,19 @@ def test_a_template_that_is_no_program_is_refused(name):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (b"5", "the chat template of t.json is a int, and not text"),
-        (b"{}", "the chat template of t.json is a dict, and not text"),
-        (b"false", "the chat template of t.json is a bool, and not text"),
+        (b"5", "the chat template of t.json is a int, not text"),
+        (b"{}", "the chat template of t.json is a dict, not text"),
+        (b"false", "the chat template of t.json is a bool, not text"),
         (b"[5]", "t.json has a list of chat templates, not each with"),
         (b'[{"name": []}]', "t.json has a list of chat templates, not each with"),
-        (b'[{"name": "default", "template": 5}]', "template of t.json is a int, and not text"),
-        (b"[" * 100_000, "tokenizer_config.json beside t.json is not JSON: nested more than"),
+        (b'[{"name": "default", "template": 5}]', "template of t.json is a int, not text"),
+        (b"[" * 100_000, "tokenizer_config.json of t.json is not JSON: nested more than"),
     ],
 )
 def test_a_template_of_another_type_is_refused(template, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         find_template({"tokenizer_config.json": b'{"chat_template": %s}' % template}, "t.json")
-    with pytest.raises(ValueError, match=r"chat_template.jinja beside t.json is not text: 'utf-8'"):
+    with pytest.raises(ValueError, match=r"chat_template.jinja of t.json is not text: 'utf-8'"):
         find_template({"chat_template.jinja": b"\xff"}, "t.json")
 
 

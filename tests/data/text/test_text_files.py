@@ -52,7 +52,7 @@ def test_identity_counts_from_the_root_of_the_entry(tree):
 def test_a_file_named_twice_is_one_document(tree, caplog):
     with caplog.at_level(logging.INFO, "jaxscale"):
         assert identities(tree / "a.txt", tree / "*.txt") == ["a.txt", "b.txt", "z[1].txt"]
-    assert "more than once, which count once: 1" in caplog.text
+    assert "more than once, counted once: 1" in caplog.text
 
 
 def test_a_link_to_a_containing_folder_ends(tree):
@@ -85,13 +85,13 @@ def test_an_empty_file_is_named(tree):
         find_files([str(tree)])
 
 
-def test_an_empty_package_marker_is_counted_and_passed_over(tree, caplog):
+def test_an_empty_package_marker_is_counted_and_skipped(tree, caplog):
     before = identities(tree)
     (tree / "sub" / "__init__.py").touch()
     with caplog.at_level(logging.INFO, "jaxscale"):
         assert identities(tree) == before
-    assert "empty __init__.py, which are passed over: 1" in caplog.text
-    with pytest.raises(ValueError, match="holds only empty files"):
+    assert "empty __init__.py files, skipped: 1" in caplog.text
+    with pytest.raises(ValueError, match="has only empty files"):
         find_files([str(tree / "sub" / "__init__.py")])
 
 

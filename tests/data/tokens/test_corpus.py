@@ -170,7 +170,7 @@ def test_text_is_tokenised_in_memory_where_nothing_can_be_written(
         patch.setattr(f"jaxscale.data.tokens.corpus.{name}", refuse)
         found = open_corpus(source(texts), tokenizer, run)
     assert found.fingerprint == expected.fingerprint
-    assert "run may only be read (Permission denied); tokenising in memory" in caplog.text
+    assert "run is read-only (Permission denied); tokenising in memory" in caplog.text
     assert not list(run.glob("tokens-*"))
 
 

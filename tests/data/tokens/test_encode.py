@@ -197,7 +197,7 @@ def test_conversations_are_what_the_template_renders(tmp_path):
     assert found == {"4 é5 of course", "hello you"}
     row = dataset[0]
     ends = row.targets == tokenizer.special["<|im_end|>"]
-    assert row.weights[ends].sum() == 3  # of the assistant's turns, not of the others
+    assert row.weights[ends].sum() == 3  # of the assistant's messages, not of the others
     assert ends.sum() == sum(map(len, CONVERSATIONS))
     # Bits per byte count what is said, not the names of special tokens.
     corpus = open_corpus([source], tokenizer)
@@ -206,7 +206,7 @@ def test_conversations_are_what_the_template_renders(tmp_path):
     assert corpus.num_bytes == said + roles
 
 
-def test_turns_that_change_when_more_follows_are_documents(tmp_path, caplog):
+def test_messages_that_change_when_others_follow_are_documents(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     tokenizer = load_tokenizer(write_tokenizer(tmp_path, THINKING))
     path = write_lines(tmp_path / "a.jsonl", [{"messages": one} for one in CONVERSATIONS])
@@ -282,7 +282,7 @@ BAD_MESSAGES = [
     ([], "line 1 has an empty list instead of a list of messages in its field 'messages'"),
     ("hi", "line 1 has text in its field 'messages' instead of a list of messages"),
     ([{"content": "a"}], r"line 1 has a message \(0, from 0\) that is not an object with a 'role'"),
-    (CONVERSATIONS[0][:2], "line 1 has no turn of the assistant"),
+    (CONVERSATIONS[0][:2], "line 1 has no message of the assistant"),
     ([{"role": "user", "content": 3}], "line 1 is refused by the chat template: .*int"),
 ]
 
@@ -309,13 +309,15 @@ def test_messages_need_a_template_and_an_objective_that_keeps_marks(tmp_path):
     source = {"path": str(path), "messages": "messages"}
     tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", None))
     for one in (BYTES, tokenizer):
-        with pytest.raises(ValueError, match=r"a.jsonl holds messages, .*has no chat template"):
+        with pytest.raises(ValueError, match=r"a.jsonl has messages, .*has no chat template"):
             open_corpus([source], one)
     text = tmp_path / "a.txt"
     text.write_text("no fields")
     with pytest.raises(ValueError, match=r"a.txt is text, which has no fields for prompt"):
         open_corpus([pairs(text)], BYTES)
-    with pytest.raises(ValueError, match=r"'span_corruption' chooses .*set data.objective = 'caus"):
+    with pytest.raises(
+        ValueError, match=r"'span_corruption' conflicts .*set data.objective = 'caus"
+    ):
         dataset_of(
             pairs(write_lines(tmp_path / "b.jsonl", PAIRS)), BYTES, objective="span_corruption"
         )
@@ -405,14 +407,14 @@ def test_pairs_that_an_encoder_cannot_read_are_refused(tmp_path):
         (
             [source, "README.md"],
             {},
-            "beside other texts, .*source with a weight and data.heldout = 0",
+            "and other texts, .*source with a weight and data.heldout = 0",
         ),
     ):
         with pytest.raises(ValueError, match=said):
             open_dataset(DataConfig(source=own, **{**short, **change}), BYTES, split="train")
 
 
-def test_pairs_beside_weighted_text_have_no_held_out_split_for_an_encoder(tmp_path):
+def test_pairs_with_weighted_text_have_no_held_out_split_for_an_encoder(tmp_path):
     """Following the message that refuses it gives a run, with an evaluation of each."""
     text = tmp_path / "text.txt"
     text.write_text("one line\n" * 40)

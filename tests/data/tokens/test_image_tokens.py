@@ -86,7 +86,7 @@ def test_conversations_with_it_are_refused_and_others_are_read(where, tmp_path):
     cut = without_unread(load_tokenizer(path), SIZE)
     assert isinstance(cut.template, ChatTemplate)
     bad = {"path": str(write_lines(tmp_path / "b.jsonl", talk)), "messages": "messages"}
-    message = rf"token '{IMAGE}'.* whose id {SIZE} is beyond model.vocab_size = {SIZE}; take it out"
+    message = rf"token '{IMAGE}'.* whose id {SIZE} is beyond model.vocab_size = {SIZE}; remove it"
     with pytest.raises(ValueError, match=message):
         examples([bad], cut, tmp_path / "run")
 
@@ -99,9 +99,7 @@ def test_shards_that_were_prepared_with_it_are_read_unless_they_hold_it(text, tm
     prepare(plan(find_files([source]), whole, tmp_path / "out"), whole)
     cut = without_unread(whole, SIZE)
     if text == IMAGE:
-        message = (
-            rf"out holds the id {SIZE} \(the special token '{IMAGE}'\), and model.vocab_size ="
-        )
+        message = rf"out has the id {SIZE} \(the special token '{IMAGE}'\), and model.vocab_size ="
         with pytest.raises(ValueError, match=message):
             examples([str(tmp_path / "out")], cut)
     else:

@@ -115,7 +115,7 @@ def test_a_run_reads_from_shards_what_it_reads_from_text(texts, tmp_path):
 
 @pytest.mark.proof(but=("1", "31", "28"))
 @pytest.mark.parametrize("stop", range(1, 40, 3))
-def test_work_that_ends_anywhere_goes_on(texts, tmp_path, monkeypatch, stop):
+def test_work_that_ends_anywhere_is_resumed(texts, tmp_path, monkeypatch, stop):
     """Every rename of a finished file is a place to stop; what comes after must be the same."""
     prepare(works_of(texts, tmp_path / "whole"), BYTES)
     folder = tmp_path / "out"
@@ -136,7 +136,7 @@ def test_work_that_ends_anywhere_goes_on(texts, tmp_path, monkeypatch, stop):
             prepare(works, BYTES)
         except KeyboardInterrupt:
             assert not (folder / "index.json").exists()
-            with pytest.raises(ValueError, match=r"not finished; run the command .* again"):
+            with pytest.raises(ValueError, match=r"unfinished shards; run the command .* again"):
                 open_corpus([str(folder)], BYTES)
     made = [work for work in works if find_made(work)]
     if (folder / ".unfinished").exists():
@@ -231,7 +231,7 @@ def test_a_folder_of_other_text_is_not_written_over(texts, tmp_path, change):
         tokenizer = load_tokenizer("bpe:258", [f"{texts}/*.md"])
     else:
         changes = {"max_document_bytes": 10}
-    with pytest.raises(ValueError, match=r"out holds shards of other text.*another folder"):
+    with pytest.raises(ValueError, match=r"out has shards of other text.*another folder"):
         prepare(works_of(texts, tmp_path / "out", tokenizer, **changes), tokenizer)
 
 
@@ -240,7 +240,9 @@ def test_files_of_another_tokenizer_are_not_read_with_this_one(texts, tmp_path):
     tokenizer = load_tokenizer("bpe:258", [f"{texts}/*.md"])
     (tmp_path / "out").mkdir()
     (tmp_path / "out/tokenizer_config.json").write_text('{"add_bos_token": true}')
-    with pytest.raises(ValueError, match=r"out/tokenizer_config.json is of another tokenizer than"):
+    with pytest.raises(
+        ValueError, match=r"out/tokenizer_config.json belongs to another tokenizer than"
+    ):
         prepare(works_of(texts, tmp_path / "out", tokenizer), tokenizer)
     prepare(works_of(texts, tmp_path / "out"), BYTES)
 
@@ -338,7 +340,7 @@ def test_an_id_beyond_the_vocabulary_is_named(folder):
 
 @pytest.mark.parametrize("name", ["offsets.npy", "hashes.npy", "index.json", "tokens-00003.npy"])
 def test_a_bit_that_flipped_is_noticed(folder, name, monkeypatch):
-    """In the small files when the folder is opened; in a shard before a run begins or meanwhile."""
+    """In the small files when the folder is opened; in a shard before or during a run."""
     path = folder / name
     data = bytearray(path.read_bytes())
     place = data.rindex(b'"num_bytes": ') + 13 if name == "index.json" else -8
@@ -378,7 +380,7 @@ def test_a_cut_array_is_named(folder):
         ({"shards": [{"file": "a"}]}, "index.json is damaged: .*missing 4 required"),
         ({"shards": 3}, "index.json is damaged: 'int' object is not iterable"),
         ({"num_documents": 3}, "offsets.npy is damaged"),
-        ({"max_id": 300}, "out holds the id 300, and data.tokenizer = 'bytes' has 257"),
+        ({"max_id": 300}, "out has the id 300, and data.tokenizer = 'bytes' has 257"),
         (
             {"tokenizer_fingerprint": "x", "tokenizer": "bpe:300", "tokenizer_file": "t.json"},
             r"data.tokenizer = 'bytes' is not the tokenizer of .*out, which was prepared with "
@@ -394,7 +396,7 @@ def test_an_index_that_does_not_fit_is_named(folder, changes, message):
 
 def test_a_folder_without_an_index_of_ours_is_not_shards(tmp_path):
     (tmp_path / "index.json").write_text('{"documents": []}')
-    with pytest.raises(ValueError, match="holds no prepared shards"):
+    with pytest.raises(ValueError, match="has no prepared shards"):
         open_corpus([{"path": str(tmp_path), "format": "shards"}], BYTES)
     (tmp_path / "index.json").write_text('{"docu')
     with pytest.raises(ValueError, match=r"index.json is not a complete index of shards"):
@@ -406,7 +408,7 @@ def test_one_shard_alone_is_not_a_source(folder):
         open_corpus([f"{folder}/tokens-00000.npy"], BYTES)
 
 
-def test_a_prepared_folder_is_an_entry_of_its_own(folder):
+def test_a_prepared_folder_is_a_separate_entry(folder):
     with pytest.raises(ValueError, match="out is one of 2 paths of its entry"):
         open_corpus([{"path": [str(folder), "other.txt"]}], BYTES)
 
@@ -417,7 +419,7 @@ def test_a_prepared_folder_is_an_entry_of_its_own(folder):
 )
 def test_how_to_read_text_is_not_a_setting_of_shards(folder, key, value):
     """They would be read as they were prepared, with loss on every token."""
-    with pytest.raises(ValueError, match=rf"{key} = '?{value}'? says how .*out.* --{key}$"):
+    with pytest.raises(ValueError, match=rf"{key} = '?{value}'? is a setting of .*out.* --{key}$"):
         open_corpus([{"path": str(folder), key: value}], BYTES)
     (kept,) = to_sources([{"path": str(folder), "format": "shards", "weight": 2}])
     assert find_prepared(kept) == str(folder)
@@ -433,9 +435,7 @@ def test_entries_of_both_kinds_make_one_corpus(folder, texts, tmp_path):
 
 
 @pytest.mark.parametrize("damaged", ["", "tokens-00002.npy", "hashes.npy"])
-def test_a_run_at_an_address_copies_shards_and_compares_them(
-    folder, tmp_path, monkeypatch, damaged
-):
+def test_a_run_at_a_url_copies_shards_and_compares_them(folder, tmp_path, monkeypatch, damaged):
     """What differs is fetched again by the next start, and of the shards nothing else."""
     store = fsspec.filesystem("memory")
     store.put(str(folder), "/bucket/out", recursive=True)
@@ -475,7 +475,7 @@ def test_a_run_at_an_address_copies_shards_and_compares_them(
         store.rm("/bucket", recursive=True)
 
 
-def test_shards_without_room_are_read_in_part(folder, tmp_path, monkeypatch, caplog):
+def test_shards_without_space_are_read_in_part(folder, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "jaxscale")
     store = fsspec.filesystem("memory")
     store.put(str(folder), "/bucket/out", recursive=True)
@@ -487,7 +487,7 @@ def test_shards_without_room_are_read_in_part(folder, tmp_path, monkeypatch, cap
         np.testing.assert_array_equal(corpus.tokens, open_corpus([str(folder)], BYTES).tokens)
     finally:
         store.rm("/bucket", recursive=True)
-    assert "its shards are read there, in part, and not compared" in caplog.text
+    assert "its shards are read from the store, in part, and not compared" in caplog.text
     assert not list(directory.glob("prepared-*"))
 
 

@@ -125,7 +125,7 @@ def test_a_trained_tokenizer_is_saved_and_found(texts, byte_pairs, tmp_path, mon
     assert load_tokenizer(str(folder / "tokenizer.json")).fingerprint == byte_pairs.fingerprint
     monkeypatch.setattr("jaxscale.data.tokens.tokenizer.train", None)  # needed no more
     assert load_tokenizer("bpe:290", (str(texts),), folder).fingerprint == byte_pairs.fingerprint
-    # A run that goes on has this one, wherever its text is, and whether there is a record or not.
+    # A resumed run has this one, wherever its text is, and whether there is a record or not.
     (folder / "tokenizer_record.txt").unlink()
     kept = load_tokenizer("bpe:290", ("gone",), folder, keep=True)
     assert kept.fingerprint == byte_pairs.fingerprint
@@ -206,8 +206,8 @@ ENDS = {
     "gpt-oss": ("<|endoftext|> <|return|>", "", "<|return|>", "<|endoftext|>"),
     "Gemma": ("<pad> <eos> <bos> <unk>", "<s> </s>", "<eos>", "<eos>"),
     "Gemma without a configuration": ("<pad> <eos>", "</s>", None, "<eos>"),
-    "a name of its own": ("<pad> <end>", "", {"content": "<end>"}, "<end>"),
-    "a name of its own beside </s>": ("<pad> <end>", "</s>", "<end>", "<end>"),
+    "another name": ("<pad> <end>", "", {"content": "<end>"}, "<end>"),
+    "another name next to </s>": ("<pad> <end>", "</s>", "<end>", "<end>"),
     "a name that is not special": ("<pad>", "</s> <end>", "<end>", "</s>"),
     "nothing special": ("<pad>", "</s>", None, "</s>"),
 }
@@ -234,7 +234,7 @@ def test_the_boundary_is_a_special_token_before_an_ordinary_one(name, tmp_path):
 
 def test_a_tokenizer_with_another_boundary_has_another_fingerprint(tmp_path):
     """What ends documents is a part of what the ids mean."""
-    own, _ = end_of(tmp_path, "a name of its own beside </s>")
+    own, _ = end_of(tmp_path, "another name next to </s>")
     (tmp_path / "tokenizer_config.json").unlink()
     usual = load_tokenizer(str(tmp_path / "tokenizer.json"))
     assert own.boundary != usual.boundary
@@ -254,7 +254,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["byte", "gone.json", "gpt2", "bpe"])
-def test_an_unknown_name_says_what_there_is(name):
+def test_an_unknown_name_lists_the_known_ones(name):
     with pytest.raises(ValueError, match=f"data.tokenizer = '{name}'.*'bytes', 'esm2', 'bpe:4096'"):
         load_tokenizer(name)
 
@@ -320,7 +320,7 @@ def test_a_sentencepiece_model(tmp_path, kind):
         ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, None),
     ],
 )
-def test_a_sentencepiece_model_begins_texts_as_the_file_beside_it_says(config, bos, tmp_path):
+def test_a_sentencepiece_model_begins_texts_as_its_config_says(config, bos, tmp_path):
     plain = load_tokenizer(write_model(tmp_path / "t.model"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(str(tmp_path / "t.model"))
@@ -353,7 +353,7 @@ def test_special_tokens_are_explicit(tmp_path):
     tokenizer = load_tokenizer(word_level(tmp_path / "t.json", *names))
     assert tokenizer.special == {name: i for i, name in enumerate(names, 4)}
     assert (tokenizer.boundary, tokenizer.mask) == (4, 7)
-    assert tokenizer.sentinels == (6, 5)  # in their order, up to the first that is not there
+    assert tokenizer.sentinels == (6, 5)  # in their order, up to the first missing one
     plain = load_tokenizer("bytes")
     assert (plain.special, plain.mask, plain.sentinels) == ({"<|endoftext|>": 256}, None, ())
 
