@@ -15,7 +15,7 @@ class Batch(NamedTuple):
     segments: Any  # int32, from 1 in each row; 0 is padding
     positions: Any  # int32, from 0 in each document
     weights: Any  # float32
-    extras: Any = ()  # or further arrays of the model by name, [batch, any length]
+    extras: Any = ()  # or more arrays by name, [batch, a length of their own], for the model
     noise: Any = ()  # or uint32 [batch], made by a step whose model drops activations
 
 

@@ -106,18 +106,18 @@ class Layout:
     tensor: int = 1
     tensor_rows: int = 1  # of the tensor ranks; 1 shards each weight by its hidden dimension only
     zero_stage: int = 3
-    microbatches: int = 1  # per step; their gradients are summed
+    microbatches: int = 1  # a step; their gradients are summed
     accumulation: str = "sequential"
-    schedule: str = "1f1b"  # read only if pipeline > 1
-    virtual_stages: int = 0  # chunks of a pipeline rank; 0: the fewest of the schedule
+    schedule: str = "1f1b"  # read only when pipeline > 1
+    virtual_stages: int = 0  # chunks of a pipeline rank; 0: as few as the schedule can have
     sequence_chunks: int = 1
-    pipeline_gather: str = "chunk"  # unit of weights that a rank gathers; read only if pipeline > 1
-    context_method: str = "ring"  # read only if context > 1
-    overlap_experts: bool = False  # all-to-alls of half the sequences overlap with experts' matmuls
-    overlap_tensor: bool = False  # ring collectives over tensor, in steps that overlap with matmuls
-    unroll_layers: bool = False  # no loop over layers: faster steps, slower compilation
-    remat: str = "none"  # tensors that a layer saves for its backward pass
-    offload: str = "none"  # arrays that are stored in host memory
+    pipeline_gather: str = "chunk"  # what a rank gathers at a time; read only when pipeline > 1
+    context_method: str = "ring"  # read only when context > 1
+    overlap_experts: bool = False  # exchanges the tokens of half the sequences at a time
+    overlap_tensor: bool = False  # gathers and scatters over tensor in steps beside their matmuls
+    unroll_layers: bool = False  # writes each layer out, where a loop over layers compiles faster
+    remat: str = "none"  # what a layer saves for its backward pass
+    offload: str = "none"  # what lives in host memory
 
     def __repr__(self) -> str:
         return changed_fields(self)
