@@ -2,7 +2,7 @@
 
 A row is what is wrong and a part of the message. Add rows where a table fits: overrides of an
 otherwise good configuration, files that are not good ones, names of files, saved configurations.
-What needs devices or data is refused later, and tested beside the code that refuses it.
+What needs devices or data is refused later, and tested with the code that refuses it.
 """
 
 import pytest
@@ -398,7 +398,7 @@ def test_names(name, fragment):
 
 
 def test_without_a_checkout_the_shipped_name_is_meant(tmp_path, monkeypatch):
-    """As in an image that has the package alone, where configs/tiny.py is not there."""
+    """As in an image that has the package alone, where configs/tiny.py is missing."""
     monkeypatch.chdir(tmp_path)
     for name in ("configs/tiny.py", "configs/tinny.py", "tinny"):
         assert f"--config {name}: there is no such file; did you mean 'tiny'?" in refusal(

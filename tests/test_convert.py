@@ -150,7 +150,7 @@ def test_nobody_means_the_default_text_of_a_converted_model(converted, tmp_path,
 
 @pytest.mark.proof
 def test_a_run_starts_from_another_runs_weights(converted):
-    """From checkpoint 0 of its own folder, or from another run, in other types and on a layout."""
+    """From checkpoint 0 in its folder, or from another run, in other types and on a layout."""
     run, hf = converted / "run", converted / "hf"
     config = load_config(run, ["model.param_dtype=bfloat16", "layout.fsdp=4", "layout.tensor=2"])
     config, engine = open_engine(config)
@@ -167,7 +167,7 @@ def test_a_run_starts_from_another_runs_weights(converted):
 
 @pytest.mark.proof
 def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp_path):
-    """In a pipeline: as the engine draws them, beside the bits of the weights. What they add once
+    """In a pipeline: as the engine draws them, with the bits of the weights. What they add once
     they are trained is in the weights that are exported."""
     run, hf = converted / "run", converted / "hf"
     changes = ["model.lora_rank=3", f"model.init_from={hf}", "layout.pipeline=2", "layout.fsdp=4"]
@@ -201,7 +201,7 @@ def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp
     np.testing.assert_allclose(logits(exported), adapted, atol=1e-5)
     assert load_all(exported).keys() == load_all(hf).keys()
 
-    # Alone, in PEFT's format, and beside the model that they are for into a run again.
+    # Alone, in PEFT's format, and with their base model into a run again.
     peft, again = tmp_path / "peft", tmp_path / "again"
     written = ["--to_peft", "--workdir", str(tmp_path), "--output", str(peft)]
     assert convert.main([*written, "--config.layout.fsdp=2"]) == 0
@@ -280,7 +280,7 @@ def test_a_model_of_ones_own_without_such_a_setting_starts_anew(tmp_path):
 
 @pytest.mark.proof
 def test_what_ends_turns_stops_the_tuned_model_here_and_at_hugging_face(tmp_path, capsys):
-    """A base model's eos_token_id ends documents, and its chat template ends turns with another
+    """A base model's eos_token_id ends documents, and its chat template ends responses with another
     token: it is a stop id of the run, of one that starts from it or resumes, and of the export."""
     hf, run = tiny_llama.save(tmp_path / "hf"), tmp_path / "run"
     vocabulary = {"</s>": 0, **{chr(33 + i): i for i in range(1, 129)}, "<end>": 129}

@@ -177,7 +177,7 @@ def test_preflight_measures_and_says_what_to_do(tmp_path, capsys, monkeypatch):
     assert not any(one["advice"] for one in found)
     assert [path.name for path in tmp_path.iterdir()] == ["f.json"]
     capsys.readouterr()
-    # A folder that cannot be made; clocks that differ; room for nothing.
+    # A folder that cannot be made; clocks that differ; no free space.
     monkeypatch.setattr(preflight, "host_memory_bytes", lambda: 1000)
     reports = {"clocks": [0.0, 5.0], "unresolved": [["b"], []]}
     monkeypatch.setattr(

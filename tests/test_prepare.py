@@ -375,7 +375,7 @@ def test_a_run_reads_the_shards_and_keeps_their_tokenizer(prepared, tmp_path):
 
 
 def test_the_examples_of_other_shards_are_not_those_of_a_run(prepared, texts, tmp_path):
-    """What makes a run refuse to go on from its checkpoint: `trainer` compares fingerprints."""
+    """What makes a run refuse to resume from its checkpoint: `trainer` compares fingerprints."""
     folder, _ = prepared
     changed = (texts / "a.jsonl").read_text().replace("the 7th cat", "the 7th dog")
     (tmp_path / "a.jsonl").write_text(changed)

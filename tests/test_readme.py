@@ -29,7 +29,7 @@ def run(command: list[str], **environment) -> str:
 
 @pytest.mark.proof
 def test_the_first_command_trains_shortened(tmp_path):
-    """The same command but for its length, its folder, and the environment that is here already."""
+    """The same command except its length, its folder, and the environment that is set already."""
     (command,) = [block for block in blocks("bash") if "jaxscale.train" in block]
     install, _, train = command.strip().partition(" && ")
     assert install == "pip install -q uv"

@@ -1,4 +1,4 @@
-"""Search by measuring: every outcome is kept and learnt from, and a search goes on after a kill."""
+"""Measured search: every outcome is stored and used, and a search resumes after a kill."""
 
 import os
 import pathlib

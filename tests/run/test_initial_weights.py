@@ -90,7 +90,7 @@ def resume(settings, changes):
 
 @pytest.mark.proof
 def test_logits_of_a_run_s_model_drop_no_token_that_training_may_drop(monkeypatch):
-    """So those of a text do not depend on the text beside it in a row, nor on padding."""
+    """So a text's logits depend neither on other texts of its row nor on padding."""
     config = ModelConfig(family="m6_t", num_layers=2, capacity_factor=0.5, param_dtype="float64")
     model = Decoder(config, plain_kernels())
     weights = SimpleNamespace(
@@ -117,7 +117,7 @@ LONGROPE = {
 
 
 def test_a_run_resumes_with_lists_of_numbers_that_its_checkpoint_has():
-    """A model of one's own has every setting of a decoder, lists among them."""
+    """A custom model has every setting of a decoder, including lists."""
     resume({"family": "tests.models.experts:make"}, {})
     resume(LONGROPE, {})
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The checkpoint with the lowest held-out loss: kept here and at an address, and read by name."""
+"""The checkpoint with the lowest held-out loss: kept locally and at a URL, and read by name."""
 
 import argparse
 import math

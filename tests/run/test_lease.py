@@ -1,4 +1,4 @@
-"""One run at a time at an address, however the one before it ended."""
+"""One run at a time at a URL, however the one before it ended."""
 
 import contextlib
 import json

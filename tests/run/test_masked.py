@@ -1,4 +1,4 @@
-"""A model of proteins that is trained causal, goes on masked, and back; and what a masked model
+"""A protein model trained causal, then masked, and back; and what a masked model
 does not do."""
 
 import contextlib
@@ -35,7 +35,7 @@ TINY = {
 
 @pytest.fixture(scope="session")
 def proteins(tmp_path_factory):
-    """A file of proteins in which each residue says what its neighbours are."""
+    """A file of proteins in which each residue determines its neighbours."""
     random, lines = np.random.default_rng(0), []
     for i in range(200):
         first = random.integers(0, 20)
@@ -86,7 +86,7 @@ def schedules(opt_state):
 
 @pytest.fixture(scope="session")
 def runs(proteins, tmp_path_factory):
-    """A causal run, one that goes on from it masked, and what the second printed."""
+    """A causal run, a masked one that starts from it, and the output of the second."""
     base = tmp_path_factory.mktemp("runs")
     ready = trainer.open_trainer(
         load("configs/esm2_8m.py", overrides(proteins, "causal")), base / "causal"

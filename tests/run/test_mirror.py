@@ -1,4 +1,4 @@
-"""A run at an address: what is put there, and what comes back after kills, damage and failures."""
+"""A run with a URL: uploads, and downloads after kills, damage and failures."""
 
 import contextlib
 import json
@@ -55,7 +55,7 @@ def open_checkpoints(place):
 
 
 def save(place, *steps, seconds=30.0, frozen=()):
-    """Saves checkpoints on this machine, and puts them at an address; what could not be put."""
+    """Saves checkpoints locally, and uploads them; what could not be uploaded."""
     workdir = run_folder.folder(place)
     (workdir / "config.json").write_text("{}")
     with contextlib.closing(open_checkpoints(place)) as checkpoints:
@@ -167,7 +167,7 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "upload", killed)
         patch.setattr(mirror, "END_SECONDS", 0.0)
-        # Another attempt, beside what is looked at below, would begin with a removal.
+        # Another attempt, during the checks below, would begin with a removal.
         patch.setattr(mirror, "FIRST_PAUSE_SECONDS", 60.0)
         left = save(address, 6)
     assert left.startswith("checkpoint 6 could not be uploaded to memory://bucket")
@@ -186,7 +186,7 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
 @pytest.mark.proof
 @pytest.mark.parametrize("address", ["s3"], indirect=True)
 def test_files_that_checkpoints_share_are_sent_once(address, tmp_path, monkeypatch):
-    """Also by a machine that had to fetch them. At the address each checkpoint has its own."""
+    """Also by a machine that had to download them. At the URL each checkpoint has its own."""
     sent, upload = [], ObjectStore.upload
 
     def counted(store, files):
@@ -303,7 +303,7 @@ def test_a_damaged_one_here_is_replaced_by_the_one_there(address, lines):
 
 
 def test_newer_ones_here_are_used_and_put_there(address, monkeypatch):
-    """Such as after a run whose uploads failed; only those that are kept."""
+    """Such as after a run whose uploads failed; only kept checkpoints."""
     with monkeypatch.context() as patch:
         patch.setattr(mirror.Mirror, "finish", lambda uploads, seconds: "")
         patch.setattr(mirror.Mirror, "start", lambda uploads, checkpoints: None)
@@ -318,7 +318,7 @@ def test_newer_ones_here_are_used_and_put_there(address, monkeypatch):
 
 
 def test_an_address_that_was_emptied_is_no_new_run(address):
-    """Nor is it filled again without a word."""
+    """Nor is it silently filled again."""
     save(address, 2)
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
     workdir = run_folder.folder(address)

@@ -1,4 +1,4 @@
-"""Runs of a model of one's own: another run starts from its weights, on another layout, and it is
+"""Runs of a custom model: another run starts from its weights, on another layout, and it is
 evaluated where its code is trusted."""
 
 import json
@@ -29,7 +29,7 @@ def train(texts, workdir, layout: dict, *, steps=1, own=None, keep_state=False, 
     """The parameters after so many steps.
 
     Args:
-      own: an update rule of one's own.
+      own: a custom optimizer.
       changes: to the model's settings; a run with any learns nothing.
     """
     sections = {

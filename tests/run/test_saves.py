@@ -87,7 +87,7 @@ def lines(caplog):
 
 
 def full(monkeypatch, times, number=errno.ENOSPC):
-    """The disk has no room, or is read-only, the first so many times."""
+    """The disk is full, or read-only, the first so many times."""
     before, left = ocp.AsyncCheckpointer.save, iter(range(times))
 
     def save(*arguments, **named):

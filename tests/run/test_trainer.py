@@ -56,8 +56,8 @@ def short_run(workdir, *overrides, profile=range(0), again=False):
 def test_a_run_that_is_resumed_for_longer_keeps_its_schedule_and_counts_its_tokens(
     tmp_path, caplog
 ):
-    """To the bit the run that knew both numbers from the start; and its tokens are those that a
-    look at the examples counts. Steps that were trained before cannot be traced."""
+    """To the bit the run that knew both numbers from the start; and its tokens are as
+    counted from the examples. Steps that were trained before cannot be traced."""
     first, straight = tmp_path / "first", tmp_path / "straight"
     given = ["data.objective=prefix", "model.family=gpt", "model.max_seq_len=32"]
     short_run(first, *given, "run.steps=2", again=True)

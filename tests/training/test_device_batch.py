@@ -1,4 +1,4 @@
-"""A batch on the host becomes one on the mesh, dealt; a step takes no other."""
+"""A host batch is sharded over the mesh, in context order; a step takes no other."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ def test_it_is_dealt_and_placed(engine):
 
 @pytest.mark.proof
 def test_what_was_not_dealt_is_refused_before_anything_is_compiled(engine):
-    """One that was dealt is traced, and no more."""
+    """A sharded batch is traced, and no other."""
     (batch, *_) = batches()
     placed = jax.device_put(batch, engine.batch_sharding)
     counts = jax.ShapeDtypeStruct((LLAMA["vocab_size"],), np.float32)

@@ -378,7 +378,7 @@ SETTINGS = {
 @pytest.mark.proof(but=("adamw", "lion"))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_those_of_the_papers(name: str) -> None:
-    """Five steps of a plain NumPy form of each rule, matrix by matrix, no two settings alike."""
+    """Five steps of a plain NumPy form of each rule, matrix by matrix; all settings differ."""
     params = random_params(sizes=LARGE)
     gradients = [random_params(sizes=LARGE, seed=seed) for seed in range(1, 6)]
     got, _ = train(make(config(name, **SETTINGS)), params, gradients)

@@ -75,7 +75,7 @@ def test_absent_gpus_cannot_be_compiled_for_deterministically():
         step_options(mesh, deterministic=True)
 
 
-# Of stage 3, before 0.12, XLA also computes the addresses of W's copies on the host. What stays
+# Of stage 3, before 0.12, XLA also computes memory addresses of W's copies on the host. What stays
 # there of it is a limit of XLA, and by hand.
 @pytest.mark.proof
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Models of one's own by name, as `model.family` has them, and the settings that they bring."""
+"""Custom models by name, as in `model.family`, and their settings."""
 
 import json
 import sys

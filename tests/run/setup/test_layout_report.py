@@ -183,14 +183,14 @@ def test_what_passes_a_pipeline_could_keep():
         held.append(needs.stash)
         times.append(int((rows[remat][2:] or ["0"])[0].strip("+%")))
     assert held == sorted(held, reverse=True)
-    # 1F1B needs four ticks a micro-batch in place of three with nothing kept, but for its ramps.
+    # 1F1B needs four ticks a micro-batch, and three with nothing kept, except its ramps.
     assert times == sorted(times)
     assert times[-1] == 24
 
 
 @pytest.mark.proof
 def test_a_dealing_that_pads_says_how_much():
-    """With two chunks each rank has layers of encoder and decoder; with one, of one, and room for
+    """With two chunks each rank has layers of encoder and decoder; with one, of one, and rows for
     the other's."""
     needs, padding = [], []
     for schedule, chunks in (("interleaved", 2), ("1f1b", 1), ("1f1b:3,1,2,2", 1)):

@@ -149,7 +149,7 @@ def test_a_single_layer_is_gathered_once():
 @pytest.mark.proof
 def test_layers_of_a_period_are_not_at_work_together():
     """Compiled as one region, every layer of a period kept what its weight gradients need: 31.8 MB
-    of temporaries here, where layers that are all alike have 8.5 MB."""
+    of temporaries here, where layers without a period have 8.5 MB."""
     config = from_dict(
         {
             "model": {
