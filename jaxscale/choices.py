@@ -125,10 +125,10 @@ def check_kind(name: str, got: object, kind: type | tuple[type, ...], advice: st
     """Refuses an argument of the wrong type, which would otherwise fail far from the call.
 
     Args:
-      advice: what to pass.
+      advice: the argument to pass.
 
     Raises:
-      ValueError: `got` is no `kind`.
+      ValueError: `got` is not of this type.
     """
     if not isinstance(got, kind):
         raise ValueError(f"{name} is of type {type(got).__name__}; {advice}")

@@ -188,7 +188,7 @@ def self_test() -> dict[str, Any]:
 
 
 def examine() -> dict[str, Any]:
-    """The report that `main` prints, as plain data; `problems` lists what must be fixed."""
+    """The report that `main` prints, as plain data; with the `problems` to fix."""
     report: dict[str, Any] = {"versions": versions(), "missing_extras": missing_extras()}
     report["host"] = {
         "name": socket.gethostname(),

@@ -211,7 +211,7 @@ def _topology(options: argparse.Namespace) -> str:
     if found != options.devices:
         raise ValueError(
             f"--topology {name} has {found} devices, and the plans are for --devices "
-            f"{options.devices}; give a topology of as many"
+            f"{options.devices}; give a topology with that number"
         )
     return name
 

@@ -342,7 +342,7 @@ def _add_tokenizer_flags(add: Callable[..., Any]) -> None:
 
 
 def _add_inspect_flags(add: Callable[..., Any]) -> None:
-    """Adds the flags of what is printed and written."""
+    """Adds the flags of printed and written results."""
     add(
         "--examples",
         metavar="N",

@@ -390,7 +390,7 @@ Next steps:{evaluate if texts else ""}{generate if draws else ""}
   another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train {same} \\
                        --workdir {other} {layout}{policy}
   your own text:     --config.data.source='my_texts/**/*.txt' and another --workdir
-  what was written:  {workdir}/loss.png, metrics.jsonl, summary.json,{events} checkpoints/"""
+  output files:      {workdir}/loss.png, metrics.jsonl, summary.json,{events} checkpoints/"""
 
 
 def _how_to_train_longer(steps: int, optimizer: OptimizerConfig) -> str:

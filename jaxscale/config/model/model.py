@@ -247,7 +247,7 @@ class ModelConfig(
         """The setting of the number of learned positions, or ""."""
         return "max_seq_len" if self.positions == "learned" else ""
 
-    # What a layer does.
+    # Layers.
 
     @property
     def attention_uses(self) -> tuple[str, ...]:

@@ -382,7 +382,7 @@ def _gather(loop: Loop, layers: Tree | CastOnce, index: Index, now: Index | None
     """The weights of one layer, whole over fsdp.
 
     Args:
-      now: the index, as a value that depends on what the read must wait for; None: no wait.
+      now: the index, as a value that depends on the arrays to wait for; None: no wait.
     """
     if not isinstance(layers, CastOnce):
         return loop.zero.gather(at(layers, index if now is None else now), loop.axes)
