@@ -38,7 +38,7 @@ from jaxscale.run.recorder import is_summarised
 from jaxscale.run.saves import unchanged_params
 from jaxscale.run.setup.layout import resolve_layout
 from jaxscale.run.setup.layout_report import describe_layout
-from jaxscale.run.setup.memory_check import check_fits_host, check_memory
+from jaxscale.run.setup.memory_check import check_run_fits_host, check_memory
 from jaxscale.run.setup.resume import (
     check_same_examples,
     check_same_model,
@@ -126,7 +126,7 @@ def open_trainer(
     config = _as_it_began(config, found, workdir)
     run = config.run
     if not skip_memory_check:
-        check_fits_host(config)
+        check_run_fits_host(config)
     config = resolve_layout(config, workdir)
     if found.step < run.steps and jax.device_count() >= LARGE_RUN:
         _examine(config, workdir)

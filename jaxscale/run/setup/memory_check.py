@@ -20,7 +20,7 @@ from jaxscale.training.engine import Engine
 from jaxscale.training.state_placement import state_bytes
 
 
-def check_fits_host(config: Config) -> None:
+def check_run_fits_host(config: Config) -> None:
     """Refuses a run on CPUs whose state or batch exceeds the host's memory: the host would kill it
     silently.
 
