@@ -275,25 +275,24 @@ class StackWork:
         core = 0.0 if "attention" in policy.names else sum(one.flops for one in self.attention)
         return core + self.recomputed_matmuls(policy.names if policy.by_names else None)
 
-    def recomputed_matmuls(self, names: Collection[str] | None, *, last: bool = False) -> float:
+    def recomputed_matmuls(self, names: Collection[str] | None) -> float:
         """FLOPs of matmuls whose results a policy by names does not save; those of experts are up,
         gate and down.
 
         Args:
           names: None is a policy that saves what it can.
-          last: whether results that no backward pass needs are repeated, such as an MLP's.
         """
         found = 0.0
         for one in self.matmuls:
             saved_as = itertools.chain(one.saved_as or one.names, itertools.repeat(""))
             for (units, each), name in zip(one.outputs, saved_as):
-                unsaved = names is not None and name not in names and (last or name != UNREAD)
+                unsaved = names is not None and name not in names and name != UNREAD
                 found += one.flops * units * each / one.features * (unsaved or name == REPEATED)
         if names is None:
             return found
         for one in self.experts:
             matrices = ("mlp_up", "mlp_gate")[: 1 + one.gated]
-            unsaved = sum(name not in names for name in matrices) + (last or one.read)
+            unsaved = sum(name not in names for name in matrices) + one.read
             inside = one.flops - one.router_flops
             found += one.router_flops + inside * unsaved / (len(matrices) + 1)
         return found

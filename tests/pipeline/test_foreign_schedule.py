@@ -78,7 +78,7 @@ def test_the_planner_knows_how_long_it_takes():
         played = simulate(compile_order(make_order(EAGER, ranks, microbatches)))
         seconds = makespan(TableSpec(EAGER, ranks, microbatches), OperationSeconds())
         assert seconds == pytest.approx(played.lockstep_makespan, rel=1e-12)
-        assert TableSpec(EAGER, ranks, microbatches).settled() < microbatches
+        assert TableSpec(EAGER, ranks, microbatches).settled < microbatches
 
 
 @pytest.mark.proof

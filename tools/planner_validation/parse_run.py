@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from jaxscale.planner.cost.cluster import Cluster, make_cluster
 from jaxscale.planner.model.named_models import published_shape
-from jaxscale.planner.model.parallelism import Parallelism, TrainerTraits
 from jaxscale.planner.model.shape import LatentAttention, ModelShape
 from tools.planner_validation.nvidia_recipes import Recipe, recipe_of
+from tools.planner_validation.trainer_layout import Trainer, TrainerLayout
 from tools.planner_validation.trainer_memory import trainer_memory
 from tools.planner_validation.trainers import MEGATRON_2021, policy_of, traits_of
 
@@ -105,7 +105,7 @@ PRECISIONS = {
 """Operands of the layers' matmuls by the published precision."""
 
 
-def to_traits(get: Columns) -> TrainerTraits:
+def to_traits(get: Columns) -> Trainer:
     """The trainer."""
     notes = get("notes").lower()
     traits = traits_of(get("framework"))
@@ -148,7 +148,7 @@ def recipe(get: Columns) -> Recipe:
     return recipe_of(get("model"), get("hardware"), get("precision"), get("framework"))
 
 
-def to_choice(get: Columns, shape: ModelShape, traits: TrainerTraits) -> Parallelism:
+def to_choice(get: Columns, shape: ModelShape, traits: Trainer) -> TrainerLayout:
     """The layout, with the published micro-batch or the largest usual one."""
     tensor, pipeline, context, expert = (get.int(name, 1) for name in ("TP", "PP", "CP", "EP"))
     if shape.experts and not get("EP") and "EP blank where not captured" in get("notes"):
@@ -178,7 +178,7 @@ def to_choice(get: Columns, shape: ModelShape, traits: TrainerTraits) -> Paralle
         micro = max(1, min(batch // split, USUAL_TOKENS // shape.seq_len))
     virtual = _chunks(get, shape, pipeline)
     interleaved = virtual > 1
-    return Parallelism(
+    return TrainerLayout(
         pipeline=pipeline,
         data=replicas,
         fsdp=shards,
@@ -282,8 +282,8 @@ them: those of Grace superchips have 205 to 297 GB/s."""
 
 
 def fitting(
-    get: Columns, shape: ModelShape, machine: Cluster, parallelism: Parallelism
-) -> Parallelism:
+    get: Columns, shape: ModelShape, machine: Cluster, parallelism: TrainerLayout
+) -> TrainerLayout:
     """Where a row does not say what is recomputed: no more than is needed to fit in memory."""
     said = get("recompute")
     if _offloads_inputs(get):
@@ -312,7 +312,7 @@ def fitting(
     return replace(parallelism, remat="full", remat_share=min(1.0, share))
 
 
-def _offloaded(parallelism: Parallelism) -> Parallelism:
+def _offloaded(parallelism: TrainerLayout) -> TrainerLayout:
     return replace(parallelism, remat="offload:query,key,value", offload="activations")
 
 
@@ -323,7 +323,7 @@ CHIPS = {"trainium2-core": "Trainium2", "tpuv3-chip": "TPUv3"}
 """Where a row's name for a device is not that of `hardware.csv`, nor its beginning."""
 
 
-def to_cluster(get: Columns, parallelism: Parallelism) -> Cluster:
+def to_cluster(get: Columns, parallelism: TrainerLayout) -> Cluster:
     """The machine, with its own network."""
     name = CHIPS.get(get("hardware").lower(), get("hardware"))
     if name == "V100" and get.int("devices_per_node") == 16:

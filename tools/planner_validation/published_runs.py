@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass, field
 
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
 from tools.planner_validation.parse_run import (
     Columns,
@@ -21,6 +20,7 @@ from tools.planner_validation.parse_run import (
     to_shape,
     to_traits,
 )
+from tools.planner_validation.trainer_layout import TrainerLayout
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Row:
     model: str
     shape: ModelShape
     cluster: Cluster
-    parallelism: Parallelism
+    parallelism: TrainerLayout
     step_seconds: float
     memory_bytes: float
     out_of_memory: bool
@@ -135,7 +135,7 @@ def _reading(get: Columns) -> tuple[str, float]:
     return ("allocated" if "GB allocated" in get("notes") else "device"), 1e9
 
 
-def _step_seconds(get: Columns, shape: ModelShape, parallelism: Parallelism) -> float:
+def _step_seconds(get: Columns, shape: ModelShape, parallelism: TrainerLayout) -> float:
     """Seconds of a step, as measured, or from measured tokens or FLOPs per second."""
     if get.float("step_time_s"):
         return get.float("step_time_s")

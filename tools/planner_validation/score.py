@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 from jaxscale import command_line  # noqa: E402
 from jaxscale.planner.cost.cluster import find_device  # noqa: E402
 from jaxscale.planner.cost.energy import run_joules  # noqa: E402
-from jaxscale.planner.cost.step import step_cost  # noqa: E402
 from tools.planner_validation.published_runs import Bill, Row, read_runs  # noqa: E402
+from tools.planner_validation.trainer_cost import trainer_cost  # noqa: E402
 from tools.planner_validation.trainer_memory import (  # noqa: E402
     published_size,
     trainer_memory,
@@ -163,7 +163,7 @@ def validate(path: str | pathlib.Path, seed: int = 0) -> Report:
 
 def _predict(row: Row) -> _Result:
     seconds = (
-        step_cost(row.shape.work, row.cluster, row.parallelism).step_seconds
+        trainer_cost(row.shape.work, row.cluster, row.parallelism).step_seconds
         if row.step_seconds
         else np.nan
     )

@@ -7,10 +7,10 @@ import numpy as np
 
 from jaxscale.config import zero_stage
 from jaxscale.config.layout import MESH_AXES
-from jaxscale.planner.cost.communication import local_params
-from jaxscale.planner.memory.layer_activations import layer_bytes
-from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
+from tools.planner_validation.trainer_activations import trainer_layer_bytes
+from tools.planner_validation.trainer_layout import TrainerLayout
+from tools.planner_validation.trainer_traffic import trainer_params
 
 Floats = Any  # a float, or float [N]
 
@@ -57,7 +57,7 @@ class TrainerMemory:
         return self.needed - self.context - self.fragments
 
 
-def passes_in_flight(parallelism: Parallelism, stage: Floats = 0) -> Floats:
+def passes_in_flight(parallelism: TrainerLayout, stage: Floats = 0) -> Floats:
     """Micro-batches in flight on a pipeline rank, in units of all of its layers.
 
     1F1B: p - stage. Interleaved, stage 0: p * (1 + (p - 1) / (p v)).
@@ -70,7 +70,7 @@ def passes_in_flight(parallelism: Parallelism, stage: Floats = 0) -> Floats:
     return np.minimum(m, deep)
 
 
-def published_size(shape: ModelShape, parallelism: Parallelism, name: str) -> float:
+def published_size(shape: ModelShape, parallelism: TrainerLayout, name: str) -> float:
     """A part of the first rank's memory, by its name in published tables.
 
     "state": parameters and optimizer with a 32-bit gradient accumulator. "activations": without
@@ -84,17 +84,19 @@ def published_size(shape: ModelShape, parallelism: Parallelism, name: str) -> fl
         matrices += (3 if shape.gated else 2) * shape.d_model * shape.d_ff
         return 18.0 * shape.layers * matrices / float(parallelism.tensor * parallelism.pipeline)
     if name == "share":
-        return float(layer_bytes(shape, parallelism) / layer_bytes(shape, plain, "none"))
+        return float(
+            trainer_layer_bytes(shape, parallelism) / trainer_layer_bytes(shape, plain, "none")
+        )
     which, remat = {
         "activations": (plain, "none"),
         "selective": (shared, "save_all_but_attention"),
     }[name]
     mine = shape.layers / np.asarray(parallelism.pipeline, float)
-    return float(layer_bytes(shape, which, remat) * mine * passes_in_flight(which))
+    return float(trainer_layer_bytes(shape, which, remat) * mine * passes_in_flight(which))
 
 
 def trainer_memory(
-    shape: ModelShape, parallelism: Parallelism, stage: int | None = None
+    shape: ModelShape, parallelism: TrainerLayout, stage: int | None = None
 ) -> TrainerMemory:
     """Memory of a run.
 
@@ -116,10 +118,10 @@ def trainer_memory(
     )
 
 
-def _stage(shape: ModelShape, parallelism: Parallelism, stage: Any) -> TrainerMemory:
+def _stage(shape: ModelShape, parallelism: TrainerLayout, stage: Any) -> TrainerMemory:
     traits, zero = parallelism.traits, np.asarray(parallelism.zero_stage)
     p, z = np.asarray(parallelism.pipeline, float), np.asarray(parallelism.zero_ranks, float)
-    layers, outer = local_params(shape.work, parallelism)
+    layers, outer = trainer_params(shape.work, parallelism)
     is_end = (np.asarray(stage) == 0) | (np.asarray(stage) == p - 1)
     mine = np.ceil((shape.layers + 2 * traits.balanced_ends * (p > 1)) / p)
     mine = mine - traits.balanced_ends * is_end * (p > 1)
@@ -131,7 +133,7 @@ def _stage(shape: ModelShape, parallelism: Parallelism, stage: Any) -> TrainerMe
     gradients = np.where(third, 4.0, 2.0 + sums) * held / np.where(zero_stage.scatters(zero), z, 1)
     optimizer = np.where(third, 8.0, 12.0) * held / state_ranks
     share = np.asarray(parallelism.remat_share)
-    each = share * layer_bytes(shape, parallelism) + (1 - share) * layer_bytes(
+    each = share * trainer_layer_bytes(shape, parallelism) + (1 - share) * trainer_layer_bytes(
         shape, parallelism, "none"
     )
     last = np.asarray(stage) == p - 1
@@ -160,7 +162,9 @@ def _stage(shape: ModelShape, parallelism: Parallelism, stage: Any) -> TrainerMe
     return TrainerMemory(**parts, fragments=eager * fragments, cached=eager * update)
 
 
-def _gathered(shape: ModelShape, parallelism: Parallelism, layers: Floats, outer: Floats) -> tuple:
+def _gathered(
+    shape: ModelShape, parallelism: TrainerLayout, layers: Floats, outer: Floats
+) -> tuple:
     """Gathered weights during a layer and during the head. Eager FSDP: two layers, and embedding
     and head throughout a step; DeepSpeed: a module and its live parameters; compiled: two
     matrices."""
@@ -176,7 +180,7 @@ def _gathered(shape: ModelShape, parallelism: Parallelism, layers: Floats, outer
     return 2 * largest, 2.0 * outer / (1 if shape.tied else 2)
 
 
-def _boundary(shape: ModelShape, parallelism: Parallelism, stage: Any) -> Floats:
+def _boundary(shape: ModelShape, parallelism: TrainerLayout, stage: Any) -> Floats:
     """Outputs of a stage, saved for each micro-batch in flight."""
     tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
     sent = 2.0 * tokens * shape.d_model / parallelism.tensor
@@ -185,7 +189,7 @@ def _boundary(shape: ModelShape, parallelism: Parallelism, stage: Any) -> Floats
     )
 
 
-def _context(parallelism: Parallelism) -> Floats:
+def _context(parallelism: TrainerLayout) -> Floats:
     if not parallelism.traits.eager:
         return np.zeros(())  # reserved before the compiler sees the memory
     groups = 1 + sum(np.asarray(getattr(parallelism, axis)) > 1 for axis in MESH_AXES)
@@ -197,17 +201,17 @@ LOGIT_BYTES = {"compiled": 2.0, "fused": 4.0, "plain": 10.0}
 fused kernel out of place, and a plain loss also saves logits and softmax in 32 bits."""
 
 
-def _working(shape: ModelShape, parallelism: Parallelism) -> tuple:
+def _working(shape: ModelShape, parallelism: TrainerLayout) -> tuple:
     """Temporaries of a layer's backward pass with recompute, and the logits of the head. The MLP's
     temporaries are freed before attention scores have gradients."""
-    layer = layer_bytes(shape, parallelism, "none")
+    layer = trainer_layer_bytes(shape, parallelism, "none")
     if parallelism.remat == "full" and parallelism.traits.eager:
-        layer = layer + layer_bytes(shape, parallelism, "save_all_but_attention")
+        layer = layer + trainer_layer_bytes(shape, parallelism, "save_all_but_attention")
     tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
     return layer, tokens * shape.vocab / parallelism.tensor * LOGIT_BYTES[parallelism.traits.loss]
 
 
-def _widened(shape: ModelShape, parallelism: Parallelism, is_end: Any) -> Floats:
+def _widened(shape: ModelShape, parallelism: TrainerLayout, is_end: Any) -> Floats:
     """A 32-bit copy of the largest matrix' gradient on its way into the accumulator, for which no
     cached block is large enough."""
     if parallelism.traits.gradient_bytes != 4 or not parallelism.traits.eager:

@@ -6,12 +6,9 @@ choice of traits that are modelled was made while looking at the errors of publi
 
 from dataclasses import replace
 
-from jaxscale.planner.model.parallelism import JAXSCALE, TrainerTraits
+from tools.planner_validation.trainer_layout import Trainer
 
-MEGATRON_2021 = replace(
-    JAXSCALE,
-    own_engine=False,
-    casts_weights=False,
+MEGATRON_2021 = Trainer(
     lockstep=False,  # each rank continues as soon as its message has arrived
     sequence_parallel=False,  # came with arXiv 2205.05198
     attention="written",
@@ -23,7 +20,6 @@ MEGATRON_2021 = replace(
     overlap_parameters=False,
     attention_seen=False,
     gradient_bytes=2,  # fp16, as the gradients are
-    scattered_messages=True,  # SC21, section 4.1
     context_bytes=1.65e9,  # 1,573 MiB on A100 (BigScience's chronicle): all kernels are loaded
     reduce_each=False,
 )
@@ -51,10 +47,7 @@ MEGATRON_CORE = replace(
     imbalance=1.0,  # benchmarks force the router to balance
 )
 MEGATRON_CORE_2606 = replace(MEGATRON_CORE, fused_experts=True)
-TORCH_FSDP = replace(
-    JAXSCALE,
-    own_engine=False,
-    casts_weights=False,
+TORCH_FSDP = Trainer(
     lockstep=False,
     eager=True,
     fused=False,
@@ -64,10 +57,7 @@ TORCH_FSDP = replace(
     folded_experts=True,
     imbalance=1.0,
 )
-XLA = replace(
-    JAXSCALE,
-    own_engine=False,
-    casts_weights=False,
+XLA = Trainer(
     accumulates=False,
     gradient_bytes=2,
     imbalance=1.0,
@@ -178,7 +168,7 @@ def policy_of(word: str, framework: str) -> str | None:
     return None
 
 
-def traits_of(framework: str) -> TrainerTraits | None:
+def traits_of(framework: str) -> Trainer | None:
     """The traits of a trainer by name and version, any case; None if it is not known."""
     name = framework.lower()
     found = [known for known in BY_FRAMEWORK if name.startswith(known)]

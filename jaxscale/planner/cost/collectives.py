@@ -30,13 +30,6 @@ LINE = 0.5
 """Share of a torus axis' bandwidth without a wrap-around link: one direction of two."""
 
 
-EXCHANGE_KERNEL = 460e9
-"""Most bytes per second that a device sends in the dispatch and combine kernels of expert
-parallelism, with the 16 to 32 multiprocessors that trainers give them: 472 to 550 GB/s on GB200 and
-B200 among 8 to 32 devices, local tokens included (16-bit tokens, the whole call; table in the
-README of Hybrid-EP, a branch of DeepEP). Links of Hopper are slower than that."""
-
-
 @dataclass(frozen=True)
 class Level:
     """One level of a group: members connected by one kind of link; floats or float [N]."""
@@ -64,12 +57,7 @@ def axis_levels(cluster: Cluster, parallelism: Parallelism) -> dict[str, Levels]
         "tensor_rows": np.asarray(parallelism.tensor_rows, float),
         "tensor": np.asarray(parallelism.tensor_columns, float),
     }
-    if parallelism.traits.folded_experts:
-        # The expert group consists of the tensor, context and data ranks, nearest first.
-        folded = sizes.pop("expert")
-        levels = _levels(cluster, sizes) | _levels(cluster, {"expert": folded})
-    else:
-        levels = _levels(cluster, sizes)
+    levels = _levels(cluster, sizes)
     pairs = zip(levels["fsdp"], levels["context"], strict=True)
     return {**levels, "zero": tuple(_together(*pair, bool(cluster.torus)) for pair in pairs)}
 
@@ -177,27 +165,16 @@ def reduce_seconds(levels: Levels, num_bytes: Floats) -> Floats:
     return np.where(group_size(levels) > 1, np.minimum(ring, tree) + START_SECONDS, 0.0)
 
 
-def exchange_seconds(levels: Levels, num_bytes: Floats, merged: int = 0) -> Floats:
+def exchange_seconds(levels: Levels, num_bytes: Floats) -> Floats:
     """An all-to-all in which each member holds `num_bytes`, its own share included.
 
     Messages of all pairs start at once.
-
-    Args:
-      merged: number of copies of each token, for members chosen at random, which cross to a domain
-        of the next level only once (as in DeepSeek-V3, arXiv 2412.19437, section 3.2.2); 0 where
-        each copy is sent by itself.
     """
     whole, inner, slowest = group_size(levels), np.ones(()), np.zeros(())
     for level in levels:
         reached = inner * level.members
         outside = (reached - inner) / whole  # share of a member's bytes that crosses this level
-        if merged:
-            domains = np.maximum(whole / inner, 1)
-            copies = (domains - 1) * (1 - (1 - 1 / domains) ** merged) / merged
-            outside = np.minimum(outside, copies)
-        rate = level.exchange_rate
-        rate = np.minimum(rate, EXCHANGE_KERNEL) if merged else rate
-        slowest = np.maximum(slowest, num_bytes * outside / rate)
+        slowest = np.maximum(slowest, num_bytes * outside / level.exchange_rate)
         inner = reached
     seconds = slowest + _latency(levels, "tree_seconds")
     return np.where(whole > 1, seconds + START_SECONDS, 0.0)

@@ -6,6 +6,7 @@ attention (2310.01889), expert all-to-alls (2101.03961), ZeRO (1910.02054) and l
 accumulation (2106.02679). Activations are sent in 16 bits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,53 +44,20 @@ class LayerTraffic:
     message: Floats  # a pipeline send, in one direction
 
 
-def layer_traffic(
-    work: ModelWork, parallelism: Parallelism, levels: dict[str, Levels]
-) -> LayerTraffic:
-    """The communication of one micro-batch in an average layer, over which that of all stacks is
-    spread; the output of an encoder travels with the decoder's stream."""
-    tokens = np.asarray(parallelism.microbatch) * work.seq_len / parallelism.context
-    zeros = np.zeros(())
-    tensor, context, expert = TensorTraffic(*[zeros] * 4), (zeros, zeros), (zeros, zeros)
-    for stack in work.stacks:
-        own, share = tokens * work.tokens(stack), work.share(stack)
-        stream = 2.0 * own * work.width
-        sent = _tensor(work, stack, parallelism, levels, stream)
-        tensor = TensorTraffic(*(sum_ + share * one for sum_, one in zip(tensor, sent)))
-        held = _context(stack, parallelism, levels["context"], own)
-        context = tuple(sum_ + share * one for sum_, one in zip(context, held))
-        moved = _expert(stack, parallelism, levels["expert"], own)
-        expert = tuple(sum_ + share * one for sum_, one in zip(expert, moved))
-    streams = 2.0 * tokens * work.width * (1 + work.source_len / work.seq_len)
-    return LayerTraffic(tensor, context, expert, _message(parallelism, levels, streams))
-
-
-def _tensor(
+def tensor_traffic(
     work: ModelWork,
     stack: StackWork,
     parallelism: Parallelism,
     levels: dict[str, Levels],
     stream: Floats,
 ) -> TensorTraffic:
-    """Two all-reduces of the residual stream per pass; with sequence parallelism each of them is a
-    reduce-scatter, and an all-gather before the next matmul. Where tensor has rows, those of a
-    row's features over its columns; and over rows all-reduces of the results of matmuls out of the
-    stream, logits included, and of the gradients of what matmuls back into it take. In our layers
-    the stream is gathered again, too (`tensor_volumes`); others repeat a forward pass that they
-    recompute."""
-    branches = stack.sent
-    if parallelism.traits.folded_experts:  # experts are not split: no all-reduce
-        shared = any(one.of_shared for one in stack.matmuls)
-        branches = branches - sum(one.share for one in stack.experts) * (not shared)
+    """Two gathers and two reduce-scatters of the residual stream per pass, before and after
+    attention and MLP. Where tensor has rows, those of a row's features over its columns; and over
+    rows all-reduces of the results of matmuls out of the stream, logits included, and of the
+    gradients of what matmuls back into it take. The stream is gathered again, too
+    (`tensor_volumes`)."""
     share = stream / parallelism.tensor_rows
-    if parallelism.traits.sequence_parallel:
-        one = 2 * collectives.gather_seconds(levels["tensor"], share)
-    else:
-        one = collectives.reduce_seconds(levels["tensor"], share)
-    once = branches * one
-    if not parallelism.traits.own_engine:
-        full = parallelism.remat_share if parallelism.remat == "full" else 0.0
-        return TensorTraffic(once, once, 0.0 * once, full * once)
+    once = stack.sent * (2 * collectives.gather_seconds(levels["tensor"], share))
     each = stream / work.width / parallelism.tensor_columns  # a feature of every token
 
     def over_rows(features: float) -> Floats:
@@ -131,25 +99,49 @@ def _context(
     return forward, backward
 
 
-def _expert(
+def expert_traffic(
     stack: StackWork, parallelism: Parallelism, levels: Levels, tokens: Floats
-) -> tuple[Floats, Floats]:
+) -> Floats:
     """Dispatch and combine: two all-to-alls in each pass."""
     total = np.zeros(())
     for one in stack.experts:
         held = 2.0 * tokens * one.choices * parallelism.imbalance * one.width
-        if parallelism.traits.folded_experts:
-            held = held / parallelism.tensor
-        merged = one.choices if parallelism.traits.merged_dispatch else 0
-        sent = 2 * collectives.exchange_seconds(levels, held, merged=merged)
-        total = total + sent * one.share
-    return total, total
+        total = total + 2 * collectives.exchange_seconds(levels, held) * one.share
+    return total
+
+
+def layer_traffic(
+    work: ModelWork,
+    parallelism: Parallelism,
+    levels: dict[str, Levels],
+    tensor_of: Callable[..., TensorTraffic] = tensor_traffic,
+    expert_of: Callable[..., Floats] = expert_traffic,
+) -> LayerTraffic:
+    """The communication of one micro-batch in an average layer, over which that of all stacks is
+    spread; the output of an encoder travels with the decoder's stream.
+
+    Args:
+      tensor_of: what a stack sends over tensor.
+      expert_of: what it sends over expert, in either pass.
+    """
+    tokens = np.asarray(parallelism.microbatch) * work.seq_len / parallelism.context
+    zeros = np.zeros(())
+    tensor, context, expert = TensorTraffic(*[zeros] * 4), (zeros, zeros), zeros
+    for stack in work.stacks:
+        own, share = tokens * work.tokens(stack), work.share(stack)
+        stream = 2.0 * own * work.width
+        sent = tensor_of(work, stack, parallelism, levels, stream)
+        tensor = TensorTraffic(*(sum_ + share * one for sum_, one in zip(tensor, sent)))
+        held = _context(stack, parallelism, levels["context"], own)
+        context = tuple(sum_ + share * one for sum_, one in zip(context, held))
+        expert = expert + share * expert_of(stack, parallelism, levels["expert"], own)
+    streams = 2.0 * tokens * work.width * (1 + work.source_len / work.seq_len)
+    return LayerTraffic(tensor, context, (expert, expert), _message(parallelism, levels, streams))
 
 
 def _message(parallelism: Parallelism, levels: dict[str, Levels], stream: Floats) -> Floats:
-    """A send from one pipeline rank to the next."""
-    scattered = parallelism.tensor if parallelism.traits.scattered_messages else 1
-    return collectives.send_seconds(levels["pipeline"], stream / scattered)
+    """A send from one pipeline rank to the next, split over those of tensor."""
+    return collectives.send_seconds(levels["pipeline"], stream / parallelism.tensor)
 
 
 @dataclass(frozen=True)
@@ -167,7 +159,10 @@ class StateTraffic:
     ends: Floats  # exchange of tied embedding gradients between first and last pipeline rank
 
 
-def local_params(work: ModelWork, parallelism: Parallelism) -> tuple[Floats, Floats]:
+LocalParams = tuple[Floats, Floats]
+
+
+def local_params(work: ModelWork, parallelism: Parallelism) -> LocalParams:
     """Parameters of one device before ZeRO shards them: of layers, and of embedding and head.
 
     The ends of a pipeline hold embedding and head; the busiest device has one of them.
@@ -175,8 +170,7 @@ def local_params(work: ModelWork, parallelism: Parallelism) -> tuple[Floats, Flo
     t, p, x = (
         np.asarray(v) for v in (parallelism.tensor, parallelism.pipeline, parallelism.expert)
     )
-    wide = work.num_experts and not parallelism.traits.folded_experts
-    routed = work.routed_params / x / (t if wide else 1)
+    routed = work.routed_params / x / t
     layers = ((work.block_params - work.routed_params) / t + routed) / p
     ends = np.where(
         p > 1,
@@ -187,23 +181,25 @@ def local_params(work: ModelWork, parallelism: Parallelism) -> tuple[Floats, Flo
 
 
 def state_traffic(
-    work: ModelWork, parallelism: Parallelism, levels: dict[str, Levels]
+    work: ModelWork,
+    params: LocalParams,
+    parallelism: Parallelism,
+    levels: dict[str, Levels],
 ) -> StateTraffic:
     """The state collectives of a step, each done once."""
-    layers, outer = local_params(work, parallelism)
+    layers, outer = params
     held, zero, data = layers + outer, levels["zero"], levels["data"]
     count = np.maximum(1.0, work.layers / np.asarray(parallelism.pipeline))
-    width = 0.0 if parallelism.traits.frozen else parallelism.traits.gradient_bytes
+    width = 0.0 if parallelism.frozen else parallelism.gradient_bytes
     ranks = collectives.group_size(zero)
     both = collectives.reduce_seconds(zero, width * held) + collectives.reduce_seconds(
         data, width * held
     )
     # Expert ranks with their own tokens replicate everything but the routed experts.
-    own = not parallelism.traits.folded_experts
     t, p, x = (
         np.asarray(v) for v in (parallelism.tensor, parallelism.pipeline, parallelism.expert)
     )
-    common = width * own * (held - work.routed_params / (x * t * p))
+    common = width * (held - work.routed_params / (x * t * p))
     # First and last pipeline rank add up the gradients of a tied embedding.
     tied = width * work.embedding_params / parallelism.tensor if work.tied else 0.0
     ends = collectives.send_seconds(levels["pipeline"], tied)

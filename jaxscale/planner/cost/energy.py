@@ -44,9 +44,7 @@ def mean_watts(seconds: StepSeconds, cluster: Cluster) -> Floats:
         terms[name]
         for name in ("matmul", "attention", "elementwise", "weights", "recompute", "optimizer")
     )
-    exposed = sum(
-        terms[name] for name in ("tensor", "context", "expert", "fsdp", "data", "pipeline")
-    )
+    exposed = sum(terms[name] for name in ("tensor", "context", "expert", "fsdp", "data"))
     idle = seconds.step_seconds - busy - exposed
     drawn = BUSY_SHARE * busy + EXPOSED_SHARE * exposed + IDLE_SHARE * idle
     return limit * drawn / seconds.step_seconds

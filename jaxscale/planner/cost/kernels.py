@@ -1,5 +1,6 @@
 """Seconds of compute kernels on one device, in closed form over arrays of layouts."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -86,28 +87,23 @@ def _pad(size: Floats, multiple: int) -> Floats:
     return np.ceil(size / multiple) * multiple
 
 
-FLASH = {
-    ("flash1", "sm80"): (0.40, 0.30),
-    ("flash1", "sm90"): (0.20, 0.15),
-    ("flash2", "sm80"): (0.58, 0.50),
-    ("flash2", "sm90"): (0.36, 0.32),
-    ("flash2", "sm100"): (0.25, 0.20),
-    ("flash2", "sm103"): (0.25, 0.20),
-    ("fused", "sm80"): (0.58, 0.50),
-    ("fused", "sm90"): (0.58, 0.48),
-    ("fused", "sm100"): (0.50, 0.37),
-    ("fused", "sm103"): (0.62, 0.46),
-    ("fused", "tpu"): (0.45, 0.40),
-    ("fused", "tpu6"): (0.27, 0.24),
+Rates = Mapping[str, tuple[float, float]]
+
+FLASH: Rates = {
+    "sm80": (0.58, 0.50),
+    "sm90": (0.58, 0.48),
+    "sm100": (0.50, 0.37),
+    "sm103": (0.62, 0.46),
+    "tpu": (0.45, 0.40),
+    "tpu6": (0.27, 0.24),
 }
 """Utilisation of fused attention on the FLOPs that it executes, forward and backward, for head
-dimension 128 and sequences of 4k. FlashAttention 1 and 2 on A100 and 2 on
-H100: arXiv 2307.08691, figures 4 to 7; its first version there, and the Triton one, at half of the
-second's. "fused", each vendor's best: FlashAttention-3 and cuDNN 9 on H100 (arXiv 2407.08608,
-figures 5 and 6), cuDNN on Blackwell (1,100 to 1,200 and 800 to 900 TFLOP/s on causal sequences of
-4k), a quarter more on Blackwell Ultra (estimated: it exponentiates twice as fast), and splash
-attention on TPUs. From v6e on a TPU's matrix units have grown 4.7 times and its vector units, which
-exponentiate, about 2.8 times."""
+dimension 128 and sequences of 4k, by generation. Each vendor's best: FlashAttention-2 on A100
+(arXiv 2307.08691, figures 4 to 7), FlashAttention-3 and cuDNN 9 on H100 (2407.08608, figures 5 and
+6), cuDNN on Blackwell (1,100 to 1,200 and 800 to 900 TFLOP/s on causal sequences of 4k), a quarter
+more on Blackwell Ultra (estimated: it exponentiates twice as fast), and splash attention on TPUs.
+From v6e on a TPU's matrix units have grown 4.7 times and its vector units, which exponentiate,
+about 2.8 times."""
 
 FLASH_BACKWARD = 2.5
 """Matmuls of the backward pass over those of the forward pass: five for two."""
@@ -147,23 +143,17 @@ def flash_seconds(
     cluster: Cluster,
     flops: Floats,
     head_dim: int,
-    kernel: str,
     backward: bool = False,
     length: Floats = FLASH_LENGTH,
+    rates: Rates = FLASH,
 ) -> Floats:
     """Fused attention of `flops` forward FLOPs, on causal sequences of `length`.
 
     Heads are padded to multiples of 32 elements.
     """
     generation = MEASURED[cluster.chip.generation]
-    known = FLASH.get((kernel, generation))
-    if known is None:
-        raise ValueError(
-            f"attention kernel {kernel!r} has no measurement on {cluster.name}; there are "
-            f"{', '.join(sorted({name for name, _ in FLASH}))}, each for some generations"
-        )
     shorter = (1 + HALF_RATE / length) / (1 + HALF_RATE / FLASH_LENGTH)
-    rate = known[backward] * cluster.peak_flops() / shorter
+    rate = rates[generation][backward] * cluster.peak_flops() / shorter
     small = SMALL_HEAD[generation] * max(0.0, (128 - head_dim) / 64)
     padded = _pad(head_dim, 32) / head_dim * (1 + small)
     return flops * padded * (FLASH_BACKWARD if backward else 1.0) / rate
@@ -187,23 +177,15 @@ SMALL_HEAD = {"sm80": 0.25, "sm90": 0.4, "sm100": 0.8, "sm103": 0.4, "tpu": 0.5,
 matmuls. A100 a fifth (arXiv 2307.08691), H100 a third (2407.08608, figure 5); Blackwell's
 exponential units did not grow with its matmul units."""
 
-MISALIGNED = 9.0
-"""Slowdown of attention's batched matmuls when the head size is not a multiple of 8 elements: its
-rows are not aligned to 16 bytes, and tensor cores load single elements: 2 to 9 times (Anthony et
-al., The Case for Co-Designing Model Architectures with Hardware, arXiv 2401.14489)."""
-
-
 PLAIN_KERNEL = 0.85
 """Bandwidth of elementwise kernels of eager trainers (norms, softmax, dropout, activations) over
 that of a long copy (Megatron's and Apex's kernels on A100: 1.3 to 1.5 of 1.75 TB/s)."""
 
 
-def memory_seconds(cluster: Cluster, num_bytes: Floats, plain: bool = False) -> Floats:
-    """Memory traffic of `num_bytes`, at the rate of a long copy or of `plain` elementwise
-    kernels."""
+def memory_seconds(cluster: Cluster, num_bytes: Floats) -> Floats:
+    """Memory traffic of `num_bytes`, at the rate of a long copy."""
     chip = cluster.chip
-    rate = chip.memory_bytes_per_second * chip.memory_fraction
-    return num_bytes / (rate * (PLAIN_KERNEL if plain else 1.0))
+    return num_bytes / (chip.memory_bytes_per_second * chip.memory_fraction)
 
 
 CAST_BYTES = {"bfloat16": 0.0, "fp8": 4.0, "fp4": 7.0}

@@ -1,6 +1,7 @@
 """The matmuls of an average layer for one micro-batch: their sizes and seconds."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,32 +13,35 @@ from jaxscale.sharding.model_trace import Matmul, RoutedExperts, StackWork
 
 Floats = Any  # a float, or float [N]
 
+Sizes = tuple[tuple, Floats]
+"""(rows, columns, depth, batch) of a matmul on a device, and how many an average layer has."""
+
 
 def matmul_pass_seconds(
-    work: StackWork, cluster: Cluster, parallelism: Parallelism, tokens: Floats
+    sizes: Iterable[Sizes], cluster: Cluster, parallelism: Parallelism
 ) -> tuple[Floats, Floats, Floats]:
     """Seconds of an average layer of a stack: forward, gradients of inputs, of weights."""
-    total, matmul = [np.zeros(())] * 3, parallelism.traits.matmul
-    wide = parallelism.traits.wide_layers / work.num_layers
-    operands = {matmul: 1.0 - wide, "bfloat16": wide} if wide else {matmul: 1.0}
-    for (m, n, k, batch), count in _sizes(work, parallelism, tokens):
+    total = [np.zeros(())] * 3
+    for (m, n, k, batch), count in sizes:
         for i, (rows, columns, depth) in enumerate(((m, n, k), (m, k, n), (k, n, m))):
-            for matmul, share in operands.items():
-                total[i] = total[i] + count * share * kernels.matmul_seconds(
-                    cluster, rows, columns, depth, batch, matmul
-                )
-    return total[0], total[1], total[2]
+            total[i] = total[i] + count * kernels.matmul_seconds(
+                cluster, rows, columns, depth, batch, parallelism.matmul
+            )
+    return total[0], total[1], np.zeros(()) if parallelism.frozen else total[2]
 
 
-def _sizes(work: StackWork, parallelism: Parallelism, tokens: Floats) -> Iterator[tuple]:
-    """(rows, columns, depth, batch) of each matmul on a device, and how many an average layer
-    has."""
+def matmul_sizes(work: StackWork, parallelism: Parallelism, tokens: Floats) -> Iterator[Sizes]:
+    """The matmuls of an average layer."""
+    experts = (expert_sizes(one, parallelism, tokens) for one in work.experts)
+    return itertools.chain(dense_sizes(work, parallelism, tokens), *experts)
+
+
+def dense_sizes(work: StackWork, parallelism: Parallelism, tokens: Floats) -> Iterator[Sizes]:
+    """Those outside its routed experts."""
     for one in work.matmuls:
         inputs, outputs = local_features(one, parallelism)
         ranks = np.asarray(parallelism.tensor) if one.over == "tokens" else 1
         yield (tokens * one.tokens / ranks, outputs, inputs, 1), one.share
-    for one in work.experts:
-        yield from _expert_sizes(one, work.seq_len, parallelism, tokens)
 
 
 def local_features(one: Matmul, parallelism: Parallelism) -> tuple[Floats, Floats]:
@@ -52,25 +56,14 @@ def local_features(one: Matmul, parallelism: Parallelism) -> tuple[Floats, Float
     return one.inputs / rows, one.features
 
 
-STREAMS = 4
-"""CUDA streams on which the matmuls of a device's experts run where they are separate kernels
-(Transformer Engine's GroupedLinear)."""
-
-
-def _expert_sizes(
-    one: RoutedExperts, seq_len: int, parallelism: Parallelism, tokens: Floats
-) -> Iterator[tuple]:
-    """The matmuls of a device's experts, and of dispatch by masks."""
-    x, folded = np.asarray(parallelism.expert), parallelism.traits.folded_experts
-    t = np.asarray(parallelism.tensor)
-    # Folded experts are not split; each tensor rank brings a share of the tokens.
-    hidden = one.hidden / (1 if folded else t)
-    local = np.maximum(1, one.count / x)
-    rows = tokens / (t if folded else 1) * one.choices * parallelism.imbalance / local
-    at_once = local if parallelism.traits.grouped_experts else np.minimum(STREAMS, local)
-    count = one.share * local / at_once
-    yield (rows, (1 + one.gated) * hidden, one.width, at_once), count
-    yield (rows, one.width, hidden, at_once), count
-    if parallelism.traits.masked_dispatch:  # dispatch and combine, by sequence
-        places = seq_len * one.choices * parallelism.imbalance
-        yield (places, one.width, seq_len, tokens / seq_len), 2 * one.share
+def expert_sizes(
+    one: RoutedExperts, parallelism: Parallelism, tokens: Floats
+) -> tuple[Sizes, Sizes]:
+    """The matmuls of a device's experts, all of them in one kernel."""
+    hidden = one.hidden / np.asarray(parallelism.tensor)
+    local = np.maximum(1, one.count / np.asarray(parallelism.expert))
+    rows = tokens * one.choices * parallelism.imbalance / local
+    return (
+        ((rows, (1 + one.gated) * hidden, one.width, local), one.share),
+        ((rows, one.width, hidden, local), one.share),
+    )

@@ -41,12 +41,9 @@ def make_passes(
 ) -> tuple[dict[str, LayerPass], dict]:
     """Forward, input gradients, weight gradients and recompute of an average layer; and the seconds
     of communication overlapped with them, by axis."""
-    traits, slow = parallelism.traits, contention(cluster)
+    slow = contention(cluster)
     # On TPUs the compiler itself decomposes a matmul and its collective (collective matmul).
-    piecewise = traits.overlap_tensor or parallelism.overlap_tensor or bool(cluster.torus)
-
-    def beside(seconds: Floats, work: Floats, wanted: bool) -> Floats:
-        return np.maximum(0.0, seconds - work) if wanted else seconds
+    piecewise = parallelism.overlap_tensor or bool(cluster.torus)
 
     ring = parallelism.context_method == "ring"
     t = np.asarray(parallelism.tensor, float)
@@ -59,9 +56,7 @@ def make_passes(
     def exchange(seconds: Floats, work: ComputeSeconds) -> Floats:
         """In halves, the first one's rows on their way to experts, and the last one's on their way
         back, are not overlapped."""
-        if parallelism.overlap_experts:
-            return in_chunks(seconds, work.matmul, 2)
-        return beside(seconds, work.seconds, traits.overlap_experts)
+        return in_chunks(seconds, work.matmul, 2) if parallelism.overlap_experts else seconds
 
     def over_tensor(seconds: Floats, work: Floats) -> Floats:
         return in_chunks(seconds, work, t) if piecewise else seconds
@@ -80,14 +75,15 @@ def make_passes(
     )
     exposed = {
         "context": [
-            beside(s, w.attention, ring)
+            np.maximum(0.0, s - w.attention) if ring else s
             for s, w in zip(sent.context, (layer.forward, layer.backward))
         ],
         "expert": [exchange(s, w) for s, w in zip(sent.expert, (layer.forward, layer.backward))],
     }
-    full = parallelism.remat_share if parallelism.remat == "full" else 0.0
-    recompute = layer.recompute * parallelism.remat_share
-    resent = {"context": full, "expert": _resent_tokens(parallelism, full)}
+    resent = {
+        "context": 1.0 if parallelism.remat == "full" else 0.0,
+        "expert": _resent_tokens(parallelism.remat),
+    }
     passes = {
         "forward": LayerPass(
             layer.forward, tensor.forward, *(exposed[name][0] for name in exposed)
@@ -97,7 +93,7 @@ def make_passes(
         ),
         "weights": LayerPass(layer.backward_weights, tensor.weights),
         "recompute": LayerPass(
-            recompute,
+            layer.recompute,
             tensor.recompute,
             *(share * exposed[name][0] for name, share in resent.items()),
         ),
@@ -109,17 +105,8 @@ def make_passes(
     return passes, hidden
 
 
-def _resent_tokens(parallelism: Parallelism, full: Floats) -> Floats:
-    """Share of a layer's all-to-alls that are repeated with its recompute.
-
-    Args:
-      full: the share of layers that a policy recomputes whole.
-    """
-    remat = parallelism.remat
-    if remat.startswith("modules:"):
-        return 1.0 if "moe" in remat else full
-    if not parallelism.traits.lockstep:
-        return full
+def _resent_tokens(remat: str) -> float:
+    """Share of a layer's all-to-alls that are repeated with its recompute."""
     # No policy by names saves the rows that arrived; the results, which would be sent back, no
     # backward pass needs.
-    return 0.0 if remat in ("none", "save_all_but_attention") else 0.5 * parallelism.remat_share
+    return 0.0 if remat in ("none", "save_all_but_attention") else 0.5

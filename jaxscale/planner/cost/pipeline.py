@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.planner.cost.communication import LayerTraffic
 from jaxscale.planner.cost.layer import LayerCompute
 from jaxscale.planner.cost.passes import LayerPass
 from jaxscale.planner.model.parallelism import Parallelism
@@ -29,63 +28,59 @@ class StageLayers:
     @classmethod
     def of(cls, work: ModelWork, parallelism: Parallelism) -> "StageLayers":
         p, v = np.asarray(parallelism.pipeline), np.asarray(parallelism.virtual_stages)
-        ends = 2 * parallelism.traits.balanced_ends
-        most = np.ceil((work.layers + ends * (p > 1)) / (p * v)) * v
-        if parallelism.traits.balanced_ends:
-            last = np.where(p > 1, most - 1, work.layers)
-        else:
-            last = np.where(p > 1, np.maximum(0, work.layers - (p - 1) * most), work.layers)
-            last = np.where(work.layers % (p * v) == 0, most, last)
+        most = np.ceil(work.layers / (p * v)) * v
+        last = np.where(p > 1, np.maximum(0, work.layers - (p - 1) * most), work.layers)
+        last = np.where(work.layers % (p * v) == 0, most, last)
         return cls(np.where(p > 1, most, float(work.layers)), last, work.layers)
 
 
 @dataclass(frozen=True)
-class PipelineOverhead:
-    """What a pipeline adds to the busiest rank's own work, in seconds of a step."""
+class BusiestRank:
+    """The pipeline rank with the most work."""
 
-    bubble: Floats
-    messages: Floats
-    head_here: Floats  # 1 where the busiest rank has the head
+    seconds: Floats  # of a micro-batch
+    has_head: Floats  # 1 or 0
+
+    @classmethod
+    def of(
+        cls,
+        parallelism: Parallelism,
+        passes: dict[str, LayerPass],
+        layer: LayerCompute,
+        stages: StageLayers,
+    ) -> "BusiestRank":
+        p, one = np.asarray(parallelism.pipeline), pass_seconds(passes)
+        head = layer.head_forward.seconds + layer.head_backward.seconds
+        middle, last = stages.busiest * one, stages.last * one + head
+        return cls(
+            np.where(p > 1, np.maximum(middle, last), last),
+            np.where((p == 1) | (last >= middle), 1.0, 0.0),
+        )
 
 
-CLOSED_FORMS = ("gpipe", "1f1b", "interleaved", "breadth_first")
-"""Schedules with a closed form for their time where ranks do not run in lockstep."""
+def pass_seconds(passes: dict[str, LayerPass]) -> Floats:
+    """Seconds of a micro-batch in an average layer, all passes over it."""
+    return sum(each.seconds for each in passes.values())
 
 
-def pipeline_overhead(
+def bubble_seconds(
     parallelism: Parallelism,
     passes: dict[str, LayerPass],
     layer: LayerCompute,
-    sent: LayerTraffic,
+    message: Floats,
     stages: StageLayers,
-    waits: bool,
-) -> PipelineOverhead:
-    """What a pipeline adds to the busiest rank's own work."""
-    p, v = np.asarray(parallelism.pipeline), np.asarray(parallelism.virtual_stages, float)
-    m = np.asarray(parallelism.microbatches, float)
-    one = sum(each.seconds for each in passes.values())
-    head = layer.head_forward.seconds + layer.head_backward.seconds
-    middle, last = stages.busiest * one, stages.last * one + head
-    head_here = np.where((p == 1) | (last >= middle), 1.0, 0.0)
-    busiest = np.where(p > 1, np.maximum(middle, last), last)
-    if np.all(p == 1) or not waits:
-        return PipelineOverhead(0.0, 0.0, head_here)
-    each = 0.0 if parallelism.traits.overlap_pipeline else 2 * sent.message * v
-    if parallelism.traits.lockstep or parallelism.schedule not in CLOSED_FORMS:
-        most = int(np.max(p * parallelism.virtual_stages))
-        total = _table_seconds(
-            parallelism,
-            stage_operation_seconds(stages, parallelism, passes, layer, sent.message, most),
-        )
-        total = np.where(p > 1, total, m * busiest)
-        return PipelineOverhead(np.maximum(0.0, total - m * busiest), np.zeros(()), head_here)
-    # Without lockstep the busiest rank works all the time once the pipeline is filled.
-    other = np.where(head_here == 1, middle, one * stages.total / p)
-    turns = (p - 1) / v
-    if parallelism.schedule == "breadth_first":  # ranks wait for a chunk's micro-batches
-        turns = turns + np.maximum(0.0, p - m) * (v - 1) / v
-    fill = turns * (other + 2 * sent.message * v)
-    return PipelineOverhead(np.where(p > 1, fill, 0.0), np.where(p > 1, m * each, 0.0), head_here)
+    busiest: BusiestRank,
+) -> Floats:
+    """What a pipeline adds to the busiest rank's own work: its sends, and where it waits."""
+    p, m = np.asarray(parallelism.pipeline), np.asarray(parallelism.microbatches, float)
+    if np.all(p == 1):
+        return 0.0
+    most = int(np.max(p * parallelism.virtual_stages))
+    total = _table_seconds(
+        parallelism, stage_operation_seconds(stages, parallelism, passes, layer, message, most)
+    )
+    work = m * busiest.seconds
+    return np.maximum(0.0, np.where(p > 1, total, work) - work)
 
 
 def stage_operation_seconds(
@@ -119,13 +114,12 @@ def stage_operation_seconds(
         costs[..., -1] = costs[..., -1] + v * head
         return costs
 
-    up, down = layer.head_forward.seconds, layer.head_backward.seconds
     # Our last stage computes the loss and its gradients in one operation.
-    f, b, w = (0.0, up + down, 0.0) if parallelism.traits.lockstep else (up, down / 2, down / 2)
+    head = layer.head_forward.seconds + layer.head_backward.seconds
     return table_makespan.OperationSeconds(
-        f=by_stage("forward", f),
-        b=by_stage("input", b),
-        w=by_stage("weights", w),
+        f=by_stage("forward", 0.0),
+        b=by_stage("input", head),
+        w=by_stage("weights", 0.0),
         r=by_stage("recompute", 0.0),
     )
 
@@ -150,9 +144,7 @@ def _table_seconds(parallelism: Parallelism, costs: table_makespan.OperationSeco
     for spec, rows in _tables(parallelism, shape):
         # The head is the last entry, however many stages another layout of the arrays has.
         mine = [np.concatenate([c[rows, : spec.stages - 1], c[rows, -1:]], axis=-1) for c in flat]
-        total[rows] = table_makespan.makespan(
-            spec, table_makespan.OperationSeconds(*mine), lockstep=parallelism.traits.lockstep
-        )
+        total[rows] = table_makespan.makespan(spec, table_makespan.OperationSeconds(*mine))
     return total.reshape(shape)
 
 

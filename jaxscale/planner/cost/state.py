@@ -1,12 +1,13 @@
 """Seconds of a step that state costs: gathers and reductions, the update, and host offload."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jaxscale.config import zero_stage
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.cost.communication import StateTraffic, local_params
+from jaxscale.planner.cost.communication import LocalParams, StateTraffic
 from jaxscale.planner.cost.kernels import memory_seconds
 from jaxscale.planner.cost.layer import LayerCompute
 from jaxscale.planner.cost.passes import LayerPass, contention
@@ -46,10 +47,14 @@ def state_seconds(
     state: StateTraffic,
 ) -> tuple[Floats, Floats, dict[str, Floats]]:
     """Exposed seconds over fsdp with context, and over data; and the overlapped seconds by axis.
-    Those within the ticks of our pipelines are `tick_collectives`."""
-    fsdp, data, hidden = _overlapped(cluster, parallelism, passes, layer, stages, state)
-    ours = parallelism.traits.own_engine & (np.asarray(parallelism.pipeline) > 1)
-    if not np.any(ours):
+    Those within the ticks of pipelines are `tick_collectives`."""
+    p, m = np.asarray(parallelism.pipeline), np.asarray(parallelism.microbatches, float)
+    piped = p > 1
+    sweeps = np.where(piped, m, 1.0 if parallelism.accumulation == "layered" else m)
+    fsdp, data, hidden = overlapped_state_seconds(
+        cluster, parallelism, passes, layer, stages, state, sweeps
+    )
+    if not np.any(piped):
         return fsdp, data, hidden
     # Outside the ticks, where there is no compute to hide behind.
     zero, chunks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.virtual_stages)
@@ -60,49 +65,57 @@ def state_seconds(
     last = zero_stage.scatters_last(zero) * state.scatter + state.replicas
     ends = np.where(zero_stage.shards_state(zero), last, state.whole)
     ends = ends + zero_stage.keeps(zero) * state.update + state.ends
-    fsdp = np.where(ours, around + by_layer * fsdp, fsdp)
-    kept = np.where(ours & (not by_layer), 0.0, hidden["fsdp"])
-    return fsdp, np.where(ours, ends, data), {"fsdp": kept, "data": ~ours * hidden["data"]}
+    fsdp = np.where(piped, around + by_layer * fsdp, fsdp)
+    kept = np.where(piped & (not by_layer), 0.0, hidden["fsdp"])
+    return fsdp, np.where(piped, ends, data), {"fsdp": kept, "data": ~piped * hidden["data"]}
 
 
 def tick_collectives(parallelism: Parallelism, state: StateTraffic) -> TickCollectives:
-    """What ranks of our pipelines gather and reduce within ticks: chunks at their turns, if a rank
+    """What ranks of pipelines gather and reduce within ticks: chunks at their turns, if a rank
     has several, and the gradients of embedding and head with every micro-batch."""
     zero, chunks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.virtual_stages)
-    ours = parallelism.traits.own_engine & (np.asarray(parallelism.pipeline) > 1)
-    turns = ours & (chunks > 1) & (parallelism.pipeline_gather == "chunk")
+    piped = np.asarray(parallelism.pipeline) > 1
+    turns = piped & (chunks > 1) & (parallelism.pipeline_gather == "chunk")
     return TickCollectives(
         gather=turns * zero_stage.gathers_each_pass(zero) * state.gather / chunks,
         reduce=turns * zero_stage.scatters(zero) * state.scatter_layers / chunks,
-        outer=ours * zero_stage.scatters(zero) * state.scatter_outer,
+        outer=piped * zero_stage.scatters(zero) * state.scatter_outer,
     )
 
 
-def _overlapped(
+@dataclass(frozen=True)
+class Placement:
+    """When collectives of state take place. The defaults are our engine's; the trainers that
+    `tools/planner_validation` scores have others."""
+
+    overlap_gradients: bool = True  # reduced during the backward pass
+    overlap_parameters: bool = True  # all-gathered during compute
+    keep_gathered: bool = False  # ZeRO-3 keeps weights gathered from forward to backward
+    reduce_each: bool = True  # ZeRO-2 and 3 reduce per micro-batch, not per step
+
+
+def overlapped_state_seconds(
     cluster: Cluster,
     parallelism: Parallelism,
     passes: dict[str, LayerPass],
     layer: LayerCompute,
     stages: StageLayers,
     state: StateTraffic,
+    sweeps: Floats,
+    placement: Placement = Placement(),
 ) -> tuple[Floats, Floats, dict[str, Floats]]:
-    """`state_seconds` without a pipeline, and of other trainers' pipelines. Of our pipelines that
-    gather by layer, what is over fsdp and beside the layers of every operation."""
-    traits = parallelism.traits
+    """`state_seconds` where there is compute to hide behind: without a pipeline, and over fsdp in
+    pipelines that gather by layer, in the layers of every operation.
+
+    Args:
+      sweeps: times that a step goes through its layers, and gathers their weights.
+    """
     zero, m = np.asarray(parallelism.zero_stage), np.asarray(parallelism.microbatches, float)
-    p, v = np.asarray(parallelism.pipeline), np.asarray(parallelism.virtual_stages, float)
-    # A pipeline keeps the gathered weights of an only chunk; several are gathered at their turns.
-    turns = np.where(v > 1, m / np.maximum(1, np.minimum(m, p)), 1.0)
-    if parallelism.schedule == "breadth_first":
-        turns = np.ones_like(turns)
-    by_layer = parallelism.pipeline_gather == "layer"  # in every operation
-    if by_layer:
-        turns = m
-    walks = np.where(p > 1, turns, 1.0 if parallelism.accumulation == "layered" else m)
-    forward = stages.busiest * passes["forward"].seconds * m / walks
+    p, by_layer = np.asarray(parallelism.pipeline), parallelism.pipeline_gather == "layer"
+    forward = stages.busiest * passes["forward"].seconds * m / sweeps
     back = sum(passes[name].seconds for name in ("input", "weights", "recompute"))
-    backward = stages.busiest * back * m / walks
-    head = (layer.head_forward.seconds + layer.head_backward.seconds) * m / walks
+    backward = stages.busiest * back * m / sweeps
+    head = (layer.head_forward.seconds + layer.head_backward.seconds) * m / sweeps
     slow = contention(cluster)
 
     def beside(sent: Floats, work: Floats, wanted: bool, first: Floats) -> tuple[Floats, Floats]:
@@ -121,29 +134,29 @@ def _overlapped(
     on = beside(
         state.gather + outer,
         forward + head,
-        traits.overlap_parameters,
+        placement.overlap_parameters,
         once + outer,
     )
-    scatters = zero_stage.scatters(zero) if traits.reduce_each else np.zeros_like(third)
-    gathers = third * (0.0 if traits.keep_gathered else 1.0)
+    scatters = zero_stage.scatters(zero) if placement.reduce_each else np.zeros_like(third)
+    gathers = third * (0.0 if placement.keep_gathered else 1.0)
     if by_layer and parallelism.remat == "full":
         gathers = gathers + third * (p > 1)  # recomputing is an operation of its own
     back_sent = gathers * state.gather + scatters * scatter
-    off = beside(back_sent, backward, traits.overlap_gradients, scatter / count)
+    off = beside(back_sent, backward, placement.overlap_gradients, scatter / count)
     if cluster.chip.generation in WAITS_FOR_SCATTER:
-        off = beside(gathers * state.gather, backward, traits.overlap_parameters, 0.0 * once)
+        off = beside(gathers * state.gather, backward, placement.overlap_parameters, 0.0 * once)
         off = off[0] + scatters * scatter, off[1]
-    fsdp = walks * (third * on[0] + off[0])
-    hidden = walks * (third * on[1] + off[1])
+    fsdp = sweeps * (third * on[0] + off[0])
+    hidden = sweeps * (third * on[1] + off[1])
     # Once per step, overlapped with the last backward pass.
-    last = backward / np.where(p > 1, np.maximum(m / walks, 1), 1.0)
+    last = backward / np.where(p > 1, np.maximum(m / sweeps, 1), 1.0)
     left = ~np.asarray(scatters, bool)
     last_sums = left * state.scatter + state.replicas
     at_end = np.where(zero_stage.shards_state(zero), last_sums, state.whole)
-    ended = beside(at_end, last, traits.overlap_gradients, at_end / count)
+    ended = beside(at_end, last, placement.overlap_gradients, at_end / count)
     updated = zero_stage.keeps(zero) * state.update
-    one_pass = forward * walks / m
-    fresh = beside(updated, one_pass, traits.overlap_parameters, updated / count)
+    one_pass = forward * sweeps / m
+    fresh = beside(updated, one_pass, placement.overlap_parameters, updated / count)
     return fsdp, ended[0] + fresh[0] + state.ends, {"fsdp": hidden, "data": ended[1] + fresh[1]}
 
 
@@ -152,7 +165,7 @@ def update_flops(parallelism: Parallelism) -> Floats:
     dealt, as `training.state_placement` deals them (`sharding.rules.shards_layers`). Where they
     cannot be dealt, in some pipelines, ranks are taken to repeat them."""
     total = np.zeros(())
-    for one in parallelism.traits.whole_matrices:
+    for one in parallelism.whole_matrices:
         rows, ranks = -(-one.layers // np.asarray(parallelism.pipeline)), np.ones((), int)
         for axis in LAYER_SHARD_AXES:
             size = np.asarray(getattr(parallelism, axis))
@@ -164,9 +177,9 @@ def update_flops(parallelism: Parallelism) -> Floats:
     return total
 
 
-def optimizer_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> Floats:
-    layers, outer = local_params(work, parallelism)
-    if parallelism.traits.frozen:
+def optimizer_seconds(params: LocalParams, cluster: Cluster, parallelism: Parallelism) -> Floats:
+    layers, outer = params
+    if parallelism.frozen:
         return np.zeros(())
     shards = zero_stage.shards_state(np.asarray(parallelism.zero_stage))
     ranks = np.where(shards, parallelism.zero_ranks, 1)
@@ -175,26 +188,26 @@ def optimizer_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallelis
     return memory_seconds(cluster, OPTIMIZER_BYTES * (layers + outer) / ranks) + matmuls
 
 
-def accumulate_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> Floats:
-    """Gradient accumulation over micro-batches: of shards, where ours are reduced in each."""
-    layers, outer = local_params(work, parallelism)
+def accumulate_seconds(params: LocalParams, cluster: Cluster, parallelism: Parallelism) -> Floats:
+    """Gradient accumulation over micro-batches: of shards, where they are reduced in each."""
+    layers, outer = params
     m = np.asarray(parallelism.microbatches, float)
-    m = np.where((m > 1) & (not parallelism.traits.frozen), m, 0.0)
+    m = np.where((m > 1) & (not parallelism.frozen), m, 0.0)
     by_layer = parallelism.pipeline_gather == "layer"
     reduced = np.where(
         np.asarray(parallelism.pipeline) > 1, by_layer, parallelism.accumulation == "sequential"
     )
-    shards = parallelism.traits.own_engine & reduced & zero_stage.scatters(parallelism.zero_stage)
+    shards = reduced & zero_stage.scatters(parallelism.zero_stage)
     ranks = np.where(shards, parallelism.zero_ranks, 1)
     return m * memory_seconds(cluster, ACCUMULATE_BYTES * (layers + outer) / ranks)
 
 
-def weight_cast_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> Floats:
+def weight_cast_seconds(params: LocalParams, cluster: Cluster, parallelism: Parallelism) -> Floats:
     """Casts of weights to the compute type: once a step where they are kept, else in every pass
     over the layers."""
-    if not parallelism.traits.casts_weights:
+    if not parallelism.casts_weights:
         return np.zeros(())
-    layers, outer = local_params(work, parallelism)
+    layers, outer = params
     zero, ranks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.zero_ranks)
     kept = zero_stage.keeps(zero) & (ranks > 1)
     by_layer = parallelism.pipeline_gather == "layer"
@@ -209,6 +222,7 @@ def weight_cast_seconds(work: ModelWork, cluster: Cluster, parallelism: Parallel
 
 def offload_seconds(
     work: ModelWork,
+    params: LocalParams,
     cluster: Cluster,
     parallelism: Parallelism,
     passes: dict[str, LayerPass],
@@ -218,7 +232,7 @@ def offload_seconds(
     if parallelism.offload == "none" and not parallelism.remat.startswith("offload:"):
         return np.zeros(())
     host = cluster.chip.host_bytes_per_second
-    layers, outer = local_params(work, parallelism)
+    layers, outer = params
     seconds = np.zeros(())
     if "optimizer" in parallelism.offload:
         shards = zero_stage.shards_state(np.asarray(parallelism.zero_stage))
@@ -230,7 +244,7 @@ def offload_seconds(
         m, each = np.asarray(parallelism.microbatches, float), moved / host
         for name in ("forward", "input"):
             late = np.maximum(0, each - passes[name].seconds)
-            seconds = seconds + m * stages.busiest * parallelism.offload_share * late
+            seconds = seconds + m * stages.busiest * late
     return seconds
 
 

@@ -14,15 +14,18 @@ from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.collectives import Levels, axis_levels
 from jaxscale.planner.cost.communication import (
     LayerTraffic,
+    LocalParams,
     StateTraffic,
     layer_traffic,
+    local_params,
     state_traffic,
 )
 from jaxscale.planner.cost.layer import LayerCompute, layer_compute
 from jaxscale.planner.cost.passes import LayerPass, make_passes
 from jaxscale.planner.cost.pipeline import (
+    BusiestRank,
     StageLayers,
-    pipeline_overhead,
+    bubble_seconds,
     stage_operation_seconds,
     tick_seconds,
 )
@@ -36,6 +39,7 @@ from jaxscale.planner.cost.state import (
 )
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.tables import table_makespan
+from jaxscale.planner.tables.state_ticks import TickCollectives
 from jaxscale.sharding.model_trace import ModelWork
 
 Floats = Any  # a float, or float [N]
@@ -44,9 +48,9 @@ JITTER = 0.0054
 """Relative standard deviation of a device's step time; the slowest of N devices is sqrt(2 ln N) of
 them late: 2 % at 1,000 devices, where 1 to 3 % are typical."""
 
-END_SECONDS = {True: 8e-3, False: 1e-3}
+END_SECONDS = 1e-3
 """Fixed cost per step: reductions of loss and norm, launches of the optimizer's kernels, the
-loader. Eager trainers synchronise with the host several times a step (loss scale, norm, timers)."""
+loader."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +61,13 @@ class StepSeconds:
     attention: Floats
     elementwise: Floats
     weights: Floats  # casts, and sums of their gradients over micro-batches
-    waiting: Floats  # for kernel launches
     recompute: Floats
     tensor: Floats
     context: Floats
     expert: Floats
-    pipeline: Floats  # sends
     fsdp: Floats
     data: Floats
-    bubble: Floats
+    bubble: Floats  # sends of a pipeline, too
     optimizer: Floats
     offload: Floats
     stragglers: Floats
@@ -85,7 +87,10 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class StepParts:
-    """What several terms of a step are made of, each worked out once and when it is asked for."""
+    """What terms of a step are made of, each worked out once and when it is asked for.
+
+    `tools/planner_validation` replaces those in which other trainers differ.
+    """
 
     work: ModelWork
     cluster: Cluster
@@ -114,7 +119,50 @@ class StepParts:
 
     @functools.cached_property
     def state(self) -> StateTraffic:
-        return state_traffic(self.work, self.parallelism, self.levels)
+        return state_traffic(self.work, self.params, self.parallelism, self.levels)
+
+    @functools.cached_property
+    def params(self) -> LocalParams:
+        return local_params(self.work, self.parallelism)
+
+    @functools.cached_property
+    def busiest(self) -> BusiestRank:
+        return BusiestRank.of(self.parallelism, self.passes[0], self.layer, self.stages)
+
+    @functools.cached_property
+    def bubble(self) -> Floats:
+        return bubble_seconds(
+            self.parallelism,
+            self.passes[0],
+            self.layer,
+            self.sent.message,
+            self.stages,
+            self.busiest,
+        )
+
+    @functools.cached_property
+    def state_seconds(self) -> tuple[Floats, Floats, dict[str, Floats]]:
+        return state_seconds(
+            self.cluster, self.parallelism, self.passes[0], self.layer, self.stages, self.state
+        )
+
+    @functools.cached_property
+    def in_ticks(self) -> TickCollectives:
+        return tick_collectives(self.parallelism, self.state)
+
+    @property
+    def accumulate_seconds(self) -> Floats:
+        return accumulate_seconds(self.params, self.cluster, self.parallelism)
+
+    @property
+    def offload_seconds(self) -> Floats:
+        return offload_seconds(
+            self.work, self.params, self.cluster, self.parallelism, self.passes[0], self.stages
+        )
+
+    @property
+    def end_seconds(self) -> float:
+        return END_SECONDS
 
 
 def step_cost(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -> StepSeconds:
@@ -136,21 +184,18 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
       waits: False leaves out the pipeline bubble, and what ranks gather and reduce within ticks,
         for a lower bound that needs no table.
     """
-    work, cluster, parallelism = parts.work, parts.cluster, parts.parallelism
-    layer, state, stages = parts.layer, parts.state, parts.stages
+    cluster, parallelism, params = parts.cluster, parts.parallelism, parts.params
+    layer, stages = parts.layer, parts.stages
     passes, beside = parts.passes
-    pipe = pipeline_overhead(parallelism, passes, layer, parts.sent, stages, waits)
-    fsdp, data, more = state_seconds(cluster, parallelism, passes, layer, stages, state)
+    fsdp, data, more = parts.state_seconds
     if waits:
-        fsdp = fsdp + tick_seconds(parallelism, tick_collectives(parallelism, state))
+        fsdp = fsdp + tick_seconds(parallelism, parts.in_ticks)
     m, layers = np.asarray(parallelism.microbatches, float), stages.busiest
     hidden = {name: m * layers * seconds for name, seconds in beside.items()} | more
     spent = passes["forward"].work + passes["input"].work + passes["weights"].work
-    head = (layer.head_forward + layer.head_backward) * pipe.head_here
+    head = (layer.head_forward + layer.head_backward) * parts.busiest.has_head
     recompute = passes["recompute"]
-    optimizer = optimizer_seconds(work, cluster, parallelism)
-    host = offload_seconds(work, cluster, parallelism, passes, stages)
-    sums = accumulate_seconds(work, cluster, parallelism)
+    optimizer = optimizer_seconds(params, cluster, parallelism)
 
     def communication(name: str) -> Floats:
         return m * layers * sum(getattr(one, name) for one in passes.values())
@@ -159,21 +204,17 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
         "matmul": m * (layers * spent.matmul + head.matmul),
         "attention": m * (layers * spent.attention + head.attention),
         "elementwise": m * (layers * spent.elementwise + head.elementwise),
-        "weights": sums + weight_cast_seconds(work, cluster, parallelism),
-        "waiting": m * (layers * spent.waiting + head.waiting),
+        "weights": parts.accumulate_seconds + weight_cast_seconds(params, cluster, parallelism),
         "recompute": m * layers * recompute.work.seconds,
         "tensor": communication("tensor"),
         "context": communication("context"),
         "expert": communication("expert"),
-        "pipeline": pipe.messages,
         "fsdp": fsdp,
         "data": data,
-        "bubble": pipe.bubble,
+        "bubble": parts.bubble if waits else 0.0,
         "optimizer": optimizer,
-        "offload": host,
-        "end": np.asarray(
-            END_SECONDS[parallelism.traits.eager and parallelism.traits.graph != "step"]
-        ),
+        "offload": parts.offload_seconds,
+        "end": np.asarray(parts.end_seconds),
     }
     count = np.asarray(parallelism.num_devices, float)
     late = JITTER * np.sqrt(2 * np.log(np.maximum(count, 1)))
@@ -193,8 +234,5 @@ def end_operation_seconds(parts: StepParts) -> table_makespan.OperationSeconds:
 
 
 def message_seconds(parts: StepParts) -> Floats:
-    """Seconds of the exchange of messages after each operation, of all chunks of a rank; 0 where
-    ranks do not run in lockstep."""
-    if not parts.parallelism.traits.lockstep:
-        return np.zeros(())
+    """Seconds of the exchange of messages after each operation, of all chunks of a rank."""
     return np.asarray(parts.sent.message) * np.asarray(parts.parallelism.virtual_stages)

@@ -12,7 +12,6 @@ import numpy as np
 
 from jaxscale.pipeline_schedules.operations import R
 from jaxscale.planner.cost.cluster import Cluster
-from jaxscale.planner.cost.state import tick_collectives
 from jaxscale.planner.cost.step import (
     StepParts,
     StepSeconds,
@@ -33,7 +32,6 @@ BUSIEST_RANK_TERMS = (
     "matmul",
     "attention",
     "elementwise",
-    "waiting",
     "recompute",
     "tensor",
     "context",
@@ -90,12 +88,7 @@ class UnevenPipelineCost:
             tuple(stacks),
             seconds_of(*(one[:, -1:] - one[:, :1] for one in even)),
             seconds_of(*(np.where(one > 0, sent, 0.0) for one in layers)),
-            TickCollectives(
-                *(
-                    np.broadcast_to(one, total.shape)
-                    for one in tick_collectives(parallelism, parts.state)
-                )
-            ),
+            TickCollectives(*(np.broadcast_to(one, total.shape) for one in parts.in_ticks)),
             parallelism,
         )
 

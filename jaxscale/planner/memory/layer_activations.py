@@ -1,11 +1,7 @@
-"""Saved activations of a layer, by published formulas.
-
-A layer with dropout and an ungated MLP: Korthikanti et al. (arXiv 2205.05198), whose tables 2 and 3
-are reproduced to the digit.
-"""
+"""Saved activations of a layer, by published formulas (after arXiv 2205.05198)."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,69 +11,72 @@ from jaxscale.planner.model.shape import ModelShape
 Floats = Any  # a float, or float [N]
 
 
-def layer_bytes(shape: ModelShape, parallelism: Parallelism, remat: str | None = None) -> Floats:
-    """Saved activations of one layer and micro-batch.
+class SavedBytes(NamedTuple):
+    """Bytes of a token that a layer saves, by what ranks of tensor split."""
 
-    >>> gpt = ModelShape(48, 6144, 64, 64, 96, 24576, False, 51200, True, 2048, biases=True)
-    >>> from jaxscale.planner.model.parallelism import TrainerTraits
-    >>> traits = TrainerTraits(sequence_parallel=False, attention="written", dropout=True)
-    >>> megatron = Parallelism(tensor=8, microbatch=4, traits=traits)
-    >>> round(48 * layer_bytes(gpt, megatron) / 2**30, 2)
-    59.25
-    """
-    traits, remat = parallelism.traits, remat or parallelism.remat
-    t = np.asarray(parallelism.tensor, float)
+    stream: Floats  # the residual stream: they split its tokens
+    inner: Floats  # features of attention and MLP
+    whole: Floats = 0.0  # what each of them has of experts
+
+
+def layer_bytes(shape: ModelShape, parallelism: Parallelism, remat: str | None = None) -> Floats:
+    """Saved activations of one layer and micro-batch."""
+    saved, t = saved_bytes(shape, parallelism, remat), np.asarray(parallelism.tensor, float)
     tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
-    streams = t if traits.sequence_parallel else np.ones(())
-    d = shape.d_model
-    # The encoder's layers are spread over the decoder's.
-    source = shape.encoder_seq_len / shape.seq_len
-    both = 1 + shape.encoder_layers / shape.layers * source
+    return float_or_array(tokens * (saved.stream / t + saved.inner / t + saved.whole))
+
+
+def saved_bytes(
+    shape: ModelShape, parallelism: Parallelism, remat: str | None = None
+) -> SavedBytes:
+    """What a remat policy saves in an average layer, the encoder's spread over the decoder's."""
+    remat, d = remat or parallelism.remat, shape.d_model
+    both = layers_of_stacks(shape)
     if remat == "full" or remat.startswith("offload:"):
-        return float_or_array(tokens * both * 2 * d / streams)
+        return SavedBytes(both * 2 * d, 0.0)
     if remat.startswith("save:"):
-        names = remat.partition(":")[2].split(",")
-        return float_or_array(tokens * both * _named_bytes(shape, parallelism, names, streams))
-    scores = 0.0
-    if traits.attention == "written" and remat == "none":
-        scores = 5.0 * shape.heads * shape.seq_len / t
-    if shape.biases:  # LayerNorm, dropout, GELU
-        wide = 8 * d + 4 * shape.d_ff  # 24 d where d_ff = 4 d
-        stream = (10 if traits.dropout else 8) * d  # with the two dropout masks
-        return float_or_array(tokens * (stream / streams + wide / t + scores))
+        stream, inner = _named_bytes(shape, parallelism, remat.partition(":")[2].split(","))
+        return SavedBytes(both * stream, both * inner)
+    if shape.biases:  # LayerNorm, GELU
+        return SavedBytes(8 * d, 8 * d + 4 * shape.d_ff)
+    # Matmul inputs in 8 bits for low-precision matmuls; the activation's input stays in 16.
+    narrow = 2.0 if parallelism.matmul == "bfloat16" else 1.0
+    wide = (4 if shape.gated else 2) + narrow
+    mixed = shape.expert_layers / shape.layers * shape.top_k * parallelism.imbalance
+    stream = (4 + 2 * narrow) * d * both
+    inner = (_mixing_bytes(shape) + wide * mlp_width(shape, parallelism)) * both
+    if shape.encoder_layers:  # cross attention: keys and values are the encoder's
+        keys = 4 * shape.head_dim * shape.kv_heads * shape.encoder_seq_len / shape.seq_len
+        stream = stream + (2 + narrow) * d
+        inner = inner + shape.heads * (4 * shape.head_dim + 4) + keys
+    return SavedBytes(stream, inner, mixed * (2 + narrow) * shape.routed_width * both)
+
+
+def layers_of_stacks(shape: ModelShape) -> float:
+    """Layers of encoder and decoder over those of the decoder, by their tokens."""
+    source = shape.encoder_seq_len / shape.seq_len
+    return 1 + shape.encoder_layers / shape.layers * source
+
+
+def mlp_width(shape: ModelShape, parallelism: Parallelism) -> Floats:
+    """Hidden features of a token in the MLP and the experts of an average layer."""
     moe = shape.expert_layers / shape.layers
     dense = (shape.with_mlp - shape.expert_layers) / shape.layers
-    # Matmul inputs in 8 bits for low-precision matmuls; the activation's input stays in 16.
-    narrow = 2.0 if traits.matmul == "bfloat16" else 1.0
-    wide = (4 if shape.gated else 2) + narrow + 2 * (shape.gated and not traits.fused)
-    shared = shape.shared_width
-    # Tensor ranks split the hidden dimension of experts, or fold whole experts.
-    mixed = moe * shape.top_k * parallelism.imbalance
-    mlp = wide * (shape.d_ff * dense + shared * moe + shape.expert_ff * mixed)
-    routed = mixed * (2 + narrow) * shape.routed_width / (t if traits.folded_experts else 1.0)
-    each = (
-        (4 + 2 * narrow) * d / streams + (_mixing_bytes(shape) + mlp) / t + routed + scores
-    ) * both
-    if shape.encoder_layers:  # cross attention: keys and values are the encoder's
-        queries = shape.heads * (4 * shape.head_dim + 4)
-        keys = 4 * shape.head_dim * shape.kv_heads * source
-        each = each + (2 + narrow) * d / streams + (queries + keys) / t
-    return float_or_array(tokens * each)
+    routed = shape.top_k * parallelism.imbalance * shape.expert_ff
+    return shape.d_ff * dense + (shape.shared_width + routed) * moe
 
 
 def _named_bytes(
-    shape: ModelShape, parallelism: Parallelism, names: Sequence[str], streams: Floats
-) -> Floats:
-    """Saved bytes per token of a policy that names tensors: those tensors and the layer's input."""
-    t, moe = np.asarray(parallelism.tensor, float), shape.expert_layers / shape.layers
+    shape: ModelShape, parallelism: Parallelism, names: Sequence[str]
+) -> tuple[float, Floats]:
+    """Saved bytes of a policy that names tensors: the layer's input and what its residual addition
+    reads; and the named tensors that ranks of tensor split."""
     keys = values = shape.kv_heads * shape.head_dim
     queries = mixed = shape.heads * shape.head_dim
     if rank := shape.latent:
         queries = keys = shape.heads * (rank.nope_dim + rank.rope_dim)
         mixed = values = shape.heads * rank.value_dim
-    dense = (shape.with_mlp - shape.expert_layers) / shape.layers
-    routed = shape.top_k * parallelism.imbalance * shape.expert_ff
-    width = shape.d_ff * dense + (shape.shared_width + routed) * moe
+    width = mlp_width(shape, parallelism)
     split = {
         "query": queries,
         "key": keys,
@@ -87,7 +86,7 @@ def _named_bytes(
         "mlp_gate": width * shape.gated,
     }
     whole = shape.d_model * (1 + ("attention_out" in names))
-    return 2.0 * (whole / streams + sum(size for name, size in split.items() if name in names) / t)
+    return 2.0 * whole, 2.0 * sum(size for name, size in split.items() if name in names)
 
 
 def _mixing_bytes(shape: ModelShape) -> float:

@@ -25,7 +25,8 @@ class LayoutBatch(Layout):
         pass
 
     def __len__(self) -> int:
-        return max(np.size(value) for value in vars(self).values())
+        arrays = [value.size for value in vars(self).values() if isinstance(value, np.ndarray)]
+        return max(arrays, default=1)
 
     def take(self, index: Any) -> Self:
         """The layouts of an index or a mask."""
@@ -33,7 +34,7 @@ class LayoutBatch(Layout):
         taken: dict[str, Any] = {
             name: np.broadcast_to(value, (count,))[index]
             for name, value in vars(self).items()
-            if np.ndim(value)
+            if isinstance(value, np.ndarray)
         }
         return dataclasses.replace(self, **taken)
 

@@ -1,14 +1,16 @@
-"""A layout as the cost formulas read it, with the traits of the trainer that runs it."""
+"""A layout as the cost formulas read it."""
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from jaxscale.config.layout import MESH_AXES, Layout
+from jaxscale.config.layout import Layout
 from jaxscale.planner.model.layout_batch import LayoutBatch
 from jaxscale.sharding.model_trace import Ints
+
+IMBALANCE = 1.2
+"""Load imbalance of experts that are spread over ranks."""
 
 
 @dataclass(frozen=True)
@@ -22,67 +24,18 @@ class WholeMatrices:
 
 
 @dataclass(frozen=True)
-class TrainerTraits:
-    """Properties in which trainers differ for the same layout. The defaults are our engine's.
-
-    With `folded_experts` expert groups consist of the tensor, context and data ranks, and take no
-    devices of their own (Megatron's parallel folding).
-    """
-
-    lockstep: bool = True  # pipeline ranks synchronise after each operation
-    own_engine: bool = True  # collectives over tensor, and of pipelines, are placed as ours are
-    sequence_parallel: bool = True  # tensor ranks split the tokens outside matmuls
-    attention: str = "fused"  # the best kernel; or "flash1", "flash2", "written" (unfused)
-    eager: bool = False  # the host launches each kernel
-    launch_seconds: float = 8e-6  # per kernel: an eager PyTorch operator takes 5 to 10 us
-    blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING)
-    fused: bool = True  # elementwise kernels are fused
-    loss: str = "compiled"  # fused by the compiler; or one "fused" kernel, or "plain" ones
-    dropout: bool = False
-    overlap_gradients: bool = True  # reduced during the backward pass
-    overlap_parameters: bool = True  # all-gathered during compute
-    overlap_tensor: bool = False  # tensor collectives overlap with matmuls
-    overlap_pipeline: bool = False  # pipeline sends overlap with compute
-    overlap_experts: bool = False  # all-to-alls overlap with compute
-    gather_params: float = 0.0  # live parameters of ZeRO-3 beside the largest matrix; 0: by layers
-    keep_gathered: bool = False  # ZeRO-3 keeps weights gathered from forward to backward
-    reduce_each: bool = True  # ZeRO-2 and 3 reduce per micro-batch, not per step
-    matmul: str = "bfloat16"  # operands of the layers' matmuls; or "fp8", "fp4"
-    wide_layers: int = 0  # layers whose matmuls stay in 16 bits all the same
-    casts_weights: bool = True  # they are in 32 bits between steps, and cast where they are used
-    gradient_bytes: int = 4  # per element in reductions
-    attention_seen: bool = True  # attention skips masked blocks
-    merged_dispatch: bool = False  # a token is sent once to each node with experts for it
-    grouped_experts: bool = True  # the matmuls of local experts are one grouped kernel
-    fused_experts: bool = False  # the all-to-all kernel sorts tokens by expert
-    masked_dispatch: bool = False  # dispatch by matmuls with one-hot masks (GShard)
-    plain_experts: bool = False  # biases and activations of experts are separate kernels
-    folded_experts: bool = False  # experts are not split over tensor; see above
-    context_bytes: float = 1.0e9  # GPU memory of the driver and kernel code
-    bucket_bytes: float = 0.0  # buffers of bucketed collectives
-    imbalance: float = 1.2  # load imbalance: tokens of the busiest expert rank over the mean
-    frozen: bool = False  # only adapters are trained
-    balanced_ends: bool = False  # embedding and head count as layers of their stages
-    scattered_messages: bool = True  # tensor ranks split a pipeline send
-    accumulates: bool = True  # gradient accumulation without a pipeline
-    whole_matrices: tuple[WholeMatrices, ...] = ()  # of the optimizer's update
-    graph: str = ""  # CUDA graphs: of the "step", or of "modules" but experts
-
-
-JAXSCALE = TrainerTraits()
-
-
-@dataclass(frozen=True)
 class Parallelism(LayoutBatch):
     """What the cost formulas read: a layout or N of them, with the micro-batch size, what is parsed
-    from its strings, and the trainer. `schedule` is a name alone."""
+    from its strings, and facts of the step. `schedule` is a name alone."""
 
     virtual_stages: Ints = 1
     microbatch: Ints = 1  # sequences per micro-batch and shard of the batch
     fused: bool = False  # the backward pass is one operation
-    remat_share: Any = 1.0  # share of layers with the policy; the others save everything
-    offload_share: Any = 1.0  # share of layers with offloaded activations, where there are any
-    traits: TrainerTraits = field(default=JAXSCALE)
+    matmul: str = "bfloat16"  # operands of the layers' matmuls; or "fp8", "fp4"
+    casts_weights: bool = True  # they are in 32 bits between steps, and cast where they are used
+    gradient_bytes: int = 4  # per element in reductions
+    frozen: bool = False  # only adapters are trained
+    whole_matrices: tuple[WholeMatrices, ...] = ()  # of the optimizer's update
 
     @classmethod
     def of(cls, layout: Layout, global_batch_size: int, **changes: Any) -> "Parallelism":
@@ -104,23 +57,10 @@ class Parallelism(LayoutBatch):
         )
 
     @property
-    def num_devices(self) -> Ints:
-        """Devices that the axes need."""
-        axes = (axis for axis in MESH_AXES if axis != "expert" or not self.traits.folded_experts)
-        return math.prod(np.asarray(getattr(self, axis)) for axis in axes)
-
-    @property
-    def batch_shards(self) -> Ints:
-        """Shards of the global batch; expert ranks have their own tokens."""
-        own = 1 if self.traits.folded_experts else self.expert
-        return np.asarray(self.data) * self.fsdp * own
-
-    @property
     def imbalance(self) -> Any:
         """Load imbalance: tokens of the busiest expert rank over the mean. A rank with all experts
-        is balanced, except that masked dispatch computes empty capacity, too."""
-        alone = (np.asarray(self.expert) == 1) & (not self.traits.masked_dispatch)
-        return np.where(alone, 1.0, self.traits.imbalance)
+        is balanced."""
+        return np.where(np.asarray(self.expert) == 1, 1.0, IMBALANCE)
 
     @property
     def global_batch(self) -> Ints:

@@ -14,7 +14,7 @@ from jaxscale.config.model import is_own_family
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.memory.terms import Memory
-from jaxscale.planner.model.parallelism import JAXSCALE, Parallelism
+from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.search import sized_model
 from jaxscale.planner.search.muon_matrices import muon_matrices
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, stack_layers
@@ -104,18 +104,17 @@ class TrainableModel:
 
     def parallelism(self, layout: Layout) -> Parallelism:
         """A layout, or a batch of them, as the cost formulas read it."""
-        width = itemsize(self.config.optimizer.reduced_in)
         model = self.config.model
-        casts = itemsize(model.param_dtype) > itemsize(model.compute_dtype)
-        traits = dataclasses.replace(JAXSCALE, gradient_bytes=width, casts_weights=casts)
-        if self.config.optimizer.name == "muon":
-            matrices = muon_matrices(model, self.config.optimizer.groups)
-            traits = dataclasses.replace(traits, whole_matrices=matrices)
-        if self.config.model.lora_rank:
-            traits = dataclasses.replace(traits, frozen=True)
-        if self.config.model.matmul_dtype:
-            traits = dataclasses.replace(traits, matmul="fp8")
-        return Parallelism.of(layout, self.sequences, traits=traits)
+        muon = self.config.optimizer.name == "muon"
+        return Parallelism.of(
+            layout,
+            self.sequences,
+            matmul="fp8" if model.matmul_dtype else "bfloat16",
+            casts_weights=itemsize(model.param_dtype) > itemsize(model.compute_dtype),
+            gradient_bytes=itemsize(self.config.optimizer.reduced_in),
+            frozen=bool(model.lora_rank),
+            whole_matrices=muon_matrices(model, self.config.optimizer.groups) if muon else (),
+        )
 
     @functools.cached_property
     def work(self) -> ModelWork:

@@ -46,15 +46,16 @@ class TableSpec(NamedTuple):
         """Micro-batches of a period."""
         return find_schedule(self.schedule).round(self.ranks)
 
-    def settled(self, rounds: int = 1) -> int | None:
-        """Micro-batches, at least `rounds` times the schedule's `steady_rounds`, beyond which the
-        table is periodic; None where no such number is known."""
+    @property
+    def settled(self) -> int | None:
+        """Micro-batches, at least the schedule's `steady_rounds`, beyond which the table is
+        periodic; None where no such number is known."""
         if self.keep or self.schedule.endswith(".csv"):
             return None  # with partial recompute each rank has its own period
         steady = find_schedule(self.schedule).steady_rounds
         if steady is None:
             return None
-        first = rounds * self.ranks * steady
+        first = self.ranks * steady
         return first + (self.microbatches - first) % self.round
 
 
@@ -72,8 +73,9 @@ class OperationSeconds(NamedTuple):
     r: Any = 0.0
 
 
-def makespan(spec: TableSpec, costs: OperationSeconds, *, lockstep: bool = True) -> np.ndarray:
-    """Seconds from the first operation to the end of the last.
+def makespan(spec: TableSpec, costs: OperationSeconds) -> np.ndarray:
+    """Seconds from the first operation to the end of the last: every tick lasts as long as its
+    slowest operation, as in our executor.
 
     >>> costs = OperationSeconds(f=[[1.0], [2.0]], b=1.0, w=1.0)
     >>> float(makespan(TableSpec("1f1b", 4, 8), costs)[0])
@@ -81,8 +83,6 @@ def makespan(spec: TableSpec, costs: OperationSeconds, *, lockstep: bool = True)
 
     Args:
       costs: those of operations that the schedule does not have are ignored.
-      lockstep: every tick lasts as long as its slowest operation, as in our executor; otherwise
-        each operation starts as soon as its inputs are there.
 
     Returns:
       Float [...], the leading dimensions of the costs.
@@ -92,30 +92,20 @@ def makespan(spec: TableSpec, costs: OperationSeconds, *, lockstep: bool = True)
         costs of another number of stages.
     """
     durations, shape = _durations(costs, spec.stages)
-    simulate = _lockstep_seconds if lockstep else _eager_seconds
-    found = extended(spec, lambda spec: simulate(spec, durations), late=not lockstep)
+    found = extended(spec, lambda spec: _seconds(spec, durations))
     return found.reshape(shape) / spec.virtual_stages
 
 
-def extended(
-    spec: TableSpec, found_of: Callable[[TableSpec], np.ndarray], *, late: bool = False
-) -> np.ndarray:
-    """What `found_of` finds of a table, extrapolated from two small ones where there are any.
-
-    Args:
-      late: whether it becomes periodic later, as a critical path does: then a third table checks
-        that growth is linear.
-    """
-    first = spec.settled(3 if late else 1)
-    if first is None or spec.microbatches <= first + (2 if late else 1) * spec.round:
+def extended(spec: TableSpec, found_of: Callable[[TableSpec], np.ndarray]) -> np.ndarray:
+    """What `found_of` finds of a table, extrapolated from two small ones where there are any."""
+    first = spec.settled
+    if first is None or spec.microbatches <= first + spec.round:
         return found_of(spec)
 
     def found(rounds: int) -> np.ndarray:
         return found_of(spec._replace(microbatches=first + rounds * spec.round))
 
     base, after = found(0), found(1)
-    if late and not np.allclose(found(2) - after, after - base, rtol=1e-9, atol=0):
-        return found_of(spec)
     return base + (spec.microbatches - first) // spec.round * (after - base)
 
 
@@ -150,7 +140,7 @@ def pipeline_table(spec: TableSpec) -> Table:
     return compile_order(order, complete=name in NAMES)
 
 
-def _lockstep_seconds(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
+def _seconds(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
     """float [N]: the sum over ticks of the slowest operation."""
     alike, index = _alike(durations, spec.stages)
     active, counts = _patterns(spec, alike)
@@ -189,21 +179,3 @@ def _cells(spec: TableSpec) -> tuple[np.ndarray, ...]:
     """Tick, kind and stage of every operation."""
     table = pipeline_table(spec)
     return tuple(x.astype(np.int32) for x in (table.tick, table.ops.kind, table.ops.stage))
-
-
-def _eager_seconds(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
-    """float [N]. Operations of one tick do not depend on each other, so they are evaluated
-    together."""
-    table = pipeline_table(spec)
-    ops, count = table.ops, len(table.ops.kind)
-    before = np.arange(count) - 1
-    before[np.diff(ops.rank, prepend=-1) != 0] = -1
-    # One extra entry, which ends at 0: a dependency of -1 reads it.
-    needs = np.concatenate([table.needs, before[:, None]], axis=1)
-    stage = ops.stage if durations.shape[-1] > 1 else np.zeros_like(ops.stage)
-    lasts = durations[ops.kind, :, stage]  # [operations, N]
-    ends = np.zeros((count + 1, durations.shape[1]))
-    order = np.argsort(table.tick, kind="stable")
-    for at_once in np.split(order, np.flatnonzero(np.diff(table.tick[order])) + 1):
-        ends[at_once] = ends[needs[at_once]].max(axis=1) + lasts[at_once]
-    return ends.max(axis=0)

@@ -9,10 +9,9 @@ from jaxscale.config import load
 from jaxscale.config.layout import MESH_AXES
 from jaxscale.planner.cost import collectives
 from jaxscale.planner.cost.cluster import make_cluster
-from jaxscale.planner.cost.communication import state_traffic
+from jaxscale.planner.cost.communication import local_params, state_traffic
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.search.trainable_model import TrainableModel
-from tools.planner_validation.trainers import MEGATRON_CORE
 
 
 def levels(name, devices, axis, **sizes):
@@ -71,11 +70,10 @@ def test_gradients_that_are_not_scattered_cross_twice():
     work = TrainableModel(load("llama2_7b")).work
     for sizes in ({"fsdp": 64}, {"fsdp": 8, "tensor": 8}):
         parallelism = Parallelism(**sizes)
-        sent = state_traffic(work, parallelism, collectives.axis_levels(machine, parallelism))
+        groups = collectives.axis_levels(machine, parallelism)
+        sent = state_traffic(work, local_params(work, parallelism), parallelism, groups)
         assert sent.whole == pytest.approx(2 * sent.scatter, rel=0.01)
-        assert sent.update == pytest.approx(
-            sent.scatter * 2 / parallelism.traits.gradient_bytes, rel=0.01
-        )
+        assert sent.update == pytest.approx(sent.scatter * 2 / parallelism.gradient_bytes, rel=0.01)
 
 
 def test_all_reduces_of_four_nodes_reach_the_measured_bus_bandwidth():
@@ -202,24 +200,6 @@ def test_a_group_of_one_sends_nothing():
         collectives.send_seconds,
     ):
         assert seconds(alone, 1e9) == 0
-
-
-def test_an_exchange_that_merges_copies_sends_less_between_nodes():
-    group = levels("h100", 64, "expert", expert=64)
-    plain = collectives.exchange_seconds(group, 1e9)
-    merged = collectives.exchange_seconds(group, 1e9, merged=8)
-    assert merged < plain
-    # At most one copy for each of the seven other nodes.
-    sent = 1e9 * 7 * (1 - (7 / 8) ** 8) / 8
-    assert merged >= sent / make_cluster("h100", 64).tiers[-1].bytes_per_second
-
-
-def test_folded_experts_are_the_ranks_of_tensor_and_data():
-    folded = Parallelism(fsdp=8, tensor=8, expert=64, traits=MEGATRON_CORE)
-    assert folded.num_devices == 64
-    assert folded.batch_shards == 8
-    group = collectives.axis_levels(make_cluster("h100", 64), folded)["expert"]
-    assert float(collectives.group_size(group)) == 64
 
 
 def test_arrays_give_what_single_layouts_give():

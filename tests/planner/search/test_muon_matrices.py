@@ -7,6 +7,7 @@ import pytest
 from jaxscale.config import Config, load
 from jaxscale.config.layout import Layout
 from jaxscale.planner.cost.cluster import make_cluster
+from jaxscale.planner.cost.communication import local_params
 from jaxscale.planner.cost.kernels import memory_seconds
 from jaxscale.planner.cost.state import OPTIMIZER_BYTES, optimizer_seconds, update_flops
 from jaxscale.planner.search.muon_matrices import muon_matrices
@@ -38,9 +39,9 @@ def test_steps_of_newton_schulz_take_seconds_that_adamw_does_not():
     flops = 5 * (4 * (wide + narrow) + 2 * 7 * 4096**3)
     parallelism = model.parallelism(layout)
     assert update_flops(parallelism) == flops
-    seconds = optimizer_seconds(model.work, machine, parallelism)
+    seconds = optimizer_seconds(local_params(model.work, parallelism), machine, parallelism)
     adamw = TrainableModel(load("llama2_7b")).parallelism(layout)
-    rest = optimizer_seconds(model.work, machine, adamw)
+    rest = optimizer_seconds(local_params(model.work, adamw), machine, adamw)
     assert rest == pytest.approx(
         memory_seconds(machine, OPTIMIZER_BYTES * model.num_params / 64), rel=0.01
     )

@@ -40,13 +40,13 @@ def random_costs(
 
 
 def simulated(spec: TableSpec, costs: table_makespan.OperationSeconds) -> np.ndarray:
-    """[rows, (lockstep, as soon as possible)]."""
+    """[rows]."""
     name, *numbers, fused, keep = spec
     table, found = compile_order(make_order(name, *numbers, fused=fused, keep=keep)), []
     wide = [np.broadcast_to(cost, (3, spec.stages)) for cost in map(np.asarray, costs)]
     for row in range(3):
         run = simulate(table, Costs(*(tuple(cost[row]) for cost in wide)))
-        found.append((run.lockstep_makespan, run.makespan))
+        found.append(run.lockstep_makespan)
     return np.array(found)
 
 
@@ -65,9 +65,7 @@ def test_makespans_are_the_simulators(name, chunks, fused, recompute):
         costs = random_costs(ranks * chunks, recompute, uneven)
         spec = TableSpec(name, ranks, microbatches, chunks, fused, 0 if recompute else None)
         expected = simulated(spec, costs)
-        for column, lockstep in enumerate((True, False)):
-            got = makespan(spec, costs, lockstep=lockstep)
-            np.testing.assert_allclose(got, expected[:, column], rtol=1e-12)
+        np.testing.assert_allclose(makespan(spec, costs), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_v", 2)])
@@ -75,7 +73,7 @@ def test_makespans_with_passes_that_are_kept(name, chunks):
     spec = TableSpec(name, 4, 24, chunks, keep=2)
     costs = random_costs(spec.stages, recompute=True, uneven=True)
     expected = simulated(spec, costs)
-    np.testing.assert_allclose(makespan(spec, costs), expected[:, 0], rtol=1e-12)
+    np.testing.assert_allclose(makespan(spec, costs), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "chunks", "fused", "recompute"), CASES)
@@ -102,17 +100,6 @@ def test_tables_repeat_themselves_from_where_it_is_said(name, chunks, fused, rec
     once = grows(0, 1)
     assert grows(1, 2) == once
     assert grows(0, 3) == {one: 5 * count for one, count in once.items()}
-
-
-def test_what_takes_long_to_settle_is_played_whole():
-    """As soon as possible a slow stage in the middle may rule only in the end."""
-    stages = np.array([1.0, 1, 1, 1.01])
-    costs = table_makespan.OperationSeconds(f=stages, b=stages, w=stages)
-    order = compile_order(make_order("zb_h2", 4, 60))
-    expected = simulate(order, Costs(*(tuple(stages) for _ in range(3)))).makespan
-    assert float(makespan(TableSpec("zb_h2", 4, 60), costs, lockstep=False)) == pytest.approx(
-        expected, rel=1e-12
-    )
 
 
 def test_a_hundred_thousand_microbatches_take_no_longer_than_a_few():

@@ -7,9 +7,9 @@ import pytest
 
 from jaxscale.planner.cost import energy
 from jaxscale.planner.cost.cluster import make_cluster
-from jaxscale.planner.cost.step import step_cost
-from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
+from tools.planner_validation.trainer_cost import trainer_cost
+from tools.planner_validation.trainer_layout import TrainerLayout
 from tools.planner_validation.trainer_memory import trainer_memory
 from tools.planner_validation.trainers import MEGATRON_2021, MEGATRON_DEEPSPEED, TORCH_FSDP
 
@@ -37,10 +37,10 @@ def test_tensor_parallelism_collapses_beyond_the_node():
     """1.4B on 32 dies of MI250X (arXiv 2312.12705): slower with every doubling, and the more so
     once a group leaves its node of eight."""
     found = [
-        step_cost(
+        trainer_cost(
             gpt(24, 2112, 24).work,
             make_cluster("mi250x", 32),
-            Parallelism(
+            TrainerLayout(
                 tensor=t,
                 fsdp=32 // t,
                 zero_stage=1,
@@ -60,10 +60,12 @@ def test_tensor_parallelism_collapses_beyond_the_node():
 
 def throughput(p, microbatches):
     """Tokens a second and device of 175B."""
-    found = step_cost(
+    found = trainer_cost(
         gpt(96, 12288, 96).work,
         make_cluster("mi250x", 8 * p),
-        Parallelism(tensor=8, pipeline=p, microbatches=microbatches, remat="full", traits=FRONTIER),
+        TrainerLayout(
+            tensor=8, pipeline=p, microbatches=microbatches, remat="full", traits=FRONTIER
+        ),
     )
     return microbatches * 2048 / found.step_seconds / (8 * p)
 
@@ -83,14 +85,14 @@ def test_throughput_is_flat_at_a_fixed_ratio_of_stages_to_microbatches():
     [
         (
             gpt(48, 6144, 48),
-            Parallelism(
+            TrainerLayout(
                 pipeline=8, data=2, zero_stage=0, microbatches=320, remat="full", traits=FRONTIER
             ),
             73.5,
         ),
         (
             gpt(96, 12288, 96),
-            Parallelism(
+            TrainerLayout(
                 tensor=4,
                 pipeline=16,
                 fsdp=2,
@@ -106,7 +108,7 @@ def test_throughput_is_flat_at_a_fixed_ratio_of_stages_to_microbatches():
 def test_frontiers_throughput(shape, parallelism, teraflops):
     """Operations of the hardware, with recomputation, by the authors' formula; to a tenth."""
     devices = int(parallelism.num_devices)
-    seconds = step_cost(shape.work, make_cluster("mi250x", devices), parallelism).step_seconds
+    seconds = trainer_cost(shape.work, make_cluster("mi250x", devices), parallelism).step_seconds
     d, layers, batch = shape.d_model, shape.layers, float(parallelism.global_batch)
     flops = 96 * batch * 2048 * layers * d**2 * (1 + 2048 / (6 * d) + 50688 / (16 * layers * d))
     assert flops / seconds / devices / 1e12 == pytest.approx(teraflops, rel=0.1)
@@ -134,10 +136,10 @@ def test_mt5_xxl_is_faster_with_the_second_stage_than_with_the_third(nodes):
         MEGATRON_2021, overlap_gradients=True, overlap_parameters=True, reduce_each=True
     )
     second, third = (
-        step_cost(
+        trainer_cost(
             xxl.work,
             make_cluster("a100-80", 8 * nodes),
-            Parallelism(
+            TrainerLayout(
                 fsdp=8 * nodes,
                 zero_stage=stage,
                 microbatch=4,
@@ -154,7 +156,7 @@ def test_mt5_xxl_is_faster_with_the_second_stage_than_with_the_third(nodes):
 LLAMA_7B = ModelShape(
     32, 4096, 32, 32, 128, 11008, gated=True, vocab=32000, tied=False, seq_len=4096
 )
-FAIR = Parallelism(
+FAIR = TrainerLayout(
     microbatch=1,
     zero_stage=3,
     traits=replace(TORCH_FSDP, fused=True, keep_gathered=True, gradient_bytes=2),
@@ -165,7 +167,7 @@ def weak_scaling(**overrides):
     found = []
     for devices in (128, 2048):
         machine = make_cluster("h100", devices, **overrides)
-        seconds = step_cost(LLAMA_7B.work, machine, replace(FAIR, fsdp=devices))
+        seconds = trainer_cost(LLAMA_7B.work, machine, replace(FAIR, fsdp=devices))
         found.append((seconds.step_seconds, float(energy.mean_watts(seconds, machine))))
     (small, small_watts), (large, large_watts) = found
     return 1 - small / large, 1 - large_watts / small_watts
@@ -211,10 +213,10 @@ def test_layered_accumulation_with_modular_pipelines_halves_the_shortest_time():
     ).T
 
     def shortest(**layout):
-        parallelism = Parallelism(
+        parallelism = TrainerLayout(
             pipeline=ranks, microbatches=counts, tensor=8, remat="full", traits=traits, **layout
         )
-        seconds = step_cost(shape.work, make_cluster("a100-80", 8), parallelism).step_seconds
+        seconds = trainer_cost(shape.work, make_cluster("a100-80", 8), parallelism).step_seconds
         fits = trainer_memory(shape, parallelism).needed < 80e9
         return seconds[fits & (parallelism.num_devices <= 8 * batch)].min()
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxscale.planner.model.parallelism import TrainerTraits
 from tools.planner_validation.nvidia_recipes import RECIPES, recipe_of
+from tools.planner_validation.trainer_layout import Trainer
 
 
 @pytest.mark.parametrize(
@@ -26,5 +26,5 @@ def test_model_device_operands_and_release_choose(run, overlaps, recomputed):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda one: f"{one.model} {one.device}")
 def test_recipes_name_traits_and_modules_that_exist(recipe):
-    assert set(dict(recipe.traits)) <= set(TrainerTraits.__dataclass_fields__)
+    assert set(dict(recipe.traits)) <= set(Trainer.__dataclass_fields__)
     assert set(recipe.recompute_modules) <= {"moe", "mla_up_proj"}

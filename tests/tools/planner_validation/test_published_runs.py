@@ -5,10 +5,10 @@ import pathlib
 
 import pytest
 
-from jaxscale.planner.memory.layer_activations import layer_bytes
 from jaxscale.planner.model.shape import ModelShape
 from tools.planner_validation import published_runs
 from tools.planner_validation.parse_run import Columns, UnhandledError
+from tools.planner_validation.trainer_activations import trainer_layer_bytes
 from tools.planner_validation.trainer_memory import trainer_memory
 
 EVERY_COLUMN = {
@@ -289,7 +289,7 @@ def test_a_maxtext_policy_keeps_what_its_names_say(texts):
     elements = 2 * shape.d_model + 2 * shape.head_dim * (shape.heads + shape.kv_heads)
     elements += 2 * shape.heads + 2 * shape.d_ff
     tokens = float(parallelism.microbatch) * shape.seq_len
-    assert layer_bytes(shape, parallelism) == tokens * 2 * elements
+    assert trainer_layer_bytes(shape, parallelism) == tokens * 2 * elements
 
 
 def test_another_file_is_refused(tmp_path):

@@ -7,10 +7,10 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxscale.planner.cost.step import step_cost
 from tools.planner_validation import score as validation
 from tools.planner_validation.published_runs import read_runs
 from tools.planner_validation.score import validate
+from tools.planner_validation.trainer_cost import trainer_cost
 
 PATH = pathlib.Path(__file__).parents[3] / "tools/planner_validation/rows.csv"
 
@@ -113,7 +113,7 @@ def test_a_perfect_planner_scores_perfectly(monkeypatch):
 
     monkeypatch.setattr(
         validation,
-        "step_cost",
+        "trainer_cost",
         lambda shape, cluster, parallelism: Perfect(
             measured[shape, cluster.chip.name, parallelism]
         ),
@@ -129,7 +129,8 @@ def test_predictions_do_not_read_what_was_measured(tmp_path):
     for row in read_runs(PATH).runs:
         if row.step_seconds:
             same = other[row.id]
-            expected = step_cost(row.shape.work, row.cluster, row.parallelism).step_seconds
+            expected = trainer_cost(row.shape.work, row.cluster, row.parallelism).step_seconds
             assert (
-                step_cost(same.shape.work, same.cluster, same.parallelism).step_seconds == expected
+                trainer_cost(same.shape.work, same.cluster, same.parallelism).step_seconds
+                == expected
             )

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from jaxscale.planner.memory.layer_activations import layer_bytes
-from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
+from tools.planner_validation.trainer_activations import trainer_layer_bytes
+from tools.planner_validation.trainer_layout import TrainerLayout
 from tools.planner_validation.trainer_memory import passes_in_flight, published_size, trainer_memory
 from tools.planner_validation.trainers import BY_FRAMEWORK, MEGATRON_2021, MEGATRON_DEEPSPEED
 
@@ -41,7 +41,7 @@ KORTHIKANTI = [
 @pytest.mark.parametrize("row", KORTHIKANTI, ids=lambda row: f"{row[1]}")
 def test_korthikantis_eight_sizes_to_a_thousandth(row):
     layers, d_model, heads, p, v, micro, plain, selective = row
-    parallelism = Parallelism(
+    parallelism = TrainerLayout(
         pipeline=p,
         tensor=8,
         virtual_stages=v,
@@ -58,7 +58,7 @@ def test_frontiers_stages_to_a_hundredth():
     """175B on Frontier: 26,935 MiB and 300 more for each micro-batch in flight (job 405287)."""
     shape = replace(gpt(96, 12288, 96), vocab=50688)
     traits = replace(MEGATRON_DEEPSPEED, attention="flash2", bucket_bytes=0.0)
-    parallelism = Parallelism(
+    parallelism = TrainerLayout(
         pipeline=16, tensor=4, fsdp=2, zero_stage=1, microbatches=640, remat="full", traits=traits
     )
     for stage in range(1, 15):
@@ -88,14 +88,14 @@ def test_states_by_stage_are_zeros():
     )
     for stage, gigabytes in enumerate((206.7, 71.1, 48.5, 25.8)):
         found = trainer_memory(
-            shape, Parallelism(fsdp=8, zero_stage=stage, traits=replace(MEGATRON_2021))
+            shape, TrainerLayout(fsdp=8, zero_stage=stage, traits=replace(MEGATRON_2021))
         )
         state = found.weights + found.gradients + found.optimizer
         assert float(state) / 1e9 == pytest.approx(gigabytes, rel=2e-3)
 
 
 def test_a_schedule_keeps_what_is_in_flight():
-    one = Parallelism(pipeline=8, microbatches=64)
+    one = TrainerLayout(pipeline=8, microbatches=64)
     assert passes_in_flight(one) == 8
     assert passes_in_flight(one, 7) == 1
     assert passes_in_flight(replace(one, microbatches=4)) == 4
@@ -106,14 +106,14 @@ def test_a_schedule_keeps_what_is_in_flight():
 
 def test_every_remedy_takes_less():
     shape = gpt(48, 6144, 64)
-    parallelism = Parallelism(tensor=8, microbatch=4, traits=MEGATRON_2021)
+    parallelism = TrainerLayout(tensor=8, microbatch=4, traits=MEGATRON_2021)
     shared = replace(parallelism, traits=replace(MEGATRON_2021, sequence_parallel=True))
     core = "save_all_but_attention"
     kept = [
-        layer_bytes(shape, parallelism, "none"),
-        layer_bytes(shape, parallelism, core),
-        layer_bytes(shape, shared, core),
-        layer_bytes(shape, shared, "full"),
+        trainer_layer_bytes(shape, parallelism, "none"),
+        trainer_layer_bytes(shape, parallelism, core),
+        trainer_layer_bytes(shape, shared, core),
+        trainer_layer_bytes(shape, shared, "full"),
     ]
     assert kept == sorted(kept, reverse=True)
     half = trainer_memory(shape, replace(parallelism, remat="full", remat_share=0.5))
@@ -125,7 +125,7 @@ def test_every_remedy_takes_less():
 def test_modules_are_gathered_for_less_than_layers():
     """DeepSpeed's third stage holds a matrix and 1e9 parameters, not two layers of 5e9."""
     shape = gpt(105, 20480, 128)
-    modules = Parallelism(
+    modules = TrainerLayout(
         fsdp=640, zero_stage=3, microbatch=4, remat="full", traits=BY_FRAMEWORK["deepspeed"]
     )
     layers = replace(modules, traits=replace(modules.traits, gather_params=0.0))
@@ -137,7 +137,7 @@ def test_modules_are_gathered_for_less_than_layers():
 
 def test_a_sum_in_32_bits_costs_a_copy_of_the_largest_gradient():
     shape = gpt(70, 14336, 112)
-    half = Parallelism(
+    half = TrainerLayout(
         tensor=4, pipeline=10, fsdp=8, zero_stage=1, remat="full", traits=MEGATRON_DEEPSPEED
     )
     full = replace(half, traits=replace(MEGATRON_DEEPSPEED, gradient_bytes=4))
