@@ -38,7 +38,7 @@ from jaxscale.run.recorder import is_summarised
 from jaxscale.run.saves import unchanged_params
 from jaxscale.run.setup.layout import resolve_layout
 from jaxscale.run.setup.layout_report import describe_layout
-from jaxscale.run.setup.memory_check import check_run_fits_host, check_memory
+from jaxscale.run.setup.memory_check import check_memory, check_run_fits_host
 from jaxscale.run.setup.resume import (
     check_same_examples,
     check_same_model,
