@@ -269,7 +269,7 @@ def test_no_optimizers_state_to_keep_is_refused_before_a_step_is_compiled(conver
     for origin in (run, converted / "hf"):
         keep = [f"model.init_from={origin}", "optimizer.keep_state=True"]
         _, engine = open_engine(load_config(run, keep))
-        with pytest.raises(ValueError, match=r"keep_state = True, and model.init_from = .* comes"):
+        with pytest.raises(ValueError, match=r"keep_state = True, and model.init_from = .* with"):
             open_initial(engine, tmp_path)
 
 

@@ -347,7 +347,7 @@ def _check_state(engine: Engine, weights: Weights, why: str) -> None:
     ):
         raise ValueError(
             f"optimizer.keep_state = True, and {why} is a model without an optimizer's state; set "
-            "optimizer.keep_state = False, or start from a run"
+            "optimizer.keep_state = False, or start from a trained run"
         )
     model, ours, theirs = engine.config.model, engine.config.optimizer, weights.optimizer
     if num_new_tokens(model, weights):
