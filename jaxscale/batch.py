@@ -1,4 +1,4 @@
-"""The records that data produces and models consume."""
+"""Records of batches, which data produces and models consume."""
 
 from typing import Any, NamedTuple
 

@@ -102,7 +102,7 @@ REFUSED = [
     # what a remat policy or a type cannot mean
     (
         "model.family=gpt model.tied_embeddings=True layout.remat=save:mlp_gate",
-        "names mlp_gate, and the MLP of model.family = 'gpt' has no gate; leave it out",
+        "names mlp_gate, and the MLP of model.family = 'gpt' has no gate; leave mlp_gate",
     ),
     ("model.compute_dtype=float64", "model.compute_dtype = 'float64' needs JAX_ENABLE_X64=1"),
     ("optimizer.moment_dtype=float64", "optimizer.moment_dtype = 'float64' needs JAX_ENABLE_X64"),
@@ -112,7 +112,7 @@ REFUSED = [
     ),
     (
         "layout.expert=2",
-        "layout.expert = 2, but model.family = 'llama' has no experts here; set layout.expert = 1",
+        "layout.expert = 2, but this model has no experts (model.family = 'llama'); set",
     ),
     (
         "model.family=mixtral layout.data=1 layout.expert=8 model.num_experts=6",
@@ -137,7 +137,7 @@ REFUSED = [
         "4, 2 periods of model.expert_pattern, is less than the 4 stages of layout.pipeline = 4 x "
         "1 chunks; each needs at least one period of 2 layers: set model.num_layers = 8, or layout",
     ),
-    ("model.family=mixtral layout.expert=0", "layout.expert = 0; an axis has a size of at least 1"),
+    ("model.family=mixtral layout.expert=0", "layout.expert = 0; at least 1, or -1"),
     (
         "model.family=mixtral layout.overlap_experts=True",
         "layout.overlap_experts = True with layout.expert = 1: every rank has all experts, and t",

@@ -1,4 +1,4 @@
-"""Batches on the mesh, and the loss on held-out text."""
+"""Evaluation: batches on the mesh, and the loss on held-out text."""
 
 import contextlib
 import itertools
@@ -19,22 +19,22 @@ from jaxscale.run.metrics import token_count
 from jaxscale.training.engine import ENGINE_ADVICE, Engine, check_params
 
 EXAMPLES_ADVICE = (
-    "pass `train`, `heldout` or one of `validation` of what jaxscale.open_text returns "
-    "(`heldout` is None where nothing is held out)"
+    "pass `train`, `heldout` or one of `validation` of the result of jaxscale.open_text "
+    "(`heldout` is None with data.heldout = 0)"
 )
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out loss; `tokens` counted, standing for `num_bytes` bytes of text."""
+    """Loss on held-out text, and metrics derived from it."""
 
-    loss: float  # nats per token; NaN where no token counts
-    tokens: float  # the sum of their weights, an integer where it is whole
-    num_bytes: float
+    loss: float  # nats per token; NaN if no token has loss
+    tokens: float  # the sum of tokens' weights, an integer if whole
+    num_bytes: float  # of the tokens' text
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss; infinite above a loss of 709, where floats end."""
+        """The exponential of the loss; infinite for a loss above 709, by overflow."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -42,14 +42,14 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss of the same text in bits over its bytes: comparable between tokenizers."""
+        """The loss in bits per byte of text, comparable between tokenizers."""
         if not self.num_bytes:
             return math.nan
         return self.loss * self.tokens / math.log(2) / self.num_bytes
 
     def record(self, name: str = "") -> dict[str, float]:
-        """Its numbers by the names that metrics.jsonl has: `eval_loss`, or `eval_loss/NAME` of a
-        validation set."""
+        """The fields of metrics.jsonl: `eval_loss`, ..., or `eval_loss/NAME`, ... of a validation
+        set."""
         values = {
             "eval_loss": self.loss,
             "eval_perplexity": self.perplexity,

@@ -1,4 +1,4 @@
-"""The layouts that a search may try are those that the engine accepts, each once."""
+"""The search space of a measured search is the layouts that the engine accepts, each once."""
 
 import dataclasses
 import itertools

@@ -88,7 +88,7 @@ def test_a_layout_that_is_left_to_the_planner(tmp_path):
     assert config.load(str(path)).layout.auto
     left = config.load("configs/tiny.py", ["layout=auto", "layout.tensor=2"]).layout
     assert (left.auto, left.tensor) == (True, 2)
-    with pytest.raises(ValueError, match="layout = 'auto' is chosen when a run begins; here set"):
+    with pytest.raises(ValueError, match="layout = 'auto' is chosen when a run starts; here set"):
         resolve_sizes(left, 8)
 
 
