@@ -169,7 +169,7 @@ def load_config(
         if store:
             fetch_files(store, workdir)
             if not path.is_file():
-                raise FileNotFoundError(f"--workdir {store.address} has no run (no config.json)")
+                raise FileNotFoundError(f"--workdir {store.url} has no run (no config.json)")
     if not path.is_file():
         raise FileNotFoundError(
             f"--workdir {workdir} has no run (no config.json); train one first: "

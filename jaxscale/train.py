@@ -274,7 +274,7 @@ def _train(
     signals.complete()
     _show_sample(ready, state.params)
     store = store_of(workdir)
-    where = store.address if store else workdir
+    where = store.url if store else workdir
     draws = ready.engine.model.can_decode
     log.info(_next_steps(same, where, ready.config, options.trackers, draws))
     return 0

@@ -121,7 +121,7 @@ def leased(store: ObjectStore) -> Iterator[None]:
                 other = _lease(store)
                 if other is not None and other.get("run") != own["run"]:
                     processes.leave(
-                        f"error: {store.address} was taken over by {_named(other)}; this run "
+                        f"error: {store.url} was taken over by {_named(other)}; this run "
                         "ends, since two would overwrite each other's checkpoints",
                         1,
                     )
@@ -157,7 +157,7 @@ def _await_free(store: ObjectStore) -> None:
         return
     seconds = MOST_BEATS * BEAT_SECONDS
     log.info(
-        f"{store.address} was in use by {_named(lease)}; waiting {seconds:.0f} s for its heartbeat"
+        f"{store.url} was in use by {_named(lease)}; waiting {seconds:.0f} s for its heartbeat"
     )
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -167,7 +167,7 @@ def _await_free(store: ObjectStore) -> None:
             return
         if now != lease:
             raise ValueError(
-                f"--workdir {store.address} is in use by {_named(now)}; two runs would overwrite "
+                f"--workdir {store.url} is in use by {_named(now)}; two runs would overwrite "
                 "each other's checkpoints: wait for it, end it, or give another --workdir"
             )
 

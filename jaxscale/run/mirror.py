@@ -83,7 +83,7 @@ class Mirror:
                 what = f"{_steps_text(missing)} " if missing else "the newest metrics "
                 why = self._failure or f"not done in {duration(stop_seconds)}"
                 return (
-                    f"{what}could not be uploaded to {self.store.address} ({why}); all is in "
+                    f"{what}could not be uploaded to {self.store.url} ({why}); all is in "
                     f"{self.workdir}, and the same command uploads it"
                 )
         return ""
@@ -111,7 +111,7 @@ class Mirror:
         """Logs a line for each new reason, not for each attempt."""
         if why != self._failure:
             log.warning(
-                f"warning: upload to {self.store.address} failed ({why}); training continues, and "
+                f"warning: upload to {self.store.url} failed ({why}); training continues, and "
                 f"the next attempt is in {duration(pause)}"
             )
         self._failure = why
@@ -154,7 +154,7 @@ class Mirror:
         (self.workdir / local_tier.SENT).touch()
         self.store.write(local_tier.LAST_SAVED, f"{max(self._there)}\n".encode())
         log.info(
-            f"checkpoint {step}, {human_bytes(size)}, uploaded to {self.store.address} in {seconds}"
+            f"checkpoint {step}, {human_bytes(size)}, uploaded to {self.store.url} in {seconds}"
         )
 
     def _send_files(self) -> None:
@@ -215,5 +215,5 @@ def mirrored(workdir: pathlib.Path) -> Iterator[Mirror | None]:
         local_tier.check_not_emptied(store, workdir)
         with local_tier.fetching(workdir, training=True):
             local_tier.fetch_files(store, workdir, nested=True)
-        log.info(f"{store.address} is the run's folder, and {workdir} its local tier")
+        log.info(f"{store.url} is the run's folder, and {workdir} its local tier")
         yield Mirror(store, workdir)

@@ -111,6 +111,6 @@ def test_a_run_whose_lease_was_taken_ends(store, monkeypatch):
         lease(store)
         assert left.wait(30)
     text, status = said[0]
-    assert text.startswith(f"error: {store.address} was taken over by process 7 on elsewhere, ")
+    assert text.startswith(f"error: {store.url} was taken over by process 7 on elsewhere, ")
     assert status == 1
     assert json.loads(store.read(local_tier.LEASE))["run"] == "theirs", "it is not removed"

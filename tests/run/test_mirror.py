@@ -354,7 +354,7 @@ def test_a_failed_upload_is_tried_again_with_one_line(address, monkeypatch, line
     def full(store, files):
         if any(name.startswith("checkpoints/") for name in files) and left[0]:
             left[0] -= 1
-            raise StoreError(f"{store.address}: SlowDown: reduce your request rate")
+            raise StoreError(f"{store.url}: SlowDown: reduce your request rate")
         before(store, files)
 
     monkeypatch.setattr(ObjectStore, "upload", full)

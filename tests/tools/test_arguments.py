@@ -58,7 +58,7 @@ def test_help_needs_no_optional_library(library, script, wrong):
         ("routing.py --steps 0", "--steps: 0 is not from 1 to 1000"),
         ("planner_validation/score.py {root}/uv.lock", "it is not a file of measured runs"),
         ("chaos/kills.py --processes 0", "--processes = 0; at least 1"),
-        ("chaos/kills.py --address file:///tmp", "--address file:///tmp exists; give one that"),
+        ("chaos/kills.py --url file:///tmp", "--url file:///tmp exists; give one that"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(words, said, tmp_path):

@@ -2,7 +2,7 @@
 undisturbed run.
 
     python tools/chaos/kills.py --signal SIGKILL --processes 2 --count 20 --seed 0
-    python tools/chaos/kills.py --address file:///tmp/store/run
+    python tools/chaos/kills.py --url file:///tmp/store/run
 
 Every attempt is the same command. One random process of it gets the signal at a random time within
 an undisturbed attempt's duration: during imports, compilation, training, a save or the end; or, in
@@ -12,7 +12,7 @@ process that is alive long after the others; a last state that differs in any bi
 undisturbed run. The last line is JSON, with the run's phase at each signal, as printed after
 SIGTERM.
 
-With the URL of a remote run directory (--address s3://bucket/run), which must not exist, each
+With the URL of a remote run directory (--url s3://bucket/run), which must not exist, each
 attempt is on another machine, without a local tier, and a checkpoint counts as reported when it is
 uploaded.
 """
@@ -58,14 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=10, help="signals to send")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--address", default="", help="URL of the run, in place of a folder")
+    parser.add_argument("--url", default="", help="URL of the run, in place of a folder")
     options = parser.parse_args(argv)
     if options.processes < 1:
         parser.error(f"--processes = {options.processes}; at least 1")
-    if options.address:
-        fs, path = fsspec.core.url_to_fs(options.address)
+    if options.url:
+        fs, path = fsspec.core.url_to_fs(options.url)
         if fs.exists(path):  # a complete run is removed and started again
-            parser.error(f"--address {options.address} exists; give one that does not")
+            parser.error(f"--url {options.url} exists; give one that does not")
     folder = pathlib.Path(tempfile.mkdtemp(prefix="chaos_"))
     os.environ["JAXSCALE_CACHE"] = str(folder / "compiled")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -83,7 +83,7 @@ def campaign(folder: pathlib.Path, options: argparse.Namespace) -> dict:
     run(alone, options.processes, options.steps)  # fills the cache of compiled programs
     shutil.rmtree(alone)
     typical = run(alone, options.processes, options.steps)
-    disturbed = options.address or str(folder / "disturbed")
+    disturbed = options.url or str(folder / "disturbed")
     found = disturb(disturbed, folder, options, typical)
     found["equal"] = state(str(alone), options.steps) == state(disturbed, options.steps)
     if not found["equal"]:
@@ -101,7 +101,7 @@ def disturb(
       folder: for local tiers.
       typical: seconds of an attempt, in all and after its first step.
     """
-    saves = r"checkpoint (\d+)" + (r",.* (?:put|uploaded) " if options.address else " saved")
+    saves = r"checkpoint (\d+)" + (r",.* uploaded " if options.url else " saved")
     draw, sent, attempts, faults = random.Random(options.seed), 0, 0, Faults()
     statuses: dict[str, int] = {}
     during: dict[str, int] = {}

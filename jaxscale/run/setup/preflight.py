@@ -195,7 +195,7 @@ def _object_store(workdir: pathlib.Path) -> Iterator[Finding]:
         return
     yield Finding(
         "object store",
-        f"{store.address}: {STORE_BYTES / seconds / 1e6:.0f} MB/s uploaded",
+        f"{store.url}: {STORE_BYTES / seconds / 1e6:.0f} MB/s uploaded",
         "" if same else "the object read differs from the upload: do not train there",
     )
 
