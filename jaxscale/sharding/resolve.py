@@ -43,9 +43,9 @@ def resolve(
       ValueError: an unknown name, two names on one mesh axis, or a dimension that does not divide.
 
     Examples:
-      >>> rules = {"embed": ("fsdp",), "mlp": ("tensor",)}
-      >>> spec = jaxscale.resolve(("embed", "mlp"), rules, {"fsdp": 2, "tensor": 4}, (64, 256))
-      >>> spec == jax.P("fsdp", "tensor")
+      >>> rules = {"embed": ("fsdp",), "vocab": ("tensor",)}
+      >>> spec = jaxscale.resolve(("vocab", "embed"), rules, {"fsdp": 2, "tensor": 4}, (256, 64))
+      >>> spec == jax.P("tensor", "fsdp")
       True
     """
     over = mesh_axes(axes, rules, sizes, shape, name=name)
