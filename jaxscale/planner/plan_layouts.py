@@ -46,7 +46,7 @@ def plan_layouts(
 
     Args:
       model: a Config, a config file or the name of a shipped one, whose layout is ignored; or the
-        sizes of a model that this version may not be able to train: a
+        sizes of a model that this version may be unable to train: a
         `planner.model.shape.ModelShape`, a name of `planner.model.named_models.NAMED` (before a
         shipped config of that name), or a JSON file of a ModelShape's fields. A JSON file of a
         config's sections, such as a run's config.json, is that config.
@@ -59,7 +59,7 @@ def plan_layouts(
 
     Raises:
       ValueError: an unknown model or device, an impossible pin, more memory than a device has, or
-        no layout that fits; says what would.
+        no layout that fits (names one that would).
     """
     pins = dict(pins or {})
     check_count("devices", devices, 1)
@@ -88,8 +88,8 @@ def resolve_model(
     """The model with its batch, from a config, a shape, a name or a file.
 
     Raises:
-      ValueError: an unknown name, an impossible shape, a batch that is missing or no whole number
-        of sequences, or a sequence length beside a config.
+      ValueError: an unknown name, an impossible shape, a batch that is missing or not a whole
+        number of sequences, or a sequence length with a config.
     """
     name = model if isinstance(model, str) else "the model"
     if isinstance(model, str):
@@ -101,7 +101,7 @@ def resolve_model(
     if isinstance(model, Config):
         if seq_len:
             raise ValueError(
-                f"--seq_len {seq_len} goes with a model given by its sizes; for a config set "
+                f"--seq_len {seq_len} is for a model given by its sizes; for a config set "
                 f"--config.data.seq_len={seq_len}"
             )
         return with_batch(model, batch_tokens)
@@ -135,7 +135,7 @@ def with_batch(config: Config, batch_tokens: int) -> Config:
     """The config with `batch_tokens` tokens per step.
 
     Raises:
-      ValueError: they are not a whole number of sequences; names the nearest that is.
+      ValueError: they are not a whole number of sequences; names the nearest batch that is.
     """
     if not batch_tokens:
         return config

@@ -35,7 +35,7 @@ Multiplications on GPUs Run Faster When Given "Predictable" Data), H100 720 agai
 8-bit operands 1280 against 1600 (SemiAnalysis and ml-engineering; cuBLASLt). Blackwell with any
 operands: matmuls of 8192 sides on one B200 reached 1,420 TFLOP/s in 16 bits and 5,370 in 4
 (torchao's benchmark, its pull request 2427) where 1,745 are the best. Blackwell Ultra is
-assumed to be limited alike."""
+assumed to have the same limit."""
 
 
 COMPILED = 0.92
@@ -128,8 +128,8 @@ MEASURED = {
     "trn2": "tpu",
     "cpu": "tpu",
 }
-"""The generation whose measurements are used for each generation: its own, or where too little is
-published that of a similar one."""
+"""Generation whose measurements are used for each generation: its own, or a similar one where too
+little is published."""
 
 
 FLASH_LENGTH, HALF_RATE = 4096, 500

@@ -3,7 +3,7 @@
 With "full" every pass through a chunk is recomputed, with "none" each keeps its activations; with
 "keep:N" a rank keeps those of N passes at a time and recomputes the others. The best N differs
 between layouts, so it is found for each one: first by closed forms, then, for the most promising,
-by simulating the table. Early ranks of a pipeline hold the most activations; a policy per stage
+by simulating the table. Early ranks of a pipeline save the most activations; a policy per stage
 uses the memory that late ranks would leave idle (Mist, EuroSys 2025).
 """
 
@@ -33,7 +33,7 @@ TimedLayout = tuple[float, Layout]  # seconds of a step
 def search_partial_remat(
     query: Query, recomputed: list[LayoutBatch], best: list[TimedLayout], top: int
 ) -> list[TimedLayout]:
-    """The best layouts, with those that recompute some passes and rank among them.
+    """The fastest layouts, including layouts that recompute some passes.
 
     Args:
       recomputed: layouts with a pipeline and remat "full", those with equal string settings
