@@ -198,7 +198,7 @@ def test_a_model_by_its_name_is_ranked_and_explained(tmp_path, capsys):
         assert sum(plan["memory"].values()) == plan["memory_bytes"]
         assert len(plan["stage_memory_bytes"]) == plan["layout"]["pipeline"]
         assert max(plan["stage_memory_bytes"]) <= plan["memory_bytes"]
-    assert "to have the memory of our step" in page.read_text()
+    assert "for the memory of our step" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, L
                 taken = here > 1
                 ring = (here == side) & cluster.wraps[n]
                 rate = rate + taken * np.where(ring, 1.0, LINE) * torus.bytes_per_second
+                # The farthest member is half way round a ring, or at the other end of a line.
                 hops = hops + taken * np.where(ring, here / 2, here - 1)
                 span = here * side / left[n]
                 around = cluster.wraps[n] & (span == side)
@@ -159,6 +160,7 @@ def gather_seconds(levels: Levels, num_bytes: Floats) -> Floats:
 
 def reduce_seconds(levels: Levels, num_bytes: Floats) -> Floats:
     """An all-reduce of `num_bytes`: ring or tree, whichever is faster."""
+    # A reduce-scatter and an all-gather, each of which moves the bytes once.
     bandwidth = 2 * _bandwidth_seconds(levels, num_bytes)
     ring = bandwidth + 2 * _latency(levels, "ring_seconds")
     tree = bandwidth / TREE_BANDWIDTH + 2 * _latency(levels, "tree_seconds")

@@ -59,8 +59,10 @@ def matmul_seconds(
     if cluster.chip.cores:
         seconds = _tiled_seconds(cluster, m, n, k, batch, peak, matmul)
     else:
+        # A TPU pads rows to 8 sublanes, columns and depth to its systolic array.
         padded = 2.0 * batch * _pad(m, 8) * _pad(n, MATRIX_UNIT) * _pad(k, MATRIX_UNIT)
         seconds = padded / peak
+    # NVFP4 (arXiv 2509.25149) has an 8-bit scale for each 16 elements of 4 bits.
     width = {"bfloat16": 2.0, "fp8": 1.0, "fp4": 0.56}[matmul]
     read = width * batch * (m * k + k * n) + 2.0 * batch * m * n
     seconds = np.maximum(seconds, memory_seconds(cluster, read))
@@ -75,6 +77,7 @@ def _sustained(cluster: Cluster, matmul: str) -> float:
 def _tiled_seconds(cluster, m, n, k, batch, peak, matmul) -> Floats:
     intensity = cluster.peak_flops(matmul) / cluster.chip.memory_bytes_per_second
     deep, fastest = k + DEPTH_PER_INTENSITY * intensity, np.inf
+    # The last wave may leave cores idle, so that smaller, slower tiles can be faster in all.
     for rows, columns, rate in TILES:
         tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
         waves = np.ceil(tiles / cluster.chip.cores)

@@ -109,6 +109,7 @@ def stage_operation_seconds(
     def by_stage(name: str, head: Floats) -> np.ndarray:
         v = np.asarray(parallelism.virtual_stages)
         each = np.asarray(share * seconds[name], float)
+        # A chunk takes 1/v of these seconds, and each of its operations sends one message.
         each = np.where(each > 0, each + message * v, 0.0)
         costs = np.repeat(each[..., None], count, axis=-1)
         costs[..., -1] = costs[..., -1] + v * head

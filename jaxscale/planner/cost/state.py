@@ -122,6 +122,7 @@ def overlapped_state_seconds(
         """Exposed seconds, contention included, and overlapped ones."""
         if not wanted:
             return sent, 0.0 * sent
+        # Exposed: the first transfer, which precedes all compute, or what exceeds the compute.
         late = np.maximum(np.minimum(sent, first), sent - work)
         return late + slow * np.minimum(sent - late, work), sent - late
 

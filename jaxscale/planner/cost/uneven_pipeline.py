@@ -96,6 +96,7 @@ class UnevenPipelineCost:
         """float [N], a lower bound in seconds for any split and schedule: no rank ever idles."""
         ranks = np.atleast_1d(np.asarray(self.parallelism.pipeline, float))
         chunks = np.atleast_1d(np.asarray(self.parallelism.virtual_stages, float))
+        # The busiest rank works at least as long as the mean of all ranks.
         parts = (*(stack.share for stack in self.stacks), self.message)
         layer = sum(one[:, 0] for part in parts for one in part)
         head = sum(one[:, 0] for one in self.head)

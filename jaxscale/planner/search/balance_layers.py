@@ -57,6 +57,7 @@ def balance_by_seconds(query: Query, plan: Plan) -> tuple[int, ...]:
         while True:
             splits = _moves(layers, stacks)
             found = makespans(splits) if len(splits) else np.array([np.inf])
+            # Above rounding errors, by which equal splits could alternate forever.
             if found.min() >= now * (1 - 1e-6):
                 return float(now), tuple(layers.tolist())
             layers, now = splits[found.argmin()], found.min()

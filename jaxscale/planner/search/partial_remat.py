@@ -66,8 +66,8 @@ def _hopeful(
     kept = [dataclasses.replace(layouts, remat="none") for layouts in recomputed]
     fast = [bound < limit_seconds for bound in least_seconds(query, kept)]
     some = [layouts.take(good) for layouts, good in zip(recomputed, fast) if good.any()]
-    roomy = [peak <= query.limit_bytes for peak in least_peaks(query, some)]
-    return [layouts.take(good) for layouts, good in zip(some, roomy) if good.any()]
+    small = [peak <= query.limit_bytes for peak in least_peaks(query, some)]
+    return [layouts.take(good) for layouts, good in zip(some, small) if good.any()]
 
 
 def _guesses(
@@ -102,10 +102,11 @@ def _guesses(
     in_flight = np.asarray(most.residual_w)
     # Recomputing a single pass needs as much memory as keeping it.
     low, high = np.zeros(len(layouts), int), np.maximum(in_flight - 2, 0)
+    # Binary search for the most passes that fit: memory grows with the passes kept.
     while (low < high).any():
         middle = (low + high + 1) // 2
-        roomy = fits(middle)
-        low, high = np.where(roomy, middle, low), np.where(roomy, high, middle - 1)
+        enough = fits(middle)
+        low, high = np.where(enough, middle, low), np.where(enough, high, middle - 1)
     slow = batch_step_seconds(query, layouts, pipelines)
     seconds = quick + (1 - low / in_flight) * (slow - quick)
     wanted = (low > 0) & fits(low) & (seconds < limit_seconds)

@@ -169,6 +169,7 @@ def _patterns(spec: TableSpec, classes: tuple[int, ...]) -> tuple[list[np.ndarra
     count = max(classes) + 1
     there = np.zeros((tick.max() + 1, (X + 1) * count), bool)
     there[tick, kind * count + np.array(classes)[stage]] = True
+    # Ticks with the same active operations last equally long, so each distinct set is priced once.
     packed = np.packbits(there, axis=1)
     _, index, counts = np.unique(packed, axis=0, return_index=True, return_counts=True)
     return [np.flatnonzero(there[n]) for n in index], counts
