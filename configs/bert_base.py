@@ -1,4 +1,4 @@
-"""BERT base, uncased (arXiv 1810.04805): masked prediction alone, from scratch.
+"""BERT base, uncased (arXiv 1810.04805): masked prediction only, from scratch.
 
 Command: python -m jaxscale.train --config configs/bert_base.py --workdir runs/bert_base
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json

@@ -1,5 +1,5 @@
-"""DeepSeek-V3 (arXiv 2412.19437), from scratch, without the module that predicts a further token,
-which model.prediction_depth = 1 adds.
+"""DeepSeek-V3 (arXiv 2412.19437), from scratch, without its multi-token prediction module
+(model.prediction_depth = 1 adds it).
 
 Command: python -m jaxscale.train --config configs/deepseek_v3.py --workdir runs/deepseek_v3
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json

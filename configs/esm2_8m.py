@@ -1,9 +1,9 @@
-"""ESM-2 8M, a masked model of proteins (Lin et al., Science 379, 2023), from scratch.
+"""ESM-2 8M, a masked protein language model (Lin et al., Science 379, 2023), from scratch.
 
 Command: python -m jaxscale.train --config configs/esm2_8m.py --workdir runs/esm2_8m
   --config.data.source='proteins/*.fasta'
 Hardware: one accelerator of 16 GB or more.
-Parameters: 7,512,353; transformers counts 121 more, of a head that predicts contacts.
+Parameters: 7,512,353; transformers has 121 more, of its contact prediction head.
 Expected: not measured yet.
 """
 

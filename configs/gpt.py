@@ -1,4 +1,4 @@
-"""The GPT models whose throughput was measured on Frontier (arXiv 2312.12705): 22B, 175B and 1T.
+"""GPT models of 22B, 175B and 1T parameters, measured on Frontier (arXiv 2312.12705).
 
 Command: python -m jaxscale.train --config gpt_22b --workdir runs/gpt_22b
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json

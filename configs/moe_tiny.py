@@ -9,8 +9,8 @@ import ml_collections
 
 
 def get_config():
-    """The quickstart with experts: a token goes through two of eight, with as many hidden features
-    together as the quickstart's MLP has."""
+    """The quickstart with experts: each token uses two of eight, together with as many hidden
+    features as the quickstart's MLP."""
     model = ml_collections.ConfigDict()
     model.family = "mixtral"
     model.num_layers = 4

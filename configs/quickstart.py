@@ -2,8 +2,8 @@
 
 Command: python -m jaxscale.train --config configs/quickstart.py --workdir runs/quickstart
 Hardware: 2 CPU cores; no download, every machine has the text.
-Expected: about 2.1 validation bits per byte (text of Python 3.12.1); its time is in
-  docs/benchmarks.md.
+Expected: about 2.1 validation bits per byte (text of Python 3.12.1); docs/benchmarks.md has its
+  time.
 """
 
 import ml_collections

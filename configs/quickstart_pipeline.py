@@ -1,4 +1,4 @@
-"""The quickstart's model on eight virtual devices: a pipeline of four ranks, each two wide.
+"""The quickstart's model on eight virtual devices: pipeline 4 x tensor 2.
 
 Command: JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config configs/quickstart_pipeline.py
   --workdir runs/quickstart_pipeline
@@ -10,7 +10,7 @@ import ml_collections
 
 
 def get_config():
-    """Layers, text and steps are the quickstart's; the layout is what differs."""
+    """The quickstart's model, data and steps with another layout."""
     model = ml_collections.ConfigDict()
     model.num_layers = 4
     model.d_model = 192

@@ -1,8 +1,8 @@
-"""The smallest model that still has every part: for tests and for trying a layout.
+"""The smallest model with every part, for tests and for trying a layout.
 
 Command: python -m jaxscale.train --config configs/tiny.py --workdir runs/tiny
 Hardware: one CPU core, or eight virtual devices.
-Expected: a few steps in seconds; the losses are of no interest.
+Expected: a few steps in seconds; the losses have no meaning.
 """
 
 import ml_collections

@@ -3,7 +3,7 @@
 Command: python -m jaxscale.train --config configs/x_family.py:32 --workdir runs/x32
 Hardware: an accelerator of 80 GB for X_32 (0.4B), 128 for X_108 (176B), 1,024 for X_160 (1.3T);
   set layout.microbatches to what fits.
-Parameters: 12 x^5, besides embeddings, biases and norms.
+Parameters: 12 x^5, plus embeddings, biases and norms.
 Expected: not measured yet.
 """
 

@@ -12,9 +12,9 @@ from typing import Any
 if sys.argv[:1] == ["-m"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-# XLA:CPU (jaxlib 0.12) keeps a thread waiting in each collective, and has as many threads as cores.
-# Ranks start collectives that do not depend on each other in different orders: with several devices
-# in a process the waiting ones can take every thread, and none of them ends.
+# XLA:CPU (jaxlib 0.12) blocks a thread in each collective, and its pool has one thread for each
+# core. Ranks start independent collectives in different orders: with several devices in a process,
+# waiting collectives can occupy every thread, and the program deadlocks.
 _DEVICES = re.search(
     r"JAX_NUM_CPU_DEVICES=(\d+)|xla_force_host_platform_device_count=(\d+)",
     " ".join(f"{name}={os.environ.get(name)}" for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")),
@@ -48,7 +48,7 @@ _HOMES = {
 }
 
 
-# Without it `import *` would bring modules imported so far, such as `config`, and none of these.
+# Without it `import *` would import loaded modules, such as `config`, and no public name.
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 

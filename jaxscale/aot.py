@@ -1,6 +1,6 @@
-"""python -m jaxscale.aot --config configs/X.py --topology NAME [--config.section.key=value ...]
+"""Ahead-of-time compilation of the train step for a TPU or GPU topology, without the hardware.
 
-Compiles the train step for a machine that is not attached, and prints what it needs.
+python -m jaxscale.aot --config configs/X.py --topology NAME [--config.section.key=value ...]
 """
 
 import argparse
@@ -22,39 +22,40 @@ with epy.lazy_imports():  # they import JAX: a mistyped flag is refused before
     from jaxscale.planner.memory import device_limit
 
 SHOWN = 12
-"""Buffers that are printed."""
+"""The number of buffers printed."""
 
 NOT_NUMBERS = ("refusal", "program", "uses", "collectives")
-"""Fields of a `CompileReport` that `--json` leaves out, or has in another form."""
+"""Fields of a `CompileReport` that `--json` omits or writes in another form."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, also when the step does not fit."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.aot",
-        description="Compiles a config's train step for an absent machine: memory against the "
-        "limit, the largest buffers, FLOPs, the compiler's estimate, and every collective.",
+        description="Compiles a config's train step for hardware that need not be attached. "
+        "Prints memory against the limit, the largest buffers, FLOPs, the compiler's estimate of "
+        "time, and every collective.",
         epilog="Topologies: v5p:4x4x4 (chips along each dimension of the torus), v5e:16x16:2 (two "
-        "such slices), h200:8x8 (nodes x GPUs); an unknown one lists all. Any leaf of the config "
-        "can be set: --config.layout.tensor=4",
+        "such slices), h200:8x8 (nodes x GPUs); an unknown name lists all. Any setting of the "
+        "config can be changed: --config.layout.tensor=4",
     )
     add = parser.add_argument
     add(
         "--config",
         required=True,
         metavar="FILE",
-        help="a file, or the name of a shipped one: quickstart, ...",
+        help="a file, or the name of a shipped config: quickstart, ...",
     )
     add("--topology", required=True, metavar="NAME", help="the machine: v5p:8x8x8, h200:8x8, ...")
     add(
         "--unroll_loops",
         action="store_true",
-        help="unroll the loops over layers and of the loss, for XLA's own cost analysis: slow",
+        help="unroll the loops over layers and of the loss, for XLA's cost analysis (slow)",
     )
     add(
         "--skip_memory_check",
         action="store_true",
-        help="compile even when the memory model says that a step does not fit",
+        help="compile even if the planner predicts out of memory",
     )
     add(
         "--hlo",
@@ -89,13 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.hlo and report.program:
         options.hlo.write_text(report.program)
     elif options.hlo:
-        print(f"\n{options.hlo} is not written: of a step that it refuses, the compiler gives none")
+        print(f"\n{options.hlo} is not written: the compiler refused the step, without a program")
     command_line.write_json(options.json, numbers(report))
     return 0
 
 
 def program_text(report: Any) -> str:
-    """A `CompileReport` for a person."""
+    """A `CompileReport` as readable text."""
     verdict = "fits" if report.fits else f"does not fit, by {human_bytes(report.missing_bytes)}"
     parts = [
         f"{report.topology}: {report.devices} devices, "
@@ -132,10 +133,10 @@ def program_text(report: Any) -> str:
     if report.flops is not None:
         flops = _flops(report.flops)
     if report.flops and report.narrow_flops:
-        flops += f", {report.narrow_flops / report.flops:.1%} of them with operands of 8 bits"
+        flops += f", {report.narrow_flops / report.flops:.1%} of them with 8-bit operands"
     if report.flops and report.rematerialised_flops:
         share = report.rematerialised_flops / report.flops
-        flops += f", {share:.1%} of them recomputed by XLA, to need less memory"
+        flops += f", {share:.1%} of them recomputed by XLA to save memory"
     seconds = "none" if report.optimal_seconds is None else f"{report.optimal_seconds:.4g} s"
     parts.append(
         "a step, per device\n"
@@ -150,7 +151,7 @@ def program_text(report: Any) -> str:
             human_bytes(one.num_bytes),
             _seconds(one.link_seconds),
             _seconds(one.wait_seconds),
-            _beside(one),
+            _overlapping(one),
         )
         for one in report.collectives
     ]
@@ -167,8 +168,8 @@ def _hidden(report: Any) -> str:
     if report.link_seconds:
         hidden = 1 - report.wait_seconds / report.link_seconds
         line += (
-            f"; by the planner's formulas all of them take {_seconds(report.link_seconds)} on the "
-            f"links, of which matmuls hide {hidden:.0%} at least"
+            f"; by the planner's formulas they take {_seconds(report.link_seconds)} on the links, "
+            f"of which matmuls hide at least {hidden:.0%}"
         )
     return line
 
@@ -177,7 +178,7 @@ def _seconds(seconds: float | None) -> str:
     return "n/a" if seconds is None else f"{seconds:.3g} s"
 
 
-def _beside(one: Any) -> str:
+def _overlapping(one: Any) -> str:
     if not one.asynchronous:
         return "nothing: synchronous"
     if not one.overlapped_flops:
@@ -195,7 +196,7 @@ def _flops(count: float) -> str:
 
 
 def numbers(report: Any) -> dict[str, Any]:
-    """A `CompileReport` for a program."""
+    """A `CompileReport` as plain values, for `--json`."""
     own = {name: value for name, value in vars(report).items() if name not in NOT_NUMBERS}
     return {
         **own,

@@ -1,27 +1,49 @@
-"""The records that data produces and models consume."""
+"""Records of batches, which data produces and models consume."""
 
 from typing import Any, NamedTuple
 
 
 class Batch(NamedTuple):
-    """Packed sequences; every field but the last two is [batch, seq] (NumPy or JAX arrays).
+    """A batch of packed sequences: NumPy or JAX arrays of shape [batch, seq].
 
-    Tokens attend only to tokens of the same segment; segment 0 is padding. The loss of a position
-    is multiplied by its weight, which is 0 where there is nothing to predict.
+    Tokens attend only to tokens of the same segment.
+
+    Attributes:
+      tokens: int32 token ids.
+      targets: int32, the next token of the same document.
+      segments: int32 document numbers, from 1 in each row; 0 is padding.
+      positions: int32, from 0 in each document.
+      weights: float32 factors of each position's loss; 0 without a target.
+      extras: name -> further array [batch, length] for the model; () without.
+      noise: uint32 [batch], made by the step of a model with dropout; () without.
+
+    Examples:
+      >>> tokens = np.array([[5, 6, 7, 8]], np.int32)
+      >>> segments, weights = np.ones_like(tokens), np.float32([[1, 1, 1, 0]])
+      >>> targets, positions = np.roll(tokens, -1), np.arange(4, dtype=np.int32)[None]
+      >>> jaxscale.Batch(tokens, targets, segments, positions, weights).weights.sum()
+      np.float32(3.0)
     """
 
-    tokens: Any  # int32
-    targets: Any  # int32, the token that follows in the same document
-    segments: Any  # int32, from 1 in each row; 0 is padding
-    positions: Any  # int32, from 0 in each document
-    weights: Any  # float32
-    extras: Any = ()  # or more arrays by name, [batch, a length of their own], for the model
-    noise: Any = ()  # or uint32 [batch], made by a step whose model drops activations
+    tokens: Any
+    targets: Any
+    segments: Any
+    positions: Any
+    weights: Any
+    extras: Any = ()
+    noise: Any = ()
 
 
 class ShardedBatch(Batch):
-    """A batch on the mesh, as `Engine.shard` returns it; `Engine.step` and `Engine.evaluate` take
-    nothing else.
+    """A batch on the mesh: the result of `Engine.shard`, the argument of `Engine.step`.
 
-    With context parallelism the tokens of a sequence are not in the order of the text.
+    With context parallelism the tokens of a sequence are in the order of the ranks' chunks, not in
+    the order of the text.
+
+    Examples:
+      >>> config, engine = jaxscale.open_engine(jaxscale.load("tiny"))
+      >>> rows = np.ones((config.data.global_batch_size, config.data.seq_len), np.int32)
+      >>> batch = jaxscale.Batch(rows, rows, rows, 0 * rows, np.ones(rows.shape, np.float32))
+      >>> type(engine.shard(batch)).__name__
+      'ShardedBatch'
     """

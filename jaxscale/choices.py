@@ -1,4 +1,4 @@
-"""Refusing an unknown name or number, and suggesting the nearest that is allowed."""
+"""Checks of names and numbers; errors suggest the nearest allowed value."""
 
 import difflib
 import math
@@ -44,7 +44,7 @@ OTHER_NAMES = {
     "run.checkpoint_every": ("save_every", "save_steps", "save_interval"),
     "run.eval_every": ("eval_steps", "eval_interval"),
 }
-"""Setting -> what other trainers call it."""
+"""Setting -> its names in other trainers."""
 
 
 def nearest(got: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
@@ -71,7 +71,7 @@ def did_you_mean(got: object, known: Iterable[str], count: int = 1, cutoff: floa
 
 
 def settings_called(key: str, settings: Iterable[str]) -> list[str]:
-    """The settings, each "section.key", of this key, or that other trainers call so.
+    """The settings, each "section.key", with this key, here or in other trainers.
 
     >>> settings_called("lr", ["optimizer.learning_rate", "run.steps"])
     ['optimizer.learning_rate']
@@ -106,8 +106,8 @@ def check_choice(name: str, got: object, allowed: Iterable[str], *, equals: str 
     """Refuses a value that is not allowed.
 
     Args:
-      name: of the setting, as the user writes it.
-      equals: between the name and the value.
+      name: the setting, as the user writes it.
+      equals: text between the name and the value.
 
     Raises:
       ValueError: `got` is not in `allowed`; names the nearest.
@@ -122,34 +122,33 @@ def check_choice(name: str, got: object, allowed: Iterable[str], *, equals: str 
 
 
 def check_kind(name: str, got: object, kind: type | tuple[type, ...], advice: str) -> None:
-    """Refuses an argument of a function that is of another type; without this it would fail far
-    from there.
+    """Refuses an argument of the wrong type, which would otherwise fail far from the call.
 
     Args:
-      advice: what to pass.
+      advice: the argument to pass.
 
     Raises:
-      ValueError: `got` is no `kind`.
+      ValueError: `got` is not of this type.
     """
     if not isinstance(got, kind):
         raise ValueError(f"{name} is of type {type(got).__name__}; {advice}")
 
 
 def check_count(name: str, got: object, least: int) -> None:
-    """Raises ValueError for an argument that is not a whole number, or is below `least`."""
+    """Refuses an argument that is not a whole number of at least `least`."""
     if check_whole(name, got) < least:
         raise ValueError(f"{name} = {got} is too small; at least {least}")
 
 
 def check_whole(name: str, got: object) -> int:
-    """Raises ValueError for an argument that is not a whole number."""
+    """Refuses an argument that is not a whole number."""
     if isinstance(got, bool) or not isinstance(got, numbers.Integral):
         raise ValueError(f"{name} = {got!r} is not a whole number")
     return int(got)
 
 
 def check_at_least(section: str, record: object, **least: float) -> None:
-    """Raises ValueError for the first field of `record` that is below its lower bound."""
+    """Refuses a record with a field below its lower bound."""
     for name, bound in least.items():
         if not getattr(record, name) >= bound:
             raise ValueError(
@@ -158,13 +157,13 @@ def check_at_least(section: str, record: object, **least: float) -> None:
 
 
 def nearest_divisors(size: int, parts: int) -> str:
-    """The numbers nearest to `parts`, below and above, into which `size` divides: "2 or 4"."""
+    """The divisors of `size` nearest to `parts`, below and above: "2 or 4"."""
     found = divisors(size)
     below = [n for n in found if n < parts][-1:]
     return " or ".join(map(str, below + [n for n in found if n > parts][:1]))
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, in order."""
+    """All divisors of a number, in order."""
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*low, *(number // n for n in low)})

@@ -1,4 +1,4 @@
-"""Command-line parsing for every command: no unknown flag, and errors of one line.
+"""Command-line parsing: flags, overrides, signals, and errors of one line.
 
 Nothing here imports JAX: a mistyped flag must be refused in a fraction of a second.
 """
@@ -23,24 +23,25 @@ from jaxscale.choices import nearest, nearest_settings, settings_called
 from jaxscale.storage import durable
 
 MOST_CPU_DEVICES = 4096
-MOST_CHARACTERS = 10_000  # of an error message
+MOST_CHARACTERS = 10_000
+"""The longest error message that is printed whole."""
 
 STDOUT = "stdout"
-"""The name of that stream in errors."""
+"""The file name of standard output in errors."""
 
 type Report = Callable[[str, int], tuple[str, int]]
-"""Error message and status -> the text to print, and the status to end with."""
+"""Error message and exit status -> the text to print and the status to exit with."""
 
 OTHER_FLAGS = {
     "resume": "--workdir DIR, with which the same command resumes",
     "output_dir": "--workdir DIR",
     "wandb": "--trackers wandb",
 }
-"""What other trainers call a flag -> ours, where a command has it."""
+"""A flag of other trainers -> ours, where a command has it."""
 
 
 def _unchanged(message: str, status: int) -> tuple[str, int]:
-    """The report of a process that is alone."""
+    """The report of a single process."""
     return message, status
 
 
@@ -48,11 +49,10 @@ _report: Report = _unchanged
 
 
 def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
-    """Runs a command on the arguments of this process, and ends it with the command's status.
+    """Runs a command on the arguments of this process, and exits with the command's status.
 
-    Ctrl-C, and a reader that has seen enough (`| head`), end it without a traceback. A command
-    that failed does not wait for threads, which may never end: all that it had to wait for, it has
-    waited for in `main`.
+    Ctrl-C and a closed pipe (`| head`) end it without a traceback. A failed command does not join
+    its threads, which may never end: `main` has already waited for everything it needs.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
@@ -82,8 +82,8 @@ def run(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
 
 
 def _open_streams() -> None:
-    """Has standard streams that can be used. Where one is closed, the next file that is opened
-    would get its number, and with it what libraries print."""
+    """Replaces closed standard streams. The next file opened would otherwise get the descriptor of
+    a closed stream, and with it everything that libraries print."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
@@ -94,20 +94,21 @@ def _open_streams() -> None:
     sys.stdout = _rewrapped(_Stdout, sys.stdout)
     sys.stderr = _rewrapped(_Stderr, sys.stderr)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # a locale without what a model writes
+        # A locale's encoding may lack characters that a model writes.
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _rewrapped(kind: type[io.TextIOWrapper], stream: TextIO) -> TextIO:
-    if type(stream) is not io.TextIOWrapper:  # as of a test or a notebook
+def _rewrapped(wrapper: type[io.TextIOWrapper], stream: TextIO) -> TextIO:
+    if type(stream) is not io.TextIOWrapper:  # in a test or a notebook
         return stream
     buffered, through = stream.line_buffering, stream.write_through
-    return kind(
+    return wrapper(
         stream.buffer, stream.encoding, stream.errors, None, buffered, write_through=through
     )
 
 
 class _Stdout(io.TextIOWrapper):
-    """Its errors say whose they are: what a command prints may be what it was asked for."""
+    """Standard output, named in its errors: a command fails if its output cannot be written."""
 
     def write(self, text: str) -> int:
         try:
@@ -125,8 +126,8 @@ class _Stdout(io.TextIOWrapper):
 
 
 class _Stderr(io.TextIOWrapper):
-    """Drops what nobody can read, as of a closed terminal or a full disk: a command ends with the
-    status that it has, by which a supervisor decides."""
+    """Standard error that drops text it cannot write (closed terminal, full disk): the command
+    still ends with its own status, by which a supervisor decides."""
 
     def write(self, text: str) -> int:
         try:
@@ -143,7 +144,7 @@ class _Stderr(io.TextIOWrapper):
 
 
 def _check_environment() -> None:
-    """Refuses what JAX would refuse with a traceback, when it is imported."""
+    """Refuses environment variables for which importing JAX would raise a traceback."""
     count = os.environ.get("JAX_NUM_CPU_DEVICES")
     if count and not (count.isdecimal() and 1 <= int(count) <= MOST_CPU_DEVICES):
         refuse(
@@ -153,20 +154,20 @@ def _check_environment() -> None:
 
 
 def _interrupt(number: int, frame: Any) -> NoReturn:
-    """The first Ctrl-C lets the command tidy up; the second one does not wait for that."""
+    """Raises KeyboardInterrupt at the first Ctrl-C, for clean-up; the second one kills."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise KeyboardInterrupt
 
 
 def _report_unraisable(error: Any) -> None:
-    """As Python does; but after a save that failed, and was reported, arrays that are still being
-    written find their event loop closed, each with a traceback."""
+    """Python's hook, without "Event loop is closed": after a failed save, already reported, each
+    array still being written by Orbax would print that traceback."""
     if str(error.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(error)
 
 
 def _end(status: int) -> NoReturn:
-    """Ends without waiting for threads, such as those of a compiler."""
+    """Exits without joining threads, such as a compiler's."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -174,22 +175,21 @@ def _end(status: int) -> NoReturn:
 
 
 def silence(stream: TextIO) -> None:
-    """Drops what is written to a stream from now on: nobody can read it any more."""
+    """Redirects a stream without readers to /dev/null."""
     with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def refuse(message: str, status: int = 2) -> NoReturn:
-    """Prints one line, with indented lines of details below it, and ends the process."""
+    """Prints an error of one line, with indented lines of details below it, and exits."""
     text, status = _report(message, status)
     print(f"error: {escaped(text)}", file=sys.stderr)
     raise SystemExit(status)
 
 
 def escaped(text: str) -> str:
-    """A message that can be read, whatever it quotes of a file: control characters, which may be
-    orders to a terminal, are escaped, and the middle of a long one is left out. Line breaks stay
-    before a line of details, which begins with two spaces.
+    """A message with control characters escaped, which a terminal would obey, and the middle of a
+    long message left out. Line breaks before a line of details (two spaces) are kept.
 
     >>> print(escaped("a\\nb\\x1b[2J:\\n  c"))
     a\\nb\\x1b[2J:
@@ -205,8 +205,8 @@ def escaped(text: str) -> str:
 
 
 class _Lines(logging.StreamHandler):
-    """Prints log lines, as long as anybody can read them: a closed terminal or pipe, or a full disk
-    behind stdout, is no reason to lose a run."""
+    """Handler that prints log lines while stdout can be written: a closed terminal or pipe, or a
+    full disk, must not end a run."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - of the library
         error = sys.exc_info()[1]
@@ -215,11 +215,11 @@ class _Lines(logging.StreamHandler):
             return
         silence(self.stream)
         with contextlib.suppress(OSError):
-            print(f"warning: no more lines to stdout ({error.strerror})", file=sys.stderr)
+            print(f"warning: stdout cannot be written ({error.strerror})", file=sys.stderr)
 
 
 def log_to_stdout() -> None:
-    """Prints the log lines of this package, unformatted, apart from those of other libraries."""
+    """Prints this package's log lines to stdout, unformatted, separate from other libraries'."""
     logger = logging.getLogger("jaxscale")
     logger.handlers = [_Lines(sys.stdout)]
     logger.setLevel(logging.INFO)
@@ -227,10 +227,10 @@ def log_to_stdout() -> None:
 
 
 def set_process_log(process_id: int, report: Report) -> None:
-    """Sets up the log of one process of several: only process 0 logs what is the same in all.
+    """Sets up the log of one process of several: information is logged by process 0 only.
 
     Args:
-      report: tells the other processes an error.
+      report: sends an error to the other processes.
     """
     global _report
     _report = report
@@ -243,29 +243,30 @@ def set_process_log(process_id: int, report: Report) -> None:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turns errors that the user can fix into one line: in loading and checks, not in training.
+    """Prints errors that the user can fix as one line: in loading and checks, not in training.
 
-    The status is 2; or 1, for errors that may pass by themselves; or the error's own `exit_status`.
+    The status is 2; 1 for errors that may be transient; or the error's `exit_status`.
     """
     try:
         yield
-    except BrokenPipeError:  # of stdout: no error of the user's
+    except BrokenPipeError:  # of stdout: not the user's error
         raise
     except (ValueError, OSError) as error:
-        passing = isinstance(error, OSError) and error.errno in durable.MAY_PASS
-        refuse(_sentence(error) + _place(error), getattr(error, "exit_status", 1 if passing else 2))
+        transient = isinstance(error, OSError) and error.errno in durable.MAY_PASS
+        status = getattr(error, "exit_status", 1 if transient else 2)
+        refuse(_sentence(error) + _foreign_line(error), status)
 
 
 def _sentence(error: Exception) -> str:
-    """What an error says: of the operating system's, the file and what is wrong with it."""
+    """The text of an error; for one of the operating system, the file and the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
     return str(error)
 
 
-def _place(error: Exception) -> str:
-    """Where code from outside the package, such as a model of one's own, was when an error came up:
-    such an error may not say what it is about."""
+def _foreign_line(error: Exception) -> str:
+    """The file and line of code from outside the package, such as a custom model, that an error was
+    raised in: its text may lack the context."""
     ours = [pathlib.Path(__file__).parent, *map(pathlib.Path, sysconfig.get_paths().values())]
     # The first two are `refusals` and what it surrounds.
     for frame in reversed(traceback.extract_tb(error.__traceback__)[2:]):
@@ -278,8 +279,8 @@ def _place(error: Exception) -> str:
 def whole(least: int, most: int) -> Callable[[str], int]:
     """The `type` of a flag that takes whole numbers from `least` to `most`.
 
-    Both bounds are checked before anything is read or imported: no command loops over a mistyped
-    number, or fails on it after minutes of work.
+    Bounds are checked before anything is read or imported: a mistyped number must not fail after
+    minutes of work.
     """
 
     def read(text: str) -> int:
@@ -313,8 +314,8 @@ def real(least: float, most: float, *, above: bool = False) -> Callable[[str], f
 
 
 def output_file(text: str) -> pathlib.Path:
-    """The `type` of a flag that names a file to write: whether that can be done is known at once,
-    and not only after hours of work."""
+    """The `type` of a flag that names a file to write, checked at once and not after hours of
+    work."""
     path = pathlib.Path(text)
     try:
         is_folder = path.is_dir()
@@ -330,7 +331,7 @@ def output_file(text: str) -> pathlib.Path:
 
 
 def write_json(file: pathlib.Path | None, result: Any) -> None:
-    """Writes the result of a command to its --json, where that is given."""
+    """Writes the result of a command to the file of --json, if given."""
     if file:
         with refusals():
             file.write_text(json.dumps(result, indent=2) + "\n")
@@ -342,16 +343,16 @@ def parse(
     """Reads the flags of a command; flags are never abbreviated.
 
     Args:
-      parser: when it has --config, `--config.section.key=value` (or a space for the `=`) is taken
-        as an override.
-      argv: without the name of the program.
-      settings: every "section.key" of a configuration, to suggest in place of an unknown flag.
+      parser: with a flag --config, `--config.section.key=value` (or a space for the `=`) is an
+        override.
+      argv: the arguments without the program's name.
+      settings: every "section.key" of a configuration, suggested for an unknown flag.
 
     Returns:
       The flags, and the overrides as "section.key=value" in their order, for `config.load`.
 
     Raises:
-      SystemExit: with status 2 and one line, for anything that the parser does not know.
+      SystemExit: with status 2 and one line, for an unknown flag or value.
     """
     known = [flag for action in parser._actions for flag in action.option_strings]
     overrides, rest = [], []

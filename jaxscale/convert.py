@@ -1,9 +1,8 @@
-"""python -m jaxscale.convert --from_hf DIR [--from_peft ADAPTERS] --output RUN
+"""Conversion between Hugging Face models, PEFT adapters (LoRA) and a run's folder.
+
+python -m jaxscale.convert --from_hf DIR [--from_peft ADAPTERS] --output RUN
 python -m jaxscale.convert --to_hf --workdir RUN --output DIR
 python -m jaxscale.convert --to_peft --workdir RUN --output DIR
-
-Converts a Hugging Face model to a run's folder, with low-rank adapters of PEFT or without, and a
-run to a Hugging Face model, or its adapters to PEFT's format.
 """
 
 import argparse
@@ -61,13 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """Writes config.json, tokenizer and checkpoint 0 of a run that has not begun."""
+    """Writes config.json, the tokenizer and checkpoint 0 of a new run."""
     output, peft = options.output, options.from_peft
     model = model_folder.open_model(options.from_hf, adapters=peft)
-    # That of the adapters, where they have one: it has the tokens that were added for them.
+    # The adapters' tokenizer, if any: it has the tokens that were added for them.
     beside = peft if peft and _tokenizers(peft) else model.directory
     files = _tokenizers(beside)
-    # Where there is none, this is where the run looks for one.
+    # Without a tokenizer, this is where the run will look for one.
     own = str(output / (*files, *run_folder.TOKENIZERS)[0])
     config = _config_of(model, own, overrides, adapted=bool(peft))
     if depth := config.model.prediction_depth:
@@ -96,8 +95,8 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
     )
     if not tokenizer:
         log.warning(
-            f"note: {model.directory} has no {' and no '.join(run_folder.TOKENIZERS)}: the weights "
-            f"alone are converted. To train or to generate, put one into {output}, or set "
+            f"note: {model.directory} has no {' and no '.join(run_folder.TOKENIZERS)}: only the "
+            f"weights are converted. To train or to generate, put one into {output}, or set "
             f"--config.data.tokenizer={'esm2' if model.config.family == 'esm' else 'FILE'}"
         )
     return {"tensors": len(model.tensors), "parameters": num_params}
@@ -106,27 +105,27 @@ def _from_hugging_face(options: argparse.Namespace, overrides: list[str]) -> dic
 def _config_of(
     model: "model_folder.HuggingFaceModel", tokenizer: str, overrides: list[str], *, adapted: bool
 ) -> configs.Config:
-    """The run's.
+    """The config of the run.
 
     Raises:
-      ValueError: it has adapters, and none are given.
+      ValueError: it has adapters, and --from_peft is missing.
     """
     settings = dict(model.settings)
     if adapted and model.dtype == "float32":
-        settings["param_dtype"] = model.dtype  # exactly, whatever a run may begin with
+        settings["param_dtype"] = model.dtype  # lossless, whatever a run may start from
     data = {"tokenizer": tokenizer, **_data_of(model.config)}
     config = configs.from_dict({"model": settings, "data": data}, overrides)
     if config.model.lora_rank and not adapted:
         raise ValueError(
             f"model.lora_rank = {config.model.lora_rank}: --from_hf reads the adapters of "
-            "--from_peft DIR; new ones begin with training: convert without, and train with "
+            "--from_peft DIR; for new adapters convert without model.lora_rank, and train with "
             "--config.model.init_from and --config.model.lora_rank"
         )
     return config
 
 
 def _write_run(output: pathlib.Path, config: configs.Config, params: Any, host_gb: int) -> None:
-    """Checkpoint 0, and then config.json: without it the folder is not a run."""
+    """Writes checkpoint 0, then config.json, which makes the folder a run."""
     checkpoints, settings = output / CHECKPOINTS, configs.to_dict(config)
     writer = save.CheckpointWriter(checkpoints, host_gb=host_gb)
     data = {"fingerprint": "", "next_example": 0}
@@ -138,7 +137,7 @@ def _write_run(output: pathlib.Path, config: configs.Config, params: Any, host_g
 
 
 def _data_of(model: ModelConfig) -> dict[str, Any]:
-    """The settings of data with which a converted model can be trained as it is."""
+    """The data settings with which a converted model can be trained unchanged."""
     data: dict[str, Any] = {} if model.causal else {"objective": "masked"}
     if model.positions == "learned":
         data["seq_len"] = model.max_seq_len
@@ -152,28 +151,28 @@ def _tokenizers(directory: pathlib.Path) -> list[str]:
 
 
 def _fitting_tokenizer(config: configs.Config, directory: pathlib.Path) -> Any:
-    """The tokenizer for a model, whose vocabulary cannot be changed here.
+    """The tokenizer of a model whose vocabulary is fixed.
 
     Raises:
       ValueError: it does not fit the model, or cannot be used.
     """
 
-    # Of a model that every tokenizer fits, so that its advice is not to set another vocabulary.
+    # With the largest vocabulary every tokenizer fits: no error advises to set vocab_size.
     largest = dataclasses.replace(config.model, vocab_size=2**31)
     tokenizer = text.open_tokenizer(dataclasses.replace(config, model=largest), directory)
     tokenizer = image_tokens.without_unread(tokenizer, config.model.vocab_size)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"data.tokenizer = {config.data.tokenizer!r} has {tokenizer.vocab_size} tokens, and "
-            f"the model in {directory} only {config.model.vocab_size}; put the model's own "
-            "tokenizer.json there, or set --config.data.tokenizer=FILE to a tokenizer of at most "
-            f"{config.model.vocab_size} tokens"
+            f"the model in {directory} only {config.model.vocab_size}; add the model's "
+            "tokenizer.json to that folder, or set --config.data.tokenizer=FILE to a tokenizer of "
+            f"at most {config.model.vocab_size} tokens"
         )
     return tokenizer
 
 
 def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """Writes a checkpoint of a run, the newest by default, as transformers or PEFT reads it."""
+    """Writes a checkpoint of a run, the newest by default, in transformers' or PEFT's format."""
     workdir, output = options.workdir, options.output
     try:
         config = run_folder.load_config(workdir, overrides)
@@ -218,7 +217,7 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
 
 
 def _has_tokenizer(name: str, workdir: pathlib.Path) -> bool:
-    """Whether a run has a tokenizer; one that was converted, and not trained, may have none."""
+    """Whether a run has a tokenizer; a converted, untrained run may have none."""
     given = pathlib.Path(name)
     files = given, *(workdir / name for name in run_folder.TOKENIZERS)
     trained = local_steps(workdir / CHECKPOINTS) != [0]
@@ -237,7 +236,7 @@ def _write_model(
     if model.lora_rank:
         params, axes = lora.merge_adapters(model, params), lora.without_adapters(axes)
         model = dataclasses.replace(model, lora_rank=0, lora_targets="", lora_tokens="")
-        log.info("the adapters are merged into the weights (--to_peft writes them alone)")
+        log.info("the adapters are merged into the weights (--to_peft writes adapters only)")
     return model_folder.write_model(
         options.output,
         model,
@@ -252,10 +251,10 @@ def _write_model(
 
 
 def _base_of_adapters(model: ModelConfig, workdir: pathlib.Path) -> pathlib.Path | None:
-    """The Hugging Face folder of the model that a run's adapters are for, where that is known.
+    """The Hugging Face folder of the base model of a run's adapters, if known.
 
     Raises:
-      ValueError: there are no adapters, or they alone are not what the run has trained.
+      ValueError: there are no adapters, or the run has also trained other parameters.
     """
 
     if not model.lora_rank:
@@ -269,14 +268,14 @@ def _base_of_adapters(model: ModelConfig, workdir: pathlib.Path) -> pathlib.Path
     if {*range(model.vocab_size - new, model.vocab_size)} - {*model.trained_tokens}:
         raise ValueError(
             f"model.vocab_size = {model.vocab_size} is {new} more than {base} has, and the rows of "
-            "new tokens are not among the adapters (model.lora_tokens); --to_hf writes the model "
-            "with these merged"
+            "the new tokens are not trained with the adapters (model.lora_tokens); --to_hf writes "
+            "the model with the adapters merged"
         )
     return base
 
 
 def _what_adapters_need(model: ModelConfig, base: pathlib.Path | None) -> str:
-    """What PEFT loads the adapters of a run with."""
+    """A line on how PEFT loads the adapters of a run."""
     where = base or f"the model that the run started from (model.init_from = {model.init_from!r})"
     resized = (
         f" and resize_token_embeddings({model.vocab_size}) if it has fewer tokens"
@@ -284,26 +283,26 @@ def _what_adapters_need(model: ModelConfig, base: pathlib.Path | None) -> str:
         else ""
     )
     return (
-        f"the adapters hold no weights of the model: PeftModel loads them with {where}{resized}; "
-        "--to_hf writes the model with these merged"
+        f"the adapters do not include the model's weights: PeftModel loads them with {where}"
+        f"{resized}; --to_hf writes the model with the adapters merged"
     )
 
 
 def _refuse_own_code(workdir: pathlib.Path, overrides: list[str], error: ValueError) -> None:
-    """Raises ValueError in place of another where a run is of a model or schedule of one's own."""
+    """Replaces the error of a run with a custom model or schedule, by a ValueError."""
     sections = configs.read_sections(workdir / "config.json")
     family = sections.get("model", {}).get("family")
     if isinstance(family, str) and is_own_family(family):
         raise ValueError(
-            f"model.family = {family!r} of {workdir} is a model of one's own, which has no format "
-            "at Hugging Face; --to_hf can write models of the shipped families"
+            f"model.family = {family!r} of {workdir} is a custom model, which has no Hugging Face "
+            "format; --to_hf can write models of the shipped families"
         ) from error
     schedule = sections.get("layout", {}).get("schedule")
     changed = any(override.startswith("layout.schedule=") for override in overrides)
     if isinstance(schedule, str) and is_foreign(schedule) and not changed:
         raise ValueError(
-            f"layout.schedule = {schedule!r} of {workdir} is code from outside the package, which "
-            "writing does not need: add --config.layout.schedule=1f1b"
+            f"layout.schedule = {schedule!r} of {workdir} is code from outside the package, not "
+            "needed to convert: add --config.layout.schedule=1f1b"
         ) from error
 
 
@@ -315,15 +314,13 @@ def _check(options: argparse.Namespace) -> None:
         if options.workdir is None:
             raise ValueError("--to_hf and --to_peft need --workdir RUN, the run to convert")
         if options.from_peft:
-            raise ValueError(
-                "--from_peft goes with --from_hf DIR, the model that the adapters are for"
-            )
+            raise ValueError("--from_peft needs --from_hf DIR, the base model of the adapters")
     if options.to_peft and options.max_file_gb is not None:
-        raise ValueError("--max_file_gb belongs to --to_hf; PEFT reads adapters from one file")
+        raise ValueError("--max_file_gb is for --to_hf; PEFT reads adapters from one file")
     others = options.workdir, options.dtype, options.step, options.max_file_gb
     if options.from_hf and any(value is not None for value in others):
         raise ValueError(
-            "--workdir, --step and --dtype belong to --to_hf and --to_peft, --max_file_gb to "
+            "--workdir, --step and --dtype are for --to_hf and --to_peft, --max_file_gb for "
             "--to_hf; --from_hf writes to --output, in the type of --config.model.param_dtype"
         )
     if options.output.exists() and any(options.output.iterdir()):
@@ -334,10 +331,10 @@ def _model_folder(text: str) -> pathlib.Path:
     """The type of --from_hf and --from_peft.
 
     Raises:
-      argparse.ArgumentTypeError: it is an address.
+      argparse.ArgumentTypeError: it is a URL.
     """
     if is_remote(text):
-        raise argparse.ArgumentTypeError(f"{text} is an address; copy it into a folder, name that")
+        raise argparse.ArgumentTypeError(f"{text} is a URL; download it, and give the local folder")
     return pathlib.Path(text)
 
 
@@ -345,12 +342,12 @@ def _new_folder(text: str) -> pathlib.Path:
     """The type of --output.
 
     Raises:
-      argparse.ArgumentTypeError: it is an address.
+      argparse.ArgumentTypeError: it is a URL.
     """
     if is_remote(text):
         raise argparse.ArgumentTypeError(
-            f"{text} is an address, and files are written here; name a folder, copy it, or train "
-            "with --workdir ADDRESS --config.model.init_from=FOLDER"
+            f"{text} is a URL, and files are written locally; give a folder and upload it, or "
+            "train with --workdir URL --config.model.init_from=FOLDER"
         )
     return pathlib.Path(text)
 
@@ -367,8 +364,8 @@ Next steps:{generate if causal else ""}
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.convert",
-        description="Converts a Hugging Face model to a run's folder, or a run to a Hugging Face "
-        "model, which transformers loads, or its low-rank adapters to a folder that PEFT loads.",
+        description="Converts a Hugging Face model to a run's folder, a run to a Hugging Face "
+        "model for transformers, or a run's low-rank adapters to a folder for PEFT.",
     )
     parser.add_argument(
         "--from_hf", metavar="DIR", type=_model_folder, help="the model's folder, to read"
@@ -377,7 +374,7 @@ def _parser() -> argparse.ArgumentParser:
         "--from_peft",
         metavar="DIR",
         type=_model_folder,
-        help="low-rank adapters of PEFT for the model of --from_hf, to read, too",
+        help="the folder of PEFT's low-rank adapters for the model of --from_hf, to read",
     )
     parser.add_argument("--to_hf", action="store_true", help="write a model's folder from a run")
     parser.add_argument(
@@ -394,21 +391,24 @@ def _parser() -> argparse.ArgumentParser:
         "--config",
         metavar=".SECTION.KEY=VALUE",
         type=run_folder.refuse_file,
-        help="change a leaf of the run's config, such as --config.layout.fsdp=8",
+        help="change a setting of the run's config, such as --config.layout.fsdp=8",
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="of the tensors written; that of the parameters by default, float32 of adapters",
+        help="type of the tensors written; default that of the parameters, float32 for adapters",
     )
     parser.add_argument(
         "--max_file_gb",
         metavar="GB",
         type=command_line.real(0, 1e6, above=True),
-        help=f"size of a file of tensors written by --to_hf; default {MAX_FILE_GB:g}",
+        help=f"largest size of a file of tensors written by --to_hf; default {MAX_FILE_GB:g}",
     )
     parser.add_argument(
-        "--json", metavar="FILE", type=command_line.output_file, help="write the counts there too"
+        "--json",
+        metavar="FILE",
+        type=command_line.output_file,
+        help="also write the counts to FILE",
     )
     return parser
 

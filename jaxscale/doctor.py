@@ -1,7 +1,7 @@
-"""What this machine has, what it lacks, and whether a small sharded step works on it.
+"""Report of a machine: versions, devices, missing packages, XLA flags, and a small sharded step.
 
-JAX is imported when it is first used: a mistyped flag is refused before, and a broken installation
-is reported, not a crash.
+JAX is imported when first used: a mistyped flag is refused before, and a broken installation is
+reported without a crash.
 """
 
 import argparse
@@ -54,7 +54,7 @@ PACKAGES = {
     "etils": "etils.epath",
     **({"backports.zstd": "backports.zstd"} if sys.version_info < (3, 14) else {}),
 }
-"""Distribution that a run needs -> the module that is imported of it."""
+"""Distribution that a run needs -> its module that is imported as a test."""
 
 EXTRAS = {
     "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
@@ -70,14 +70,14 @@ EXTRAS = {
     "mlflow": ("mlflow-skinny",),
     "dev": ("pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "import-linter"),
 }
-"""Extra of the package -> distributions that must all be present when it is installed."""
+"""Extra of the package -> the distributions that it installs."""
 
 ACCELERATORS = {"/dev/nvidia0": ("gpu", "cuda13"), "/dev/accel0": ("tpu", "tpu")}
-"""A device file that a driver creates -> JAX's name of the platform, and the extra for it."""
+"""A driver's device file -> JAX's name of the platform, and the extra to install for it."""
 
 
 def versions() -> dict[str, str | None]:
-    """Name -> installed version, or None; Python itself comes first."""
+    """Name -> installed version or None, with Python first."""
     return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
 
 
@@ -90,8 +90,8 @@ def version(distribution: str) -> str | None:
 
 
 def broken_packages() -> dict[str, list[str]]:
-    """Why modules cannot be imported -> the installed distributions that this is true of, such as
-    of one whose own requirements are not installed."""
+    """Import error -> the installed distributions that raise it, such as one whose requirements are
+    missing."""
     found: dict[str, list[str]] = {}
     for name, module in PACKAGES.items():
         try:
@@ -103,7 +103,7 @@ def broken_packages() -> dict[str, list[str]]:
 
 
 def missing_extras() -> dict[str, str]:
-    """Extra that is not installed -> the command that installs it, in a checkout."""
+    """Missing extra -> the command that installs it in a checkout."""
     return {
         extra: f"uv sync --inexact --extra {extra}"
         for extra, distributions in EXTRAS.items()
@@ -112,7 +112,7 @@ def missing_extras() -> dict[str, str]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The kinds of device that this process has: how many, memory of one, its bfloat16 peak."""
+    """The types of local devices: count, memory of each, bfloat16 peak."""
     kinds: dict[str, dict[str, Any]] = {}
     for device in jax.local_devices():
         if device.device_kind not in kinds:
@@ -129,7 +129,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def xla_flags() -> dict[str, Any]:
-    """The table's flags for this machine's devices, each with this compiler's refusal, if any."""
+    """The table's XLA flags for this machine, each with this compiler's refusal, if any."""
     device = jax.devices()[0]
     flags = xla_options.flags_of(device)
     refused = xla_options.refused_options(flags, jax.sharding.SingleDeviceSharding(device))
@@ -140,14 +140,14 @@ def xla_flags() -> dict[str, Any]:
 
 
 def self_test() -> dict[str, Any]:
-    """One step of gradient descent with weights and batch spread over all devices of all processes.
+    """One FSDP step of gradient descent over all devices of all processes, compared with NumPy.
 
-    Weights are all-gathered, and their gradient reduce-scattered, as a fully sharded step does. All
-    numbers are small integers, exact in float32 in any order of summation: the weights must equal
-    NumPy's to the bit, and the loss, a large sum, up to rounding.
+    Weights are all-gathered, and their gradient reduce-scattered. All numbers are small integers,
+    exact in float32 in any order of summation: the weights must equal NumPy's to the bit, and the
+    loss, a large sum, up to rounding.
 
     Returns:
-      `passed`, `seconds`, and `error`: what went wrong, or None.
+      `passed`, `seconds`, and `error`, the failure or None.
     """
     start = time.perf_counter()
     count = len(jax.devices())
@@ -188,7 +188,7 @@ def self_test() -> dict[str, Any]:
 
 
 def examine() -> dict[str, Any]:
-    """Everything that `main` prints, as plain data; `problems` is empty when there is none."""
+    """The report that `main` prints, as plain data; with the `problems` to fix."""
     report: dict[str, Any] = {"versions": versions(), "missing_extras": missing_extras()}
     report["host"] = {
         "name": socket.gethostname(),
@@ -203,7 +203,7 @@ def examine() -> dict[str, Any]:
     except (ImportError, RuntimeError, AssertionError) as error:
         platform_name = None
         asked = os.environ.get("JAX_PLATFORMS")
-        # JAX asserts, without a word, that a plugin loads.
+        # JAX 0.12 asserts that a plugin was loaded, without a message.
         reason = str(error) or f"no plugin for JAX_PLATFORMS = {asked} loads"
         report |= {"devices": [], "xla_flags": [], "xla_flags_version": "unknown"}
         report["self_test"] = {"passed": False, "seconds": 0.0, "error": f"no JAX: {reason}"}
@@ -212,7 +212,7 @@ def examine() -> dict[str, Any]:
     own = {key: report[key] for key in ("host", "devices", "problems")}
     report["processes"] = processes.all_reports("doctor", own)
     report["hints"] = [
-        f"{file} is here, but JAX runs on {platform_name}: uv sync --inexact --extra {extra}"
+        f"{file} exists, but JAX runs on {platform_name}: uv sync --inexact --extra {extra}"
         for file, (wanted, extra) in ACCELERATORS.items()
         if pathlib.Path(file).exists() and platform_name != wanted
     ]
@@ -222,7 +222,7 @@ def examine() -> dict[str, Any]:
 def problems(
     installed: dict[str, str | None], broken: dict[str, list[str]], test: dict[str, Any]
 ) -> list[str]:
-    """What must be fixed before training."""
+    """Problems to fix before training, each with its remedy."""
     found = [
         f"{name} is not installed: uv sync --inexact"
         for name, got in installed.items()
@@ -261,7 +261,7 @@ def show(report: dict[str, Any]) -> str:
     )
     lines += _section(
         f"XLA flags for this platform (table of {report['xla_flags_version']})",
-        list(map(_flag, report["xla_flags"])) or ["none: the defaults are good"],
+        list(map(_flag, report["xla_flags"])) or ["none: the defaults are used"],
     )
     test = report["self_test"]
     outcome = "agrees with NumPy" if test["passed"] else "FAILED"
@@ -298,7 +298,7 @@ def _machine(host: dict[str, Any], devices: list[dict[str, Any]]) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.doctor",
-        description="Versions, devices, missing extras, compiler flags, and a self-test.",
+        description="Prints versions, devices, missing extras, compiler flags, and a self-test.",
     )
     parser.add_argument(
         "--json",
@@ -309,33 +309,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--preflight",
         action="store_true",
-        help="also measure hosts, clocks, collectives, storage and room for the run of --config "
-        "in --workdir",
+        help="also check hosts, clocks, network, storage bandwidth and free space for the run of "
+        "--config in --workdir",
     )
-    parser.add_argument("--config", metavar="FILE", help="of the run that --preflight is for")
+    parser.add_argument("--config", metavar="FILE", help="config of the run, for --preflight")
     parser.add_argument(
         "--workdir",
         metavar="DIR",
         type=run_folder.folder,
-        help="its folder or address; by default that of jaxscale.train",
+        help="folder or URL of that run; default as in jaxscale.train",
     )
     launcher.add_process_flags(parser)
     return parser
 
 
 def _load_config(arguments: argparse.Namespace, overrides: list[str]) -> configs.Config | None:
-    """The run of --preflight."""
+    """The config of the run for --preflight, or None."""
     if (arguments.config or arguments.workdir or overrides) and not arguments.preflight:
-        raise ValueError(
-            "--config and --workdir name the run that --preflight examines; add --preflight"
-        )
+        raise ValueError("--config and --workdir are for --preflight; add it, or leave them out")
     if arguments.preflight and not arguments.config:
-        raise ValueError("--preflight examines a run; add its --config FILE")
+        raise ValueError("--preflight needs the run's --config FILE; add it")
     return configs.load(arguments.config, overrides) if arguments.preflight else None
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; 1 when something must be fixed before training."""
+    """Runs the command; returns 1 if there is a problem to fix before training."""
     arguments, overrides = command_line.parse(_parser(), argv)
     with command_line.refusals():
         place = launcher.find_processes(arguments)

@@ -1,7 +1,6 @@
-"""python -m jaxscale.evaluate --workdir DIR [--config.section.key=value ...]
+"""Evaluation of a run's newest checkpoint: held-out loss, validation sets, or multiple choice.
 
-Evaluates a run's newest checkpoint on its held-out text and its validation sets, or with
---choices FILE.jsonl on questions of multiple choice.
+python -m jaxscale.evaluate --workdir DIR [--config.section.key=value ...]
 """
 
 import argparse
@@ -32,25 +31,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the status of the process: 0."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.evaluate",
-        description="Loss, perplexity and bits per byte of a run's newest checkpoint on text that "
-        "it was not trained on.",
+        description="Loss, perplexity and bits per byte of a run's newest checkpoint on held-out "
+        "text.",
     )
     run_folder.add_workdir_flags(parser)
     parser.add_argument(
         "--max_batches",
         metavar="N",
         type=command_line.whole(1, 2**40),
-        help="stop after this many of each set; all of it by default",
+        help="evaluate at most N batches of each set; default all",
     )
     parser.add_argument(
         "--choices",
         metavar="FILE.jsonl",
         type=pathlib.Path,
-        help='answer questions instead, one {"prompt": TEXT, "choices": [TEXT, ...], "answer": '
-        "INDEX} a line, by the likelihood of each choice after the prompt",
+        help='answer multiple-choice questions by likelihood instead; each line is {"prompt": '
+        'TEXT, "choices": [TEXT, ...], "answer": INDEX}',
     )
     parser.add_argument(
-        "--json", metavar="FILE", type=command_line.output_file, help="write the numbers there too"
+        "--json",
+        metavar="FILE",
+        type=command_line.output_file,
+        help="also write the numbers to FILE",
     )
     launcher.add_process_flags(parser)
     options, overrides = command_line.parse(
@@ -59,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with command_line.refusals():
         if options.choices and options.max_batches is not None:
             raise ValueError(
-                "--max_batches is for text; leave it out with --choices, which answers every "
-                "question of its file"
+                "--max_batches is for text; leave it out with --choices, which scores every "
+                "question of the file"
             )
         config = run_folder.load_config(
             options.workdir, overrides, trust_foreign=options.trust_family
@@ -68,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         questions = read_questions(options.choices) if options.choices else None
         if not (questions or config.data.heldout or config.data.validation):
             raise ValueError(
-                "data.heldout = 0: this run held out no text, so there is none to evaluate on; "
-                "train with data.heldout above 0, or name validation sets in data.validation"
+                "data.heldout = 0: this run has no held-out text to evaluate on; train with "
+                "data.heldout above 0, or name validation sets in data.validation"
             )
         place = launcher.find_processes(options)
     command_line.log_to_stdout()
@@ -117,11 +119,10 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
             evaluations = opened.evaluations
             if metadata["data"]["fingerprint"] != opened.train.fingerprint:
                 log.info(
-                    "note: the text or its settings differ from those of training: these numbers "
-                    "are not comparable with the run's own, and the model may have been trained on "
-                    "the text"
+                    "note: the text or its settings differ from training: these numbers are not "
+                    "comparable with the run's, and the model may have been trained on this text"
                 )
-        else:  # the text of training may be gone
+        else:  # the training text may be gone
             of_run = config.data, config.model.vocab_size, options.workdir, tokenizer
             evaluations = processes.first("text", lambda: text.open_validation_sets(*of_run))
     result: dict[str, Any] = {"step": step}
@@ -139,10 +140,10 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
 def _check_text_is_chosen(
     data: configs.DataConfig, metadata: Mapping[str, Any], workdir: pathlib.Path
 ) -> None:
-    """Refuses to score a converted model, which was trained on no text here, on the default one.
+    """Refuses to evaluate a converted model, without training text of its run, on the default text.
 
     Raises:
-      ValueError: names the settings.
+      ValueError: with the settings to change.
     """
     converted = not metadata["data"]["fingerprint"]
     if converted and data.source == configs.DataConfig().source:

@@ -1,4 +1,4 @@
-"""Numbers and tables as readable text."""
+"""Text of numbers, sizes, durations, tables and records."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ def gigabytes(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A readable time: "12 ms", "3.4 s", "5 min 20 s", "3 h 05 min", "2 d 4 h"."""
+    """A duration as text: "12 ms", "3.4 s", "5 min 20 s", "3 h 05 min", "2 d 4 h"."""
     if not math.isfinite(seconds):
         return "n/a"
     if seconds < 0.9995:
@@ -55,7 +55,7 @@ def quantity(number: float) -> str:
 
 
 def file_size(size: float) -> str:
-    """A size in decimal units, as lists of files have it.
+    """A size in decimal units, as file managers show it.
 
     >>> [file_size(size) for size in (240, 12_345, 4_560_000)]
     ['240 B', '12.3 kB', '4.56 MB']
@@ -71,7 +71,7 @@ def _three_digits(number: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns; those with only numbers below their title are aligned to the right.
+    """A table with aligned columns; columns of numbers are aligned to the right.
 
     >>> print(table([("name", "bytes"), ("weights", "12"), ("batch", "3")]))
       name     bytes
@@ -91,10 +91,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def changed_values(record: Any, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The fields of a dataclass that do not have their defaults, and their values.
+    """The fields of a dataclass that differ from their defaults, with their values.
 
     Args:
-      defaults: of fields that have others than those of their class.
+      defaults: field -> default, where it differs from the class's.
     """
     changed = {}
     for field in dataclasses.fields(record):
@@ -108,8 +108,8 @@ def changed_values(record: Any, defaults: Mapping[str, Any] | None = None) -> di
 
 
 def changed_fields(record: Any, defaults: Mapping[str, Any] | None = None) -> str:
-    """A dataclass as its constructor is called, without the fields that have their defaults: all of
-    a config's, as the last line of a cell in a notebook, would fill a page."""
+    """A dataclass as its constructor call, without fields at their defaults: a whole config would
+    fill a page of a notebook."""
     changed = changed_values(record, defaults).items()
     return f"{type(record).__name__}({', '.join(f'{name}={value!r}' for name, value in changed)})"
 

@@ -1,6 +1,6 @@
-"""python -m jaxscale.generate --workdir DIR --prompt TEXT [--prompt TEXT ...]
+"""Text generation from a run's newest checkpoint; an encoder-decoder encodes the prompt.
 
-Continues prompts with a run's newest checkpoint; one with an encoder reads a prompt, and writes.
+python -m jaxscale.generate --workdir DIR --prompt TEXT [--prompt TEXT ...]
 """
 
 import argparse
@@ -108,36 +108,36 @@ def _parser() -> argparse.ArgumentParser:
         help="the text to continue ('': a new document); may be repeated",
     )
     parser.add_argument(
-        "--prompt_file", metavar="FILE", type=pathlib.Path, help="a prompt on each line"
+        "--prompt_file", metavar="FILE", type=pathlib.Path, help="a file with a prompt on each line"
     )
     parser.add_argument(
         "--messages",
         metavar="FILE.json",
         type=pathlib.Path,
-        help='a conversation, [{"role": "user", "content": TEXT}, ...] or {"messages": [...], '
-        '"tools": [...]}, a list of several, or JSONL with one on each line, for the tokenizer\'s '
-        "chat template",
+        help='conversations for the tokenizer\'s chat template: [{"role": "user", "content": '
+        'TEXT}, ...] or {"messages": [...], "tools": [...]}, a list of several, or JSONL with one '
+        "on each line",
     )
     parser.add_argument(
         "--stop",
         metavar="TEXT",
         action="append",
         default=[],
-        help="end a continuation before this text, or special token; may be repeated",
+        help="end a continuation before this text or special token; may be repeated",
     )
     parser.add_argument(
         "--num_tokens",
         metavar="N",
         type=command_line.whole(1, 2**24),
         default=128,
-        help="at most this many new tokens; default 128",
+        help="largest number of new tokens; default 128",
     )
     parser.add_argument(
         "--temperature",
         metavar="T",
         type=command_line.real(0, 1e6),
         default=0.8,
-        help="0 is greedy decoding; default 0.8",
+        help="sampling temperature, 0 for greedy decoding; default 0.8",
     )
     parser.add_argument(
         "--top_k",
@@ -158,10 +158,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         type=command_line.whole(0, 2**32 - 1),
         default=0,
-        help="of the random draws; default 0",
+        help="seed of the random draws; default 0",
     )
     parser.add_argument(
-        "--json", metavar="FILE", type=command_line.output_file, help="write the texts there too"
+        "--json", metavar="FILE", type=command_line.output_file, help="also write the texts to FILE"
     )
     return parser
 
@@ -172,7 +172,7 @@ def _read_prompts(options: argparse.Namespace) -> list[str | Conversation]:
     conversations = read_conversations(options.messages) if options.messages else []
     if not options.prompt and not any(lines) and not conversations:
         raise ValueError(
-            f"--prompt_file {file} is empty; it holds a prompt on each line"
+            f"--prompt_file {file} is empty; write a prompt on each line"
             if file
             else "give --prompt TEXT ('' begins a new document), --prompt_file FILE or --messages "
             "FILE.json"
@@ -184,7 +184,7 @@ def _read_prompts(options: argparse.Namespace) -> list[str | Conversation]:
 
 
 def _check_utf8(flag: str, text: str) -> None:
-    """Refuses bytes of the command line that are no text, which Python gives as lone surrogates."""
+    """Refuses command-line bytes that are not UTF-8, which Python passes as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Accelerators: a table of their speeds, memory and links."""
+"""Table of accelerators: peak FLOP/s, memory, bandwidth, links."""
 
 import contextlib
 import csv
@@ -13,36 +13,36 @@ from typing import Any
 from jaxscale.storage.untrusted import load_json
 
 GPU_MEMORY_FRACTION = 0.9
-"""Share of a GPU's memory for a program: the rest is for its driver, NCCL and cuDNN."""
+"""Share of a GPU's memory for a program; the rest is for its driver, NCCL and cuDNN."""
 JAX_MEMORY_FRACTION = 0.75
-"""What JAX takes of it by itself."""
+"""The share that JAX preallocates by default."""
 GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""The environment's variables for that share: today's name and the older one."""
+"""The environment variables of that share: the current name and the older one."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """The speeds, memory and links of one JAX device of a kind.
+    """Peak FLOP/s, memory and links of one type of JAX device.
 
-    Memory is what a program finds, not the round figure that a device is sold by: of GPUs as XLA's
-    descriptions and drivers have it, of TPUs as libtpu grants it. Where that is not known (GH200,
-    GB200, B300, GB300, MI325X, MI355X, Trainium2) it is the nominal one, a little less.
+    Memory is the usable size, not the nominal one: of GPUs by XLA's descriptions and drivers, of
+    TPUs by libtpu. Where that is unknown (GH200, GB200, B300, GB300, MI325X, MI355X, Trainium2) it
+    is the nominal one, slightly reduced.
 
     A chip that JAX shows as two devices (TPU v3, TPU v7) is halved. `confidence` is "seen" when the
-    figures were read in a source, "memory" when they are recalled, or both. Link rates are those of
-    one device in one direction. A figure that is not known, or that a device does not have, is 0.
+    figures were read in a source, "memory" when they are recalled, or both. Link rates are for one
+    device in one direction. A figure that is unknown, or that does not apply, is 0.
 
     `matmul_fraction`, the links' measured rates and `memory_fraction` are from the tables of
     ml-engineering (maximum achievable matmul FLOPS, all-reduce, memory) for A100, H100, H200, B200,
-    GB200, MI300X and v6e. Other devices get the fraction of their nearest relative, and GB300 and
-    B300 that of GB200 and B200 times the ratio of their power limits, which bound it.
+    GB200, MI300X and v6e. Other devices get the fraction of the most similar device; GB300 and B300
+    get that of GB200 and B200 times the ratio of their power limits, which bound it.
     """
 
     name: str
     vendor: str
     year: int
     device_kinds: tuple[str, ...]  # what JAX reports as `device.device_kind`
-    generation: str  # of its kernels, as in `GENERATIONS`
+    generation: str  # target of its kernels, one of `GENERATIONS`
     bf16_flops_per_second: float  # dense peak, without structured sparsity
     memory_bytes: float
     memory_bytes_per_second: float
@@ -50,9 +50,9 @@ class Chip:
     notes: str
     fp8_flops_per_second: float = 0.0  # of 8-bit operands: int8 on TPUs before v7
     fp4_flops_per_second: float = 0.0
-    matmul_fraction: float = 0.75  # of the peak, reached by the best large bfloat16 matmul
-    memory_fraction: float = 0.85  # of the memory bandwidth, reached by a long copy
-    cores: int = 0  # multiprocessors, over which a matmul's tiles are spread
+    matmul_fraction: float = 0.75  # of the peak, achieved by the best large bfloat16 matmul
+    memory_fraction: float = 0.85  # of the memory bandwidth, achieved by a long copy
+    cores: int = 0  # multiprocessors, over which a matmul's tiles are distributed
     host_bytes_per_second: float = 0.0
     package_devices: int = 1  # devices that share a package, with faster links
     package_bytes_per_second: float = 0.0
@@ -91,33 +91,33 @@ GENERATIONS = (
     "trn2",
     "cpu",
 )
-"""What a device's kernels are written for: NVIDIA's compute capabilities, AMD's targets, Google's
-and Amazon's generations. "cpu" is for virtual devices."""
+"""Targets of kernels: NVIDIA's compute capabilities, AMD's targets, Google's and Amazon's
+generations; "cpu" for virtual devices."""
 
 
 MATMUL_UNITS = {
     "float8": ("sm89", "sm90", "sm100", "sm103", "tpu7"),
     "int8": ("tpu5e", "tpu5p", "tpu6"),
 }
-"""Generations that multiply a `model.matmul_dtype` faster than bfloat16. GPUs, which have 8-bit
-floats, are left out of int8; AMD's have other 8-bit floats."""
+"""`model.matmul_dtype` -> generations that multiply it faster than bfloat16. GPUs with float8 are
+left out of int8; AMD's have other float8 formats."""
 
 
 @functools.cache
 def chips() -> tuple[Chip, ...]:
-    """The table of `hardware.csv`, by vendor and year."""
+    """The devices of `hardware.csv`, by vendor and year."""
     return read_chips(pathlib.Path(__file__).with_name("hardware.csv"))
 
 
 def read_chips(path: str | pathlib.Path) -> tuple[Chip, ...]:
-    """Devices from a CSV file of the columns of `hardware.csv`, or one from a JSON object of them.
+    """Devices from a CSV file with the columns of `hardware.csv`, or one from a JSON object.
 
     Columns that are left out take the defaults of `Chip`.
 
     Raises:
-      ValueError: no such table; an unknown column or generation; one of name, generation,
+      ValueError: not such a table; an unknown column or generation; one of name, generation,
         bf16_tflops, memory_gb and memory_gb_per_second is missing, or cores of a GPU; a value is
-        no figure of a device; or a torus does not have a side for each axis. Names it.
+        out of range; or a torus does not have a side for each axis. Names the column.
     """
     path = pathlib.Path(path)
     rows = _json_rows(path) if path.suffix == ".json" else _csv_rows(path)
@@ -129,8 +129,8 @@ def read_chips(path: str | pathlib.Path) -> tuple[Chip, ...]:
             raise ValueError(f"{path}: {which}; the columns are those of jaxscale/hardware.csv")
         if row["generation"] not in GENERATIONS:
             raise ValueError(
-                f"{path}: generation {row['generation']!r} is not known; give that of the nearest "
-                f"relative, one of {', '.join(GENERATIONS)}"
+                f"{path}: generation {row['generation']!r} is not known; give that of the most "
+                f"similar device, one of {', '.join(GENERATIONS)}"
             )
     try:
         return tuple(_chip(row) for row in rows)
@@ -145,7 +145,7 @@ def _csv_rows(path: pathlib.Path) -> list[dict[str, str]]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is not CSV text: {error}") from None
     for number, row in enumerate(rows, 1):
-        if None in row:  # where the reader puts cells that have no column
+        if None in row:  # csv.DictReader's key for cells without a column
             raise ValueError(f"{path}: row {number} has more cells than the header has columns")
     return rows
 
@@ -183,9 +183,9 @@ _SCALES = {  # column -> field, and its unit
 _SHAPES = ("pod_shape", "wrap_shape")
 _FRACTIONS = ("matmul_fraction", "memory_fraction")
 _ABOVE_ZERO = (*_NEEDED, *_FRACTIONS, "package_devices", "node_devices")
-"""What every device has: of other columns 0 is what it does not have."""
+"""Columns that must be above 0; in others 0 means that the device does not have it."""
 _MOST = 1e18
-"""Of any figure, so that arithmetic with it ends in numbers."""
+"""The largest figure, so that arithmetic with it stays finite."""
 
 
 def _chip(row: dict[str, str]) -> Chip:
@@ -200,8 +200,8 @@ def _chip(row: dict[str, str]) -> Chip:
     fields["device_kinds"] = tuple(filter(None, given.get("device_kinds", "").split("|")))
     if fields["generation"].startswith(("sm", "gfx")) and not fields.get("cores"):
         raise ValueError(
-            "no 'cores', the multiprocessors or compute units of a GPU, over which matmuls of "
-            f"generation {fields['generation']!r} are spread"
+            "no 'cores'; give the multiprocessors or compute units of a GPU, which "
+            f"generation {fields['generation']!r} needs"
         )
     axes = fields.get("torus_axes", 0)
     fields |= {name: _sides(name, given.get(name, ""), axes) for name in _SHAPES}
@@ -212,7 +212,7 @@ def _sides(name: str, text: str, axes: int) -> tuple[int, ...]:
     """The sides of a torus.
 
     Raises:
-      ValueError: they cannot be read, or are not one for each axis.
+      ValueError: they cannot be read, or their number is not that of the axes.
     """
     if text and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text, re.ASCII):
         raise ValueError(f"{name} = {text!r} is not the sides of a torus, such as 16x16x16")
@@ -225,20 +225,20 @@ def _sides(name: str, text: str, axes: int) -> tuple[int, ...]:
     return sides
 
 
-def _figure(name: str, text: str, kind: type) -> Any:
+def _figure(name: str, text: str, number_type: type) -> Any:
     """The number in a column.
 
     Raises:
-      ValueError: it is not a number, or no device has it.
+      ValueError: it is not a number, or is out of range.
     """
     try:
-        number = kind(text)
+        number = number_type(text)
     except ValueError:
         number = math.nan
     most = 1 if name in _FRACTIONS else _MOST
     enough = number > 0 if name in _ABOVE_ZERO else number >= 0
     if not (enough and number <= most):
-        what = "whole number" if kind is int else "number"
+        what = "whole number" if number_type is int else "number"
         least = "above 0" if name in _ABOVE_ZERO else "of at least 0"
         raise ValueError(
             f"{name} = {text!r} is not a {what} {least}" + (" and at most 1" if most == 1 else "")
@@ -247,7 +247,7 @@ def _figure(name: str, text: str, kind: type) -> Any:
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """The chip that JAX calls `device_kind`, or None: only exact names, never a similar one.
+    """The chip with exactly this `device_kind`, or None.
 
     A slice of a GPU, or a card that differs in a suffix, has another peak.
     """
@@ -255,7 +255,7 @@ def find_chip(device_kind: str) -> Chip | None:
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense peak of one JAX device in FLOP/s, or None where the table has no figure.
+    """Dense peak of one JAX device in FLOP/s, or None if the table has no figure.
 
     Args:
       device_kind: as in `jax.devices()[0].device_kind`.
@@ -266,10 +266,10 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def check_matmul_units(matmul_dtype: str, generation: str, name: str) -> None:
-    """Refuses a `model.matmul_dtype` that devices of a generation have no matmul units for.
+    """Refuses a `model.matmul_dtype` without matmul units in devices of a generation.
 
     Raises:
-      ValueError: names the devices that have.
+      ValueError: names the devices that have such units.
     """
     if generation in MATMUL_UNITS[matmul_dtype]:
         return
@@ -282,13 +282,13 @@ def check_matmul_units(matmul_dtype: str, generation: str, name: str) -> None:
 
 
 def gpu_memory_fraction(unset: float = JAX_MEMORY_FRACTION) -> float:
-    """Share of a GPU's memory that JAX takes, as the environment says when it is opened.
+    """Share of a GPU's memory that JAX preallocates, from the environment.
 
     Args:
-      unset: the share where the environment says none.
+      unset: the share if no variable is set.
 
     Raises:
-      ValueError: the value is not such a share, or two variables say it, which jaxlib refuses.
+      ValueError: the value is not such a share, or two variables set it, which jaxlib refuses.
     """
     found = {name: os.environ[name] for name in GPU_MEMORY_VARIABLES if os.environ.get(name)}
     if len(found) > 1:
@@ -305,7 +305,7 @@ def gpu_memory_fraction(unset: float = JAX_MEMORY_FRACTION) -> float:
 
 
 def host_memory_bytes() -> int:
-    """Memory of this host, or what its container may have of it."""
+    """Memory of this host, or the limit of its container."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such group, or "max"

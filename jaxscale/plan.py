@@ -1,9 +1,9 @@
-"""Ranks the layouts of a model on a cluster and explains them.
+"""Layout search: ranks the layouts of a model on a cluster by predicted step time.
 
 python -m jaxscale.plan --config configs/X.py --hardware NAME --devices N
 
-It needs no device, and imports JAX only to compile (`--prove`) or to measure. In a program the same
-is `jaxscale.plan_layouts`.
+It needs no device, and imports JAX only to trace, to compile (`--prove`) or to measure. The
+function for programs is `jaxscale.plan_layouts`.
 """
 
 import argparse
@@ -35,12 +35,12 @@ with epy.lazy_imports():  # JAX, and optional packages
 
 MOST_DEVICES = 2**20
 MOST_TOKENS = 2**40
-"""Ten times the largest machines and a million times the largest steps: more is a slip, and the
-divisors of an arbitrary number can take forever to find."""
+"""Limits against mistyped numbers, ten times the largest machines and a million times the largest
+steps: the divisors of an arbitrary number can take forever to find."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns the status of the process."""
+    """Runs the command; returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
     heads = {word.partition("=")[0].partition(".")[0] for word in words}
     if "--validate" in heads:
@@ -87,14 +87,14 @@ def _write_answer(answer: RankedPlans, options: argparse.Namespace) -> None:
 
 
 def _print_answer(answer: RankedPlans, options: argparse.Namespace) -> None:
-    """The table of plans, the best one, and what was asked about others."""
+    """Prints the table of plans, the best one, and the answers about others."""
     print(text_report.ranking_text(answer))
     print(f"\nStep time of the best plan\n{text_report.waterfall_text(answer.plans[0])}")
     print(f"\nIts memory per device\n{text_report.memory_text(answer.plans[0])}")
     if grids := tensor_grids.grids_text(answer.query, answer.plans[0]):
         print(
-            "\nBytes that a device sends over its tensor ranks, by their grid (a layer's are "
-            f"of one micro-batch)\n{grids}"
+            "\nBytes that a device sends over its tensor ranks, by their grid (a layer's for "
+            f"one micro-batch)\n{grids}"
         )
     if options.why_not:
         print("\n" + why_not.explain_why_not(answer, parse_pins(split_pins(options.why_not))))
@@ -103,7 +103,7 @@ def _print_answer(answer: RankedPlans, options: argparse.Namespace) -> None:
 
 
 READ_BY_MEASURE = ("measure", "config", "pin", "trials", "storage", "trial_seconds", "json")
-"""Flags that are read with --measure, which ranks nothing."""
+"""Flags that --measure reads."""
 
 READ_WITH = {
     "trials": "measure",
@@ -111,17 +111,17 @@ READ_WITH = {
     "trial_seconds": "measure",
     "topology": "prove",
 }
-"""Flags that are read with another one only."""
+"""Flag -> the flag that it needs."""
 
 
 def _check_read(given: Sequence[str], overrides: Sequence[str]) -> None:
-    """Refuses what nothing would read.
+    """Refuses flags and overrides that nothing would read.
 
     Args:
       given: the flags on the command line.
 
     Raises:
-      ValueError: names the flag, and what to give instead.
+      ValueError: names the flag and its replacement.
     """
     for name in given:
         if "measure" in given and name not in READ_BY_MEASURE:
@@ -143,7 +143,7 @@ def _check_read(given: Sequence[str], overrides: Sequence[str]) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuses what the search would miss, and what is only read after it, which may take minutes.
+    """Refuses flags that would otherwise fail after the search, which may take minutes.
 
     Raises:
       ValueError: a plan that will not be in the table, or settings that no layout can have.
@@ -171,7 +171,7 @@ def _is_rank(name: str) -> bool:
 
 
 def _model(options: argparse.Namespace, overrides: Sequence[str]) -> Config | str:
-    """The config, or the name or file of a model given by its sizes."""
+    """The config, or the name or file of a model described by its sizes."""
     if not options.config and not options.model:
         raise ValueError("--config FILE or --model NAME is missing; see --help for an example")
     if not options.model:
@@ -211,7 +211,7 @@ def _topology(options: argparse.Namespace) -> str:
     if found != options.devices:
         raise ValueError(
             f"--topology {name} has {found} devices, and the plans are for --devices "
-            f"{options.devices}; give a topology of as many"
+            f"{options.devices}; give a topology with that number"
         )
     return name
 
@@ -233,20 +233,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_model_flags(add: Callable[..., Any]) -> None:
-    """What is trained, and on which cluster."""
-    add("--config", metavar="FILE", help="a file or a shipped name; its layout is ignored")
+    """Adds the flags of the model and the cluster."""
+    add("--config", metavar="FILE", help="a file, or the name of a shipped config; not its layout")
     add(
         "--model",
         default="",
         metavar="NAME",
-        help="instead of a config: a known model, or a JSON file of sizes or of a run's config",
+        help="instead of --config: a known model, a JSON file of sizes, or a run's config.json",
     )
     add(
         "--seq_len",
         type=command_line.whole(1, MOST_TOKENS),
         default=0,
         metavar="N",
-        help="sequence length of a --model, if not its own",
+        help="sequence length of a --model; default that of the model",
     )
     add("--hardware", metavar="NAME", help="a device of hardware.csv, or a CSV or JSON file")
     add(
@@ -259,7 +259,7 @@ def _add_model_flags(add: Callable[..., Any]) -> None:
 
 
 def _add_search_flags(add: Callable[..., Any]) -> None:
-    """Which layouts are considered."""
+    """Adds the flags that restrict the search."""
     add(
         "--pin",
         nargs="+",
@@ -273,20 +273,20 @@ def _add_search_flags(add: Callable[..., Any]) -> None:
 
 
 def _add_report_flags(add: Callable[..., Any]) -> None:
-    """What is explained, and written to files."""
+    """Adds the flags of explanations and output files."""
     file = command_line.output_file
     add(
         "--why_not",
         default="",
         metavar="tensor=4,pipeline=8",
-        help="why such a layout is not best or does not fit, and the smallest change",
+        help="explain why this layout is not best or does not fit, with the smallest change",
     )
     add(
         "--compare",
         nargs=2,
         default=[],
         metavar=("A", "B"),
-        help="two plans term by term, by rank in the table or as tensor=4,pipeline=8",
+        help="compare two plans term by term, by rank in the table or as tensor=4,pipeline=8",
     )
     add("--write", type=file, metavar="FILE", help="write a config that trains with the best plan")
     add("--report", type=file, metavar="FILE", help="write an HTML page with tables and figures")
@@ -294,7 +294,7 @@ def _add_report_flags(add: Callable[..., Any]) -> None:
 
 
 def _add_check_flags(add: Callable[..., Any]) -> None:
-    """Predictions against the compiler, or trials on the local devices."""
+    """Adds the flags of compiled plans and of trials on the local devices."""
     add(
         "--prove",
         type=command_line.whole(1, 1000),
@@ -334,7 +334,7 @@ _PINNED: dict[Any, tuple[str, str]] = {
     int: (r"-?\d+", "a whole number"),
     bool: ("True|False", "True or False"),
 }
-"""What values of a type look like, and in words."""
+"""Type -> the pattern of its values, and the description in errors."""
 
 
 def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
@@ -347,22 +347,25 @@ def parse_pins(texts: Sequence[str]) -> dict[str, Any]:
     types = {field.name: field.type for field in dataclasses.fields(Layout)}
     for text in texts:
         name, equals, value = text.removeprefix("layout.").partition("=")
-        kind = types.get(name)
+        value_type = types.get(name)
         if not equals or not value:
             raise ValueError(
                 f"{text!r} is not KEY=VALUE, such as tensor=8, remat=full or overlap_experts=True"
             )
-        pattern, allowed = _PINNED.get(kind, (".+", ""))
+        pattern, allowed = _PINNED.get(value_type, (".+", ""))
         if not re.fullmatch(pattern, value):
             raise ValueError(f"{text!r}: layout.{name} can be {allowed}")
         if name in pins:
             raise ValueError(f"{text!r}: {name} is already {pins[name]}; give it once")
-        pins[name] = int(value) if kind is int else value == "True" if kind is bool else value
+        if value_type is bool:
+            pins[name] = value == "True"
+        else:
+            pins[name] = int(value) if value_type is int else value
     return pins
 
 
 def split_pins(text: str) -> list[str]:
-    """Splits at the commas before a key: a value may have commas of its own."""
+    """Splits at the commas before a key; values may contain commas."""
     return re.split(r",(?=\w+=)", text)
 
 
@@ -370,7 +373,7 @@ def parse_bytes(text: str) -> float:
     """ "70GB" -> 70e9, "64GiB" -> 64 * 2**30, "" -> 0.
 
     Raises:
-      ValueError: not a size, or nothing.
+      ValueError: not a size, or 0.
     """
     if not text:
         return 0.0
@@ -385,7 +388,7 @@ def parse_tokens(text: str) -> int:
     """ "4M" -> 4 * 2**20, "" -> 0.
 
     Raises:
-      ValueError: not a number of tokens, none, or more than any step has.
+      ValueError: not a number of tokens, 0, or too large.
     """
     if not text:
         return 0
@@ -399,7 +402,7 @@ def parse_tokens(text: str) -> int:
 
 
 def _named(answer: RankedPlans, name: str) -> Plan:
-    """A plan by its rank in the table, or the best one with the given settings."""
+    """A plan by its rank in the table, or the best one with given settings."""
     if _is_rank(name):
         if not 1 <= int(name) <= len(answer.plans):
             raise ValueError(f"--compare {name}: the table has plans 1 to {len(answer.plans)}")

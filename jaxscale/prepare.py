@@ -1,6 +1,6 @@
-"""python -m jaxscale.prepare --input PATH ... --tokenizer NAME_OR_FILE --output DIR
+"""Tokenisation of text into shards for training; --inspect prints the contents of shards or text.
 
-Tokenises text into shards for training, or with --inspect prints what is in them.
+python -m jaxscale.prepare --input PATH ... --tokenizer NAME_OR_FILE --output DIR
 """
 
 import argparse
@@ -72,7 +72,7 @@ def _prepare(options: argparse.Namespace) -> dict[str, Any]:
     begin = time.perf_counter()
     source, output = _source(options, options.input), pathlib.Path(options.output)
     if find_prepared(source):
-        raise ValueError(f"--input {options.input[0]} holds shards already; give text")
+        raise ValueError(f"--input {options.input[0]} is a folder of shards; give text")
     tokenizer = load_tokenizer(
         options.tokenizer,
         [source],
@@ -108,14 +108,14 @@ def _report(index: Index, tokenizer: Tokenizer, output: pathlib.Path, seconds: f
         f"{output}: {index.num_documents:,} documents{left_out}, {file_size(index.num_bytes)} "
         f"of text, {index.num_tokens:,} tokens ({index.num_bytes / index.num_tokens:.2f} bytes a "
         f"token) in {len(index.shards)} shards; {seconds:.1f} s\n"
-        f"to train on it: --config.data.source={shlex.quote(_as_source(output))} "
+        f"to train on them: --config.data.source={shlex.quote(_as_source(output))} "
         f"--config.data.tokenizer={shlex.quote(str(own))} "
         f"--config.model.vocab_size={index.vocab_size}"
     )
 
 
 def _as_source(folder: pathlib.Path) -> str:
-    """A folder as the command line takes it; a comma would separate two paths."""
+    """A folder as a command-line value; a comma would separate two paths."""
     plain = "," not in str(folder) and not str(folder).startswith(("(", "[", "{"))
     return str(folder) if plain else str({"path": str(folder)})
 
@@ -147,17 +147,17 @@ def _inspect(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str,
 
 
 def _source(options: argparse.Namespace, paths: Sequence[str]) -> Source:
-    """The entry of `data.source` that the flags describe."""
+    """The entry of `data.source` for the flags."""
     chosen = {key: getattr(options, key) for key in _SOURCE_KEYS}
     given = {key: value for key, value in chosen.items() if value is not None}
     return to_sources([{"path": paths} | given])[0]
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str], given: Collection[str]) -> None:
-    """Refuses missing flags, flags that exclude each other, and those that nothing would read.
+    """Refuses missing flags, flags that exclude each other, and flags that nothing would read.
 
     Args:
-      given: the words of the command line, without what follows a `=`.
+      given: the words of the command line, cut at the `=`.
     """
     if options.inspect is None:
         for flag in ("input", "output", "tokenizer"):
@@ -169,17 +169,19 @@ def _check(options: argparse.Namespace, overrides: Sequence[str], given: Collect
         if options.config or overrides:
             raise ValueError("--config is for --inspect; give --input PATH ... to prepare")
         if is_remote(options.output):
-            raise ValueError(f"--output {options.output}: shards are written here and then copied")
+            raise ValueError(
+                f"--output {options.output} is a URL; give a local folder, and upload it afterwards"
+            )
         if pathlib.Path(options.output).is_file():
             raise ValueError(
-                f"--output {options.output} is a file; shards go into a folder, give another name"
+                f"--output {options.output} is a file; give the name of a folder for the shards"
             )
         _refuse_unread(("examples", "png"), given, "for --inspect; leave it out to prepare")
         if not options.tokenizer.startswith("bpe:"):
             purpose = f"for --tokenizer bpe:N; leave it out with {options.tokenizer}"
             _refuse_unread(_TRAINING_KEYS, given, purpose)
     elif options.input or options.output:
-        raise ValueError("--inspect reads only; leave --input and --output out")
+        raise ValueError("--inspect only reads; leave --input and --output out")
     elif bool(options.config) == bool(options.inspect):
         raise ValueError("--inspect needs either PATH ... or --config FILE")
     else:
@@ -196,7 +198,7 @@ def _refuse_unread(keys: Sequence[str], given: Collection[str], purpose: str) ->
 
 
 def _num_cores() -> int:
-    """The cores that this process may use, if the system tells."""
+    """The cores that this process may use, or all if the system does not tell."""
     known = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
 
@@ -204,9 +206,9 @@ def _num_cores() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.prepare",
-        description="Tokenises text into shards for training, in parallel; a command that was "
-        "killed resumes where it stopped. With --inspect it prints what is in shards, in text, or "
-        "in the mixture of a configuration.",
+        description="Tokenises text into shards for training, in parallel; after an interruption "
+        "the same command resumes. --inspect prints the contents of shards, of text, or of a "
+        "configuration's mixture.",
     )
     _add_path_flags(parser.add_argument)
     _add_document_flags(parser.add_argument)
@@ -217,12 +219,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_path_flags(add: Callable[..., Any]) -> None:
-    """What is read, and where the shards go."""
+    """Adds the flags of the input and the output."""
     add(
         "--input",
         nargs="+",
         metavar="PATH",
-        help="files, folders, globs or addresses (s3://...): text, .jsonl, .parquet, .arrow, "
+        help="files, folders, globs or URLs (s3://...): text, .jsonl, .parquet, .arrow, "
         ".arrayrecord, FASTA, plain or .gz or .zst",
     )
     add(
@@ -232,7 +234,7 @@ def _add_path_flags(add: Callable[..., Any]) -> None:
         help="bytes, esm2, a tokenizer.json, a SentencePiece .model, or bpe:32000 to train one of "
         "that size first",
     )
-    add("--output", metavar="DIR", type=os.path.expanduser, help="where the shards go")
+    add("--output", metavar="DIR", type=os.path.expanduser, help="folder for the shards")
     add(
         "--inspect",
         nargs="*",
@@ -243,38 +245,38 @@ def _add_path_flags(add: Callable[..., Any]) -> None:
 
 
 def _add_document_flags(add: Callable[..., Any]) -> None:
-    """How files are read as documents."""
+    """Adds the flags of how files are read as documents."""
     add("--format", choices=FORMATS, help="format of the files; default by their suffix")
     add(
         "--field",
         metavar="NAME",
-        help="field of a record that holds the text, a.b for b inside a; default text",
+        help="field of a record with the text, a.b for b inside a; default text",
     )
     add("--prompt", metavar="NAME", help="field of a prompt, which carries no loss")
-    add("--response", metavar="NAME", help="field of the response to it")
+    add("--response", metavar="NAME", help="field of the response to the prompt")
     add(
         "--apart",
         action="store_const",
         const=True,
-        help="tokenise responses on their own, for an encoder and its decoder",
+        help="tokenise prompts and responses separately, for an encoder-decoder",
     )
     add(
         "--text_begin",
         choices=configs.TEXT_BEGINS,
         default=configs.DataConfig.text_begin,
-        help="what prompts with responses begin with, as data.text_begin: what the tokenizer's "
-        "post-processor puts there, or the token that begins a document",
+        help="start of prompts with responses, as data.text_begin: the prefix of the tokenizer's "
+        "post-processor, or the token that begins a document",
     )
     add(
         "--messages",
         metavar="NAME",
-        help="field of a conversation, for the chat template beside the tokenizer.json; loss is on "
-        "what the assistant says",
+        help="field of a conversation, for the chat template next to the tokenizer.json; loss is "
+        "on the assistant's messages",
     )
     add(
         "--boundary",
         choices=BOUNDARIES,
-        help="what a document is; default a file of text, a record of everything else",
+        help="unit that is a document; default file for text, record for other formats",
     )
     add(
         "--max_document_bytes",
@@ -291,18 +293,18 @@ def _add_document_flags(add: Callable[..., Any]) -> None:
         "--skip_share",
         metavar="S",
         type=command_line.real(0, 0.999),
-        help="share of bad documents that may be left out; their number is reported; default 0",
+        help="largest share of bad documents that are left out (and counted); default 0",
     )
 
 
 def _add_work_flags(add: Callable[..., Any]) -> None:
-    """How the work is divided."""
+    """Adds the flags that divide the work."""
     add(
         "--workers",
         metavar="N",
         type=command_line.whole(0, 4096),
         default=_num_cores(),
-        help="worker processes; default one for each core; 0 works in this process",
+        help="worker processes; default one for each core; 0: none, in this process",
     )
     add(
         "--shard_bytes",
@@ -314,7 +316,7 @@ def _add_work_flags(add: Callable[..., Any]) -> None:
 
 
 def _add_tokenizer_flags(add: Callable[..., Any]) -> None:
-    """The text that a tokenizer is trained on."""
+    """Adds the flags of a tokenizer's training text."""
     data = configs.DataConfig()
     add(
         "--training_bytes",
@@ -328,7 +330,7 @@ def _add_tokenizer_flags(add: Callable[..., Any]) -> None:
         metavar="S",
         type=command_line.real(0, 0.999),
         default=data.heldout,
-        help=f"share that bpe:N is not trained on, as data.heldout; default {data.heldout}",
+        help=f"held-out share, not used to train bpe:N, as data.heldout; default {data.heldout}",
     )
     add(
         "--seed",
@@ -340,7 +342,7 @@ def _add_tokenizer_flags(add: Callable[..., Any]) -> None:
 
 
 def _add_inspect_flags(add: Callable[..., Any]) -> None:
-    """What is printed and written."""
+    """Adds the flags of printed and written results."""
     add(
         "--examples",
         metavar="N",

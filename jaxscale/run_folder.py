@@ -1,6 +1,6 @@
-"""The config and the tokenizer in a run's folder, which commands read before JAX is imported.
+"""Config and tokenizer of a run's folder, read by commands before JAX is imported.
 
-A mistyped key must be refused in a fraction of a second, so nothing here imports JAX.
+Nothing here imports JAX: a mistyped key must be refused in a fraction of a second.
 """
 
 import argparse
@@ -25,12 +25,12 @@ log = logging.getLogger("jaxscale")
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 HF_CONFIG = "hf_config.json"
-"""The config.json of the Hugging Face model that a run's weights come from, under another name."""
+"""Copy of the config.json of the Hugging Face model that a run's weights come from."""
 
 GENERATION = "generation_config.json"
 
 BEST: Final = "best"
-"""A --step: that of the checkpoint with the lowest held-out loss."""
+"""The --step of the checkpoint with the lowest held-out loss."""
 
 COPIED_WITH_TOKENIZER = (
     "tokenizer_config.json",
@@ -44,41 +44,41 @@ COPIED_WITH_TOKENIZER = (
     "spiece.model",
     HF_CONFIG,
 )
-"""Files that go with a tokenizer: into a run's folder or that of shards, and out of it."""
+"""Files that are copied with a tokenizer, to and from the folder of a run or of shards."""
 
 
 def add_workdir_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of every command that works from a run's folder."""
+    """Adds the flags of commands that read a run's folder."""
     parser.add_argument(
         "--workdir",
         required=True,
         metavar="DIR",
         type=folder,
-        help="the run's folder, or its address, such as s3://bucket/run",
+        help="the run's folder, or its URL, such as s3://bucket/run",
     )
     add_step_flag(parser)
     parser.add_argument(
         "--config",
         metavar=".SECTION.KEY=VALUE",
         type=refuse_file,
-        help="change a leaf of the run's config, such as --config.layout.fsdp=2; a mesh axis that "
-        "is not named is then 1, and data takes the remaining devices",
+        help="change a setting of the run's config, such as --config.layout.fsdp=2; with a mesh "
+        "axis given, the others are 1, and data takes the remaining devices",
     )
     parser.add_argument(
         "--trust_family",
         action="store_true",
-        help="import the code from outside the package that the run's config names",
+        help="import the custom code, from outside the package, that the run's config names",
     )
 
 
 def add_step_flag(parser: argparse.ArgumentParser) -> None:
-    """The flag of every command that reads a run's parameters."""
+    """Adds the flag of commands that read a run's parameters."""
     parser.add_argument(
         "--step",
         metavar="N",
         type=step_or_best,
-        help="use the checkpoint of this step, or 'best': that with the lowest held-out loss; "
-        "default the newest",
+        help="use the checkpoint of step N, or 'best' for the lowest held-out loss; default the "
+        "newest",
     )
 
 
@@ -86,7 +86,7 @@ def step_or_best(text: str) -> int | str:
     """The type of --step.
 
     Raises:
-      argparse.ArgumentTypeError: it is neither.
+      argparse.ArgumentTypeError: it is neither a step nor "best".
     """
     if text == BEST:
         return text
@@ -97,14 +97,14 @@ def step_or_best(text: str) -> int | str:
 
 
 def folder(text: str) -> pathlib.Path:
-    """The type of --workdir: a folder, or the local tier of an address.
+    """The type of --workdir: a folder, or the local tier of a URL.
 
     Raises:
-      argparse.ArgumentTypeError: it is empty, such as an unset variable, and would be this folder;
-        or the address cannot be opened.
+      argparse.ArgumentTypeError: it is empty, as from an unset variable, which would mean the
+        current folder; or the URL cannot be opened.
     """
     if not text.strip():
-        raise argparse.ArgumentTypeError("is empty; name the run's folder, or '.' for this one")
+        raise argparse.ArgumentTypeError("is empty; give the run's folder, or '.' for this one")
     try:
         return folder_of(text)
     except (ValueError, OSError) as error:
@@ -112,10 +112,10 @@ def folder(text: str) -> pathlib.Path:
 
 
 def folder_of(text: str) -> pathlib.Path:
-    """A folder by its path, or the local tier of an address.
+    """A folder by its path, or the local tier of a URL.
 
     Raises:
-      ValueError: the address cannot be opened, or lacks a slash.
+      ValueError: the URL cannot be opened, or lacks a slash.
     """
     if re.match(r"\w{2,}:/(?!/)", text):
         raise ValueError(f"{text} lacks a slash; did you mean {text.replace(':/', '://', 1)}?")
@@ -124,20 +124,20 @@ def folder_of(text: str) -> pathlib.Path:
 
 
 def check_files(workdir: pathlib.Path) -> None:
-    """Refuses a run's folder with something in it that a command could wait for, for ever.
+    """Refuses a run's folder with a special file, on which a command could block forever.
 
     Raises:
-      ValueError: names it.
+      ValueError: names the file.
     """
     if found := durable.special_file(workdir):
         raise ValueError(
-            f"{found} is a pipe, a socket or a device, where a run has files and folders; move it, "
-            "or give another --workdir"
+            f"{found} is a pipe, a socket or a device, not a file or folder of a run; move it, or "
+            "give another --workdir"
         )
 
 
 def default_folder(config: str) -> pathlib.Path:
-    """Where a run goes that is given a --config and no --workdir.
+    """The folder of a run with a --config and no --workdir.
 
     >>> default_folder("configs/tiny.py"), default_folder("runs/one/config.json")
     (PosixPath('runs/tiny'), PosixPath('runs/one'))
@@ -151,17 +151,17 @@ def load_config(
 ) -> Config:
     """The config in a run's folder, with "section.key=value" overrides.
 
-    The folder's config has the size of every mesh axis. An override of one resets the others: to 1,
-    and `data` to the remaining devices. These commands do not train, so remat and offload are
-    reset to "none": they need not fit the new layout.
+    The folder's config has the size of every mesh axis. An override of one resets the others to 1,
+    and `data` to the remaining devices. These commands do not train: remat and offload, which may
+    not fit the new layout, are reset to "none".
 
     Args:
-      trust_foreign: imports code from outside the package that the config names.
+      trust_foreign: whether to import code from outside the package that the config names.
 
     Raises:
-      FileNotFoundError: the folder holds no run.
-      ValueError: an unknown key, a value of the wrong type, a file that is not a config, or what
-        `check_files` refuses.
+      FileNotFoundError: the folder does not contain a run.
+      ValueError: an unknown key, a value of the wrong type, a file that is not a config, or a
+        special file (`check_files`).
     """
     path = workdir / "config.json"
     check_files(workdir)
@@ -169,10 +169,10 @@ def load_config(
         if store:
             fetch_files(store, workdir)
             if not path.is_file():
-                raise FileNotFoundError(f"--workdir {store.address} holds no run (no config.json)")
+                raise FileNotFoundError(f"--workdir {store.url} has no run (no config.json)")
     if not path.is_file():
         raise FileNotFoundError(
-            f"--workdir {workdir} holds no run (no config.json); train one first: "
+            f"--workdir {workdir} has no run (no config.json); train one first: "
             f"python -m jaxscale.train --config FILE --workdir {workdir}"
         )
     sections = configs.read_sections(path)
@@ -187,17 +187,17 @@ def load_config(
 
 
 def copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Copies a folder's tokenizer, and what goes with it; files that the target has are left."""
+    """Copies a folder's tokenizer and its further files; existing files of the target are kept."""
     for name in (*TOKENIZERS, *COPIED_WITH_TOKENIZER):
         if (source / name).is_file() and not (target / name).exists():
             shutil.copyfile(source / name, target / name)
 
 
 def kept_tokenizer(name: str, workdir: pathlib.Path) -> pathlib.Path | None:
-    """The copy of `data.tokenizer` that a run keeps in its folder, which may have been moved.
+    """The run's copy of `data.tokenizer`, in its folder, or None.
 
     Raises:
-      ValueError: `name` is now another tokenizer.
+      ValueError: the file at `name` is now another tokenizer.
     """
     given = pathlib.Path(name)
     kept = workdir / TOKENIZERS[given.suffix == ".model"]
@@ -212,9 +212,9 @@ def kept_tokenizer(name: str, workdir: pathlib.Path) -> pathlib.Path | None:
 
 
 def fit_devices(config: Config, num_devices: int, overrides: Sequence[str] = ()) -> Config:
-    """A run's config for another number of devices than it was trained on: each holds a replica.
+    """A run's config for another number of devices than it was trained on, with a replica on each.
 
-    A line is logged. A layout that fits, or that `overrides` chose, is not changed.
+    Logs the change. A layout that fits, or that `overrides` set, is not changed.
     """
     layout = config.layout
     if (
@@ -227,7 +227,7 @@ def fit_devices(config: Config, num_devices: int, overrides: Sequence[str] = ())
     log.info(
         f"trained on {layout.num_devices} devices ({trained or 'every axis 1'}), and here "
         f"{'is 1' if num_devices == 1 else f'are {num_devices}'}: using layout.data = "
-        f"{num_devices}; --config.layout.KEY=VALUE chooses otherwise"
+        f"{num_devices}; to change, set --config.layout.KEY=VALUE"
     )
     sizes: dict[str, Any] = dict.fromkeys((*MESH_AXES, "tensor_rows"), 1) | {"data": num_devices}
     alone = sizes | dict.fromkeys(OVERLAPS, False)
@@ -235,8 +235,7 @@ def fit_devices(config: Config, num_devices: int, overrides: Sequence[str] = ())
 
 
 def note_other_model(model: ModelSettings, workdir: pathlib.Path) -> None:
-    """Logs a line for each setting of the model that is not the run's own: its weights were trained
-    with another one."""
+    """Logs each setting of the model that differs from the one its weights were trained with."""
     trained = configs.read_sections(workdir / "config.json").get("model", {})
     for name, value in configs.read_settings(model).items():
         if name in trained and trained[name] != value:
@@ -244,9 +243,10 @@ def note_other_model(model: ModelSettings, workdir: pathlib.Path) -> None:
 
 
 def refuse_file(text: str) -> NoReturn:
-    """The type of --config where a run has its own: only leaves of it may be changed."""
+    """The type of --config for a run, whose config can only be changed by setting."""
     raise argparse.ArgumentTypeError(
-        f"the run has its own config; change leaves of it, --config.section.key=value (got {text})"
+        f"{text} is not read, since the run has its config; to change a setting, use "
+        "--config.section.key=value"
     )
 
 

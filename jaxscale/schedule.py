@@ -1,4 +1,4 @@
-"""Draws a pipeline schedule, and prints its time, bubble and memory.
+"""Simulation and picture of a pipeline schedule: time, bubble, memory, messages.
 
 python -m jaxscale.schedule 1f1b --stages 8 --microbatches 32
 """
@@ -22,7 +22,7 @@ from jaxscale.pipeline.table import Table, compile_order
 from jaxscale.pipeline_schedules.shipped import NAMES, find_schedule
 
 MOST_OPERATIONS = 2**20
-"""Forward passes of a schedule, over all ranks."""
+"""The most forward passes of a schedule, over all ranks."""
 
 KEYS = (
     "makespan",
@@ -35,17 +35,17 @@ KEYS = (
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command: prints the schedule, and writes the files that were asked for."""
+    """Runs the command: prints the schedule, and writes the requested files."""
     args, _ = command_line.parse(_parser(), argv)
     with command_line.refusals():
         name, fused, _ = args.name.partition(":fused")
-        if fused:  # as layout.schedule has it
-            raise ValueError(f"{args.name}: here it is {name} --fused, without layers")
+        if fused:  # the syntax of layout.schedule
+            raise ValueError(f"{args.name} is for layout.schedule; here give {name} --fused")
         costs = parse_costs(args.costs)
         if args.keep and not costs.r:
             raise ValueError(
-                f"--keep {args.keep} exempts passes from recompute, and there is none: give "
-                "recompute a cost, as with --costs r=1, or leave --keep out"
+                f"--keep {args.keep} exempts passes from recompute, which has no cost: set it, as "
+                "with --costs r=1, or leave --keep out"
             )
         check_size(args.stages, args.microbatches, args.virtual_stages, args.sequence_chunks)
         order = make_order(
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def check_size(*numbers: int | None) -> None:
-    """Refuses a table that would take hours to build, and is too large to read.
+    """Refuses a table that would take hours to build.
 
     Raises:
       ValueError: with the number of its operations.
@@ -86,10 +86,10 @@ def check_size(*numbers: int | None) -> None:
 
 
 def parse_costs(text: str) -> Costs:
-    """Reads "f=1,b=2"; what is left out keeps its default.
+    """Reads "f=1,b=2"; operations left out keep their defaults.
 
     Raises:
-      ValueError: an unknown kind, or a number that cannot be a time.
+      ValueError: an unknown kind of operation, or a number that cannot be a time.
     """
     costs = Costs()
     for part in text.split(","):
@@ -109,8 +109,7 @@ def parse_costs(text: str) -> Costs:
 
 
 def describe_schedule(table: Table, run: Run, columns: int = 0) -> str:
-    """The timeline and the numbers of a simulated step, for a terminal of `columns` columns (0: any
-    width)."""
+    """Timeline and figures of a simulated step, for a terminal of `columns` columns (0: any)."""
     timelines = [draw.timeline_text(table, run.start, run.duration, columns)]
     if not np.allclose(run.start, run.lockstep_start):
         timelines = [
@@ -128,7 +127,7 @@ def describe_schedule(table: Table, run: Run, columns: int = 0) -> str:
             f"as soon as possible  {run.makespan:10g}  {100 * run.idle_fraction:6.1f} %\n"
             f"in lockstep ticks    {run.lockstep_makespan:10g}  "
             f"{100 * run.lockstep_idle_fraction:6.1f} %",
-            f"peak stash  {stash}  (per rank; 1 is its activations of one micro-batch)\n"
+            f"peak stash  {stash}  (per rank; unit: its activations of one micro-batch)\n"
             f"messages    {run.messages}  (between different ranks)",
         ]
     )
@@ -147,9 +146,9 @@ def _headline(table: Table) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.schedule",
-        description="Draws a pipeline schedule, and prints its makespan, its idle share, the peak "
-        "activation memory of each rank, and its messages.",
-        epilog=f"Schedules: {', '.join(NAMES)}, module:RECORD for one of your own, or a CSV file "
+        description="Draws a pipeline schedule, and prints its makespan, idle share, peak "
+        "activation memory of each rank, and messages.",
+        epilog=f"Schedules: {', '.join(NAMES)}, module:RECORD for a custom one, or a CSV file "
         "with a row of operations for each rank (2F0 is stage 2, forward, micro-batch 0; kinds F, "
         "R, B, W and X).",
     )
@@ -164,17 +163,17 @@ def _parser() -> argparse.ArgumentParser:
         "--costs",
         default="f=1,b=1,w=1,r=0",
         metavar="f=1,b=1,w=1,r=0",
-        help="of a rank's share of the model for one micro-batch: forward, input gradient, weight "
-        "gradient, recompute (no recompute operations when 0)",
+        help="times of a rank's share of the model for one micro-batch: forward, input gradient, "
+        "weight gradient, recompute (0: no recompute operations)",
     )
     add(
         "--keep",
         type=command_line.whole(0, MOST_OPERATIONS),
         default=0,
         metavar="K",
-        help="passes whose residuals a rank saves at a time, and need no recompute; needs r > 0",
+        help="passes whose residuals a rank saves at a time, without recompute; needs r > 0",
     )
-    add("--fused", action="store_true", help="the backward pass as one operation, of cost b + w")
+    add("--fused", action="store_true", help="one operation for the backward pass, of cost b + w")
     add(
         "--png",
         metavar="FILE",
@@ -186,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
         "--csv",
         metavar="FILE",
         type=command_line.output_file,
-        help="write the schedule, to edit and pass as NAME",
+        help="write the schedule, to be edited and given as NAME",
     )
     return parser
 

@@ -1,7 +1,7 @@
-"""python -m jaxscale.supervise [--log FILE] [--failures N] [--layouts LAYOUT ...]
-       [--wait_seconds S] [--grace_seconds S] -- COMMAND
+"""Restarts a command on failure, with a failure budget.
 
-Starts a command again when it fails, and says why it gave up.
+python -m jaxscale.supervise [--log FILE] [--failures N] [--layouts LAYOUT ...]
+       [--wait_seconds S] [--grace_seconds S] -- COMMAND
 """
 
 import argparse
@@ -30,50 +30,50 @@ from jaxscale.storage.local_tier import CHECKPOINTS, local_steps
 log = logging.getLogger("jaxscale")
 
 STOPPED = 143
-"""The status of a command that was asked to stop, and saved (`run.signals`)."""
+"""The exit status of a command that saved and stopped after a signal (`run.signals`)."""
 
 REFUSED = 2
-FINAL = {REFUSED: "it was refused: a restart would not help", 130: "it was ended by hand"}
-"""Statuses after which nothing is started again."""
+FINAL = {REFUSED: "it was refused: a restart would not help", 130: "it was interrupted (Ctrl-C)"}
+"""Exit statuses without a restart -> the reason."""
 
-PASSED_ON = (
+FORWARDED = (
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
     signal.SIGUSR1,
     signal.SIGQUIT,
 )
-"""Signals that the command gets, too; after all but SIGQUIT nothing is started again."""
+"""Signals that are forwarded to the command; after all except SIGQUIT it is not restarted."""
 
 MOST_WAIT_SECONDS = 60.0
 HEALTHY_SECONDS = 600.0
-"""An attempt of a command whose folder is not known that lasted this long made progress."""
+"""Without a known folder, an attempt that lasts this long counts as progress."""
 
 TRAIN = "jaxscale.train"
-"""The command whose folder is known without --workdir."""
+"""The command that has a default folder."""
 
 TAIL_LINES = 20
 LINE_CHARS = 4096
-"""Lines are kept in pieces of this size: one may never end."""
+"""Lines are kept in pieces of at most this many characters: a line may be endless."""
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the status of the command's last attempt."""
+    """Returns the exit status of the command's last attempt."""
     argv = list(argv)
     cut = argv.index("--") if "--" in argv else len(argv)
     options, _ = command_line.parse(_parser(), argv[:cut])
     command = argv[cut + 1 :]
     if not command:
-        command_line.refuse("expected -- and a command, such as -- python -m jaxscale.train ...")
+        command_line.refuse("no command; add it after --, as -- python -m jaxscale.train ...")
     with command_line.refusals():
         workdir = _workdir(command)
         if workdir:
             run_folder.check_files(workdir)
     file = options.log or (workdir or pathlib.Path()) / "incidents.jsonl"
-    if options.log or file.parent.exists():  # else the folder of a run that may yet be refused
+    if options.log or file.parent.exists():  # else a run's folder, and the run may be refused
         with command_line.refusals():
             file.parent.mkdir(parents=True, exist_ok=True)
             file.open("a").close()
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Supervisor:
-    """The attempts of a command, one after the other."""
+    """Runs the attempts of a command in order."""
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ class _Supervisor:
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
 
     def run(self) -> int:
-        """Until the command succeeds, or nothing speaks for another attempt."""
-        with self._passing_on():
+        """Restarts the command until it succeeds, or there is a reason to stop; its last status."""
+        with self._forwarding():
             failed = 0
             for attempt in range(1, sys.maxsize):
                 before, begin = newest_step(self._workdir), time.monotonic()
@@ -113,7 +113,7 @@ class _Supervisor:
                 wait = 0.0 if status == STOPPED and progress else backoff
                 reason = self._reason_to_end(status, failed)
                 if status:
-                    action = f"gave up: {reason}" if reason else f"again in {wait:g} s"
+                    action = f"gave up: {reason}" if reason else f"restart in {wait:g} s"
                     self._report(attempt, status, seconds, (before, after), action)
                 if reason or not status:
                     return status
@@ -130,7 +130,7 @@ class _Supervisor:
         return FINAL.get(status, "")
 
     def _attempt_each(self) -> int:
-        """Runs the command in the first layout that it does not refuse; its status."""
+        """Runs the command with the first layout that it does not refuse; its exit status."""
         *others, last = self._layouts
         for layout in others:
             status = self._attempt(layout)
@@ -140,7 +140,7 @@ class _Supervisor:
         return self._attempt(last)
 
     def _attempt(self, layout: Sequence[str]) -> int:
-        """Runs the command once; its status, 128 + the signal for one that was killed.
+        """Runs the command once; its exit status, or 128 + the signal that killed it.
 
         Args:
           layout: settings that are added to the command.
@@ -156,13 +156,13 @@ class _Supervisor:
             )
         except OSError as error:
             command_line.refuse(f"{self._command[0]}: {error.strerror}")
-        if self._asked.is_set():  # just before the child was there to be told
+        if self._asked.is_set():  # the signal came before the child existed
             self._child.send_signal(signal.SIGTERM)
         assert self._child.stderr
         reading = threading.Thread(target=self._read, args=(self._child.stderr,), daemon=True)
         reading.start()
         code = self._child.wait()
-        reading.join(5)  # a grandchild may hold the pipe
+        reading.join(5)  # a grandchild may keep the pipe open
         return code if code >= 0 else 128 - code
 
     def _read(self, lines: IO[str]) -> None:
@@ -176,7 +176,7 @@ class _Supervisor:
     def _report(
         self, attempt: int, status: int, seconds: float, steps: tuple[int, int], action: str
     ) -> None:
-        """One line for people, and one for programs."""
+        """Logs an attempt, and appends its record to the file of incidents."""
         name = f" ({said})" if (said := meaning(status)) else ""
         log.info(f"supervise: attempt {attempt} ended with {status}{name}; {action}")
         record = {
@@ -190,23 +190,23 @@ class _Supervisor:
             "stderr": list(self._tail),
         }
         with contextlib.suppress(OSError):
-            if status != REFUSED:  # such as for a mistyped --config, which is to leave no folder
+            if status != REFUSED:  # a mistyped --config must not leave a folder
                 self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a") as file:
                 file.write(json.dumps(record) + "\n")
 
     def _kill(self) -> None:
-        """Ends a command that was asked to stop, and has not."""
+        """Kills a command that has not stopped within the grace period."""
         if self._child is not None and self._child.poll() is None:
             log.info(
-                f"supervise: the command has not ended in {duration(self._grace_seconds)}, and is "
-                "killed"
+                f"supervise: the command did not stop within {duration(self._grace_seconds)}; "
+                "killing it"
             )
             self._child.kill()
 
     @contextlib.contextmanager
-    def _passing_on(self) -> Iterator[None]:
-        def pass_on(number: int, frame: Any) -> None:
+    def _forwarding(self) -> Iterator[None]:
+        def forward(number: int, frame: Any) -> None:
             if number != signal.SIGQUIT and not self._asked.is_set():
                 self._asked.set()
                 killer = threading.Timer(self._grace_seconds, self._kill)
@@ -215,10 +215,10 @@ class _Supervisor:
             if self._child is not None and self._child.poll() is None:
                 self._child.send_signal(number)
 
-        before = {number: signal.getsignal(number) for number in PASSED_ON}
+        before = {number: signal.getsignal(number) for number in FORWARDED}
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:
-                signal.signal(number, pass_on)
+                signal.signal(number, forward)
         try:
             yield
         finally:
@@ -227,13 +227,13 @@ class _Supervisor:
 
 
 def meaning(status: int) -> str:
-    """What a status says besides its number: the signal that ended a command; "" where it says
-    none, as the 255 of ssh and the numbers of signals without a name.
+    """The meaning of an exit status: a request to stop, or the signal that killed the command; ""
+    for others, such as ssh's 255 and signals without a name.
 
     >>> meaning(137), meaning(143), meaning(255), meaning(1)
     ('SIGKILL', 'it was asked to stop', '', '')
     """
-    if status == STOPPED:  # also where it stopped for another reason than a signal
+    if status == STOPPED:  # also for requests other than a signal
         return "it was asked to stop"
     try:
         return signal.Signals(status - 128).name
@@ -242,10 +242,10 @@ def meaning(status: int) -> str:
 
 
 def newest_step(workdir: pathlib.Path | None) -> int:
-    """Of the checkpoints in a run's folder; 0 when there is none."""
+    """The newest checkpoint's step in a run's folder, or 0."""
     try:
         return max(local_steps(workdir / CHECKPOINTS) if workdir else [], default=0)
-    except OSError:  # as of a disk that does not answer: the command will say it
+    except OSError:  # such as an unresponsive disk, which the command will report
         return 0
 
 
@@ -260,14 +260,14 @@ def _layout(text: str) -> list[str]:
         name, equals, value = word.partition("=")
         if name not in known or not equals or not value:
             raise argparse.ArgumentTypeError(
-                f"{word!r} of {text!r} is not a setting of a layout; expected NAME=VALUE,... with "
+                f"{word!r} of {text!r} is not a setting of a layout; give NAME=VALUE,... with "
                 f"names of {', '.join(known)}"
             )
     return [f"--config.layout.{word}" for word in text.split(",")]
 
 
 def _workdir(command: Sequence[str]) -> pathlib.Path | None:
-    """What the command has after --workdir, else where `train` keeps a run of its --config."""
+    """The --workdir of the command, or the default folder of `train` for its --config."""
     if text := _given("--workdir", command):
         return run_folder.folder_of(text)
     config = _given("--config", command) if TRAIN in command else ""
@@ -275,7 +275,7 @@ def _workdir(command: Sequence[str]) -> pathlib.Path | None:
 
 
 def _given(flag: str, command: Sequence[str]) -> str:
-    """What the command has after a flag, the last time it is there; "" without it."""
+    """The last value of a flag in the command, or ""."""
     found = ""
     for word, following in zip(command, [*command[1:], ""]):
         if word == flag:
@@ -286,7 +286,7 @@ def _given(flag: str, command: Sequence[str]) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """In a new process: it gets SIGTERM, and saves, when the supervisor is killed (under Linux)."""
+    """Has a new process get SIGTERM, and save, when the supervisor is killed (Linux only)."""
     if LIBC is not None:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
@@ -298,49 +298,48 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m jaxscale.supervise",
         usage="python -m jaxscale.supervise [--log FILE] [--failures N] [--layouts LAYOUT ...] "
         "[--wait_seconds S] [--grace_seconds S] -- COMMAND",
-        description="Starts a command again when it fails; what resumes by itself, as training "
-        "does, then continues.",
-        epilog="The status is that of the last attempt: 0 complete, 143 asked to stop, 2 refused.",
+        description="Restarts a command on failure; a command that resumes, such as training, then "
+        "continues.",
+        epilog="The exit status is that of the last attempt: 0 complete, 143 asked to stop, 2 "
+        "refused.",
     )
     add: Callable[..., Any] = parser.add_argument
     add(
         "--log",
         metavar="FILE",
         type=pathlib.Path,
-        help="a JSON object a line for each attempt that did not succeed; by default "
-        "incidents.jsonl in the run's folder",
+        help="file for a JSON line for each failed attempt; default incidents.jsonl in the run's "
+        "folder",
     )
     add(
         "--failures",
         metavar="N",
         type=command_line.whole(1, 10**6),
         default=5,
-        help="give up after so many in a row without a new checkpoint; default 5",
+        help="give up after N failures in a row without a new checkpoint; default 5",
     )
     add(
         "--layouts",
         metavar="LAYOUT",
         nargs="+",
         type=_layout,
-        help="settings such as fsdp=8,tensor=2, added to the command; an attempt that is refused "
-        "with one, since devices are missing, is made with the next. To let the planner choose, "
-        "train with --config.layout=auto",
+        help="layouts, such as fsdp=8,tensor=2, to add to the command; one that is refused, for "
+        "lack of devices, is followed by the next. To let the planner choose, train with "
+        "--config.layout=auto",
     )
     add(
         "--wait_seconds",
         metavar="S",
         type=command_line.real(0, 3600),
         default=1.0,
-        help="before a failed command starts again; doubled by each failure, up to a minute; "
-        "default 1",
+        help="seconds before a restart, doubled by each failure up to a minute; default 1",
     )
     add(
         "--grace_seconds",
         metavar="S",
         type=command_line.real(0, 1e6),
         default=600.0,
-        help="once asked to stop, how long the command may take to save and end before it is "
-        "killed; default 600",
+        help="seconds that the command may take to save and stop before it is killed; default 600",
     )
     return parser
 

@@ -1,6 +1,6 @@
-"""python -m jaxscale.train --config configs/X.py [--workdir DIR] [--config.section.key=value ...]
+"""Training of a model; a run whose folder has a checkpoint resumes from it.
 
-Trains a model. When the folder holds a checkpoint, the run resumes from it.
+python -m jaxscale.train --config configs/X.py [--workdir DIR] [--config.section.key=value ...]
 """
 
 import argparse
@@ -50,7 +50,7 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "none")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the status of the process: 0, or `signals.STOPPED`."""
+    """Returns the exit status: 0, or `signals.STOPPED`."""
     with signals.listening():
         return _main(sys.argv[1:] if argv is None else argv)
 
@@ -60,11 +60,11 @@ def _main(argv: Sequence[str]) -> int:
     options, overrides = command_line.parse(_parser(), argv, configs.leaves())
     with command_line.refusals():
         config = configs.load(options.config, overrides)
-        known = not config.run.epochs  # which become steps when the text is counted
+        known = not config.run.epochs  # epochs become steps when the text is counted
         if known and options.profile and options.profile[-1] > config.run.steps:
             raise ValueError(
                 f"--profile: step {options.profile[-1]} is beyond run.steps = {config.run.steps}; "
-                "give steps of the run, or raise run.steps"
+                "give steps up to that, or raise run.steps"
             )
         place = launcher.find_processes(options)
     workdir = options.workdir or run_folder.default_folder(options.config)
@@ -92,22 +92,22 @@ def _main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jaxscale.train",
-        description="Trains a model; resumes when the folder holds a checkpoint.",
-        epilog="Any leaf of the config can be set: --config.optimizer.learning_rate=1e-3; "
+        description="Trains a model; resumes if the folder has a checkpoint.",
+        epilog="Any setting of the config can be changed: --config.optimizer.learning_rate=1e-3; "
         "docs/settings.md lists them",
     )
     parser.add_argument(
         "--config",
         required=True,
         metavar="FILE",
-        help="a file, the name of a shipped one (quickstart, ...), or a run's config.json",
+        help="a file, the name of a shipped config (quickstart, ...), or a run's config.json",
     )
     parser.add_argument(
         "--workdir",
         metavar="DIR",
         type=run_folder.folder,
-        help="the run's folder, or an address such as s3://bucket/run; by default runs/NAME of the "
-        "config, or the folder of a config.json",
+        help="the run's folder, or a URL such as s3://bucket/run; default runs/NAME of the config, "
+        "or the folder of a config.json",
     )
     parser.add_argument(
         "--describe",
@@ -119,57 +119,57 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FIRST:LAST",
         type=_steps,
         default=range(0),
-        help="trace these steps into DIR/profile, and say where their time went",
+        help="trace these steps to DIR/profile, and print a time breakdown by kernel",
     )
     parser.add_argument(
         "--trackers",
         metavar="NAMES",
         type=_trackers,
         default=("tensorboard",),
-        help="where metrics go: tensorboard, wandb, mlflow, or none",
+        help="trackers for metrics: tensorboard, wandb, mlflow, or none",
     )
     parser.add_argument(
         "--skip_memory_check",
         action="store_true",
-        help="train even where the predicted memory exceeds the device",
+        help="train even if the planner predicts out of memory",
     )
     parser.add_argument(
         "--refuse_damaged",
         action="store_true",
-        help="stop where the newest checkpoint is damaged; otherwise it is renamed, and the run "
+        help="stop if the newest checkpoint is corrupt; by default it is renamed, and the run "
         "resumes from the newest intact one",
     )
     parser.add_argument(
         "--preemption_notices",
         choices=notices.CLOUDS,
         default="none",
-        help="gce: ask the metadata server of Google's machines every second whether it takes this "
-        "one away, and then save and stop, as after SIGTERM; default none",
+        help="gce: poll Google Compute Engine's metadata server every second for a preemption "
+        "notice, then save and stop as after SIGTERM; default none",
     )
     parser.add_argument(
         "--upload_seconds",
         metavar="S",
         type=command_line.real(0, 1e6),
         default=30.0,
-        help="how long a run at an address that is asked to stop waits for its uploads; default 30",
+        help="seconds that a run with a URL waits for its uploads when asked to stop; default 30",
     )
     parser.add_argument(
         "--json",
         metavar="FILE",
         type=pathlib.Path,
-        help="write the summary of the run there too; of one that stops, what it has so far",
+        help="also write the run's summary to FILE, so far as known if it stops early",
     )
     launcher.add_process_flags(parser)
     return parser
 
 
 def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
-    """Refuses, before training, what could not be written after it.
+    """Refuses, before training, files that could not be written after it.
 
     Raises:
       ValueError: names the flag.
     """
-    # The run's folder will be made.
+    # The run's folder is created later.
     if options.json and options.json.parent.resolve() != workdir.resolve():
         try:
             command_line.output_file(str(options.json))
@@ -179,19 +179,18 @@ def _check_outputs(options: argparse.Namespace, workdir: pathlib.Path) -> None:
     folder = workdir / CHECKPOINTS
     if folder.is_file():
         raise ValueError(
-            f"{folder} is a file, where the run's checkpoints go; move it, or "
-            "give another --workdir"
+            f"{folder} is a file, not the folder of the run's checkpoints; move it, or give "
+            "another --workdir"
         )
     for flag, given in (("--json", options.json), ("--profile", options.profile)):
         if options.describe and given:
             raise ValueError(
-                f"{flag} is for a run, and --describe stops before there is one; leave one of them "
-                "out"
+                f"{flag} is for training, and --describe does not train; leave one of them out"
             )
     for name in {"wandb", "mlflow"} & set(options.trackers):
         if importlib.util.find_spec(name) is None:
             raise ValueError(
-                f"--trackers {name}: it is not installed; pip install 'jaxscale[{name}]'"
+                f"--trackers {name}: not installed; run pip install 'jaxscale[{name}]'"
             )
     if "mlflow" in options.trackers and "MLFLOW_TRACKING_URI" not in os.environ:
         raise ValueError(
@@ -232,8 +231,11 @@ def _train(
         )
 
     def not_uploaded(*, in_all: bool = True) -> str:
-        """Waits for the uploads; what is missing at the run's address, the same in all processes
-        where all come here."""
+        """Waits for the uploads; text on files missing at the run's URL, or "".
+
+        Args:
+          in_all: whether all processes call this; all then return the same text.
+        """
         if store_of(workdir) is None:
             return ""
         phases.enter_phase("uploading")
@@ -256,7 +258,7 @@ def _train(
             log.warning(f"warning: {left}")
         return signals.STOPPED
     except failures as error:
-        # A data worker, a file of tokens or a tracker fails in one process: the others are at work.
+        # A data worker, a token file or a tracker fails in one process; the others still train.
         of_one = ChildProcessError | text.UnusableTokensError | trackers.TrackerError
         left = not_uploaded(in_all=not isinstance(error, of_one))
         status = getattr(error, "exit_status", 1)
@@ -264,7 +266,7 @@ def _train(
     if left := not_uploaded():
         command_line.refuse(left, status=1)
     _write_json(options.json, summary, workdir)
-    # All draw it together: one that was asked to stop must not leave the others waiting.
+    # All processes sample together: one that was asked to stop must not leave the others waiting.
     if requests := [*filter(None, processes.all_reports("stop", signals.requested()))]:
         log.info(f"{requests[0]}: {signals.COMPLETE}; no sample is drawn")
         return 0
@@ -272,7 +274,7 @@ def _train(
     signals.complete()
     _show_sample(ready, state.params)
     store = store_of(workdir)
-    where = store.address if store else workdir
+    where = store.url if store else workdir
     draws = ready.engine.model.can_decode
     log.info(_next_steps(same, where, ready.config, options.trackers, draws))
     return 0
@@ -281,10 +283,10 @@ def _train(
 def _write_json(
     file: pathlib.Path | None, summary: dict[str, Any] | None, workdir: pathlib.Path
 ) -> None:
-    """Writes the summary to --json, once in all processes; one that cannot be written is a warning.
+    """Writes the summary to --json, in one process; failure is a warning.
 
     Args:
-      summary: None where the run was complete before: then the one in its folder.
+      summary: None if the run was already complete: then the summary in its folder is copied.
     """
 
     if not file or not processes.first_of_all():
@@ -302,11 +304,11 @@ def _write_json(
 
 
 def _show_sample(trainer: Any, params: Any) -> None:
-    """Prints a sample. The run is complete and saved: a failure here is only a warning."""
+    """Prints a sample. Failure is a warning: the run is complete and saved."""
 
     model, data = trainer.config.model, trainer.config.data
     if not model.causal:
-        log.info("\nno sample: the model is not causal; it fills in masked tokens")
+        log.info("\nno sample: the model is not causal, but predicts masked tokens")
         return
     num_tokens = 128
     tokenizer, prompt, read = trainer.text.tokenizer, "", ""
@@ -323,9 +325,9 @@ def _show_sample(trainer: Any, params: Any) -> None:
             trainer.engine, params, tokenizer, [prompt], num_tokens=num_tokens, top_p=0.95
         )
     except Exception as error:
-        # A refusal, as of experts that choose their tokens, is a sentence by itself.
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        reason = f"{kind}{error}".splitlines()[0][:300]
+        # A refusal, such as for expert-choice routing, is a sentence by itself.
+        prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reason = f"{prefix}{error}".splitlines()[0][:300]
         log.warning(f"\nwarning: no sample of the trained model could be drawn ({reason})")
         return
     text = printable(read + text)
@@ -333,17 +335,17 @@ def _show_sample(trainer: Any, params: Any) -> None:
 
 
 def _encoders_text(text: Any) -> Any:
-    """The ids of the first text that the encoder reads in an example: an empty prompt would say
-    little about the model."""
+    """The ids of the encoder's first text in an example; an empty prompt shows little of the
+    model."""
     example = (text.heldout or text.train)[0]
     return example.extras["encoder_tokens"][example.extras["encoder_segments"] == 1]
 
 
 def _first_prompt(text: Any) -> Any:
-    """The ids of an example's first prompt, up to where its loss begins: a model that was trained
-    on responses alone says little after an empty one. Empty where loss begins at once, as of text.
+    """The ids of an example's first prompt, up to the first position with loss; "" for plain text.
 
-    The example says which it is: the entry of a prepared folder does not.
+    A model trained on responses only writes little of interest after an empty prompt. The type of
+    text is read off the example: a prepared folder's entry does not have it.
     """
     example = (text.heldout or text.train)[0]
     if example.weights[0]:
@@ -360,13 +362,13 @@ def _next_steps(
     trackers: Sequence[str],
     draws: bool,
 ) -> str:
-    """What to do with a run that is complete.
+    """Text of next steps for a completed run.
 
     Args:
-      same: the words of its command that say what is trained.
-      draws: whether the model continues texts.
+      same: the words of its command that define what is trained.
+      draws: whether the model can generate text.
     """
-    folder, other = shlex.quote(str(workdir)), shlex.quote(f"{workdir}_8")  # of commands to paste
+    folder, other = shlex.quote(str(workdir)), shlex.quote(f"{workdir}_8")  # commands are pasted
     python = any("{stdlib}" in path for source in config.data.source for path in source.path)
     prompt = "--prompt " + ('"def main("' if python else "TEXT")
     if any(source.messages for source in config.data.source):
@@ -376,7 +378,7 @@ def _next_steps(
     generate = f"\n  python -m jaxscale.generate --workdir {folder} {prompt}{trust}"
     texts = config.data.heldout or config.data.validation  # to evaluate on
     events = " tensorboard/," if "tensorboard" in trackers else ""
-    # The file of the command may have axes of its own, and what goes with them.
+    # The config file may set other axes and their settings, which are reset.
     sizes = (*config.layout.settings, "tensor_rows", "microbatches")
     used = [name for name in sizes if getattr(config.layout, name) > 1]
     changes = {**dict.fromkeys(used, 1), "fsdp": 4, "tensor": 2}
@@ -388,20 +390,20 @@ Next steps:{evaluate if texts else ""}{generate if draws else ""}
   another layout:    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train {same} \\
                        --workdir {other} {layout}{policy}
   your own text:     --config.data.source='my_texts/**/*.txt' and another --workdir
-  what was written:  {workdir}/loss.png, metrics.jsonl, summary.json,{events} checkpoints/"""
+  output files:      {workdir}/loss.png, metrics.jsonl, summary.json,{events} checkpoints/"""
 
 
 def _how_to_train_longer(steps: int, optimizer: OptimizerConfig) -> str:
-    """And what the learning rate then does: it should decay at the end of training."""
+    """Text on longer training and its learning rate, which should decay at the end."""
 
     longer = f"  train longer:      the same command with --config.run.steps={2 * steps}"
     if optimizer.schedule == "constant":
         return f"""{longer}
-  ... and decay:     with --config.optimizer.schedule=wsd \\
-                       --config.optimizer.schedule_steps={2 * steps} too: over the last fifth"""
+  ... and decay:     also with --config.optimizer.schedule=wsd \\
+                       --config.optimizer.schedule_steps={2 * steps}: over the last fifth"""
     rate = learning_rate.schedule_of(optimizer, optimizer.schedule_steps or steps)(steps)
     return f"""{longer}; the learning rate continues from {rate:.3g}
-  end not known yet: start with --config.optimizer.schedule=constant, and decay once it is"""
+  length unknown:    start with --config.optimizer.schedule=constant, and decay at the end"""
 
 
 def _steps(text: str) -> range:
@@ -416,7 +418,7 @@ def _trackers(text: str) -> tuple[str, ...]:
     names = () if text == "none" else tuple(text.split(","))
     if "none" in names:
         raise argparse.ArgumentTypeError(
-            f"{text!r} has none beside others; leave it out, or write none alone"
+            f"{text!r} combines none with others; leave none out, or give only none"
         )
     for name in names:
         try:

@@ -63,7 +63,7 @@ PROGRAMS = "JAXSCALE_TEST_CACHE"
 """The environment variable that names the folder of compiled programs instead of the user's; empty
 keeps none."""
 MOST_BYTES = 2**30
-"""Of kept programs; those that were not read for longest are removed first."""
+"""Of kept programs; the least recently read ones are removed first."""
 SHORTEST_SECONDS = 0.1
 """What compiles in less is not kept."""
 
@@ -175,7 +175,7 @@ def check_cases(items: list[pytest.Function]) -> None:
             for case in mark.kwargs.get("but", ()) if mark.name == "proof" else ():
                 if case not in found:
                     name = function.__name__
-                    raise pytest.UsageError(f"{name} is a proof but for {case!r}, no case of it")
+                    raise pytest.UsageError(f"{name} is a proof except {case!r}, no case of it")
 
 
 def settle_tier(item: pytest.Function) -> str:

@@ -1,4 +1,4 @@
-"""The step compiled for machines that are not there: its memory, its collectives, its verdict.
+"""The step compiled for absent machines: its memory, its collectives, its verdict.
 
 Skipped only where the compilers, packages of the extra `aot`, are not installed.
 """
@@ -105,7 +105,7 @@ def test_arguments_are_the_shards_of_the_state_and_the_batch(name):
 @pytest.mark.proof
 @pytest.mark.parametrize("name", ["v5p:2x2x1", "h200:1x4"])
 def test_layered_accumulation_gathers_a_layer_once_a_pass(name):
-    """Whatever the number of micro-batches; the last layer turns with the weights it has."""
+    """For any number of micro-batches; the last layer's backward pass reuses its weights."""
     report = compiled(name, "layered", MICROBATCHES)
     assert arrays(report, "all-gather") == (2 * LAYERS - 1) * ARRAYS + OUTER
     assert {one.axes for one in report.collectives if one.asked == "all-gather"} == {("fsdp",)}
@@ -184,9 +184,9 @@ def test_gradients_of_a_layer_are_added_in_place():
 @pytest.mark.proof
 @pytest.mark.parametrize("name", ["h200:1x4", pytest.param("v5p:2x2x1", marks=pytest.mark.slow)])
 def test_half_of_the_tokens_travel_beside_the_experts_of_the_other_half(name):
-    """Of each half's way to its experts and back, one has matmuls beside it, in both passes: the
+    """Of each half's two all-to-alls, one overlaps with matmuls, in both passes: the
     first half's, and the last half's, which nothing of the layer comes before or after, have not.
-    In one piece the forward pass has none."""
+    In one piece the forward pass overlaps nothing."""
     settings = EXPERTS | {"attention": "blockwise" if PLATFORMS[name] == "gpu" else "auto"}
     report = compiled_model(name, settings, {"expert": -1, "overlap_experts": True})
     found = collectives(hlo.parse_hlo(report.program), {"expert": 4})
@@ -236,7 +236,7 @@ def test_residuals_of_all_microbatches_lie_in_arrays_that_nothing_fills_or_copie
 
 @pytest.mark.proof
 def test_heads_are_turned_by_a_kernel():
-    """In each pass, queries and keys; the top layer stands beside the loop, forward and backward,
+    """In each pass, queries and keys; the top layer is outside the loop, forward and backward,
     the bottom one backward."""
     report = compiled("v5p:2x2x1", "layered", MICROBATCHES)
     kernels = re.findall(r"= \S+ custom-call\(.*/rotary/pallas_call", report.program)
@@ -292,7 +292,7 @@ def test_a_layers_gradients_are_reduced_while_the_one_below_is_recomputed_on_tpu
 
 @pytest.mark.proof
 def test_products_are_those_of_the_model():
-    """With loops multiplied out; the attention of this size has loops of its own, so only its
+    """With loops multiplied out; the attention of this size has loops, too, so only its
     lower bound is known."""
     config = from_dict({"model": MODEL}).model
     report = compiled("v5p:2x2x1", "layered", MICROBATCHES)
@@ -318,7 +318,7 @@ def test_what_does_not_fit_is_a_verdict_with_what_was_needed(monkeypatch, tmp_pa
     assert aot.main(["--config", "tiny", "--topology", "v5e:1x1", "--hlo", str(kept)]) == 0
     printed = capsys.readouterr().out
     assert "does not fit, by" in printed
-    assert f"{kept} is not written: of a step that it refuses" in printed
+    assert f"{kept} is not written: the compiler refused the step" in printed
     assert not kept.exists()
 
 
@@ -365,8 +365,8 @@ def test_offloading_is_refused_for_absent_gpus_with_the_settings_that_ask_for_it
     with pytest.raises(SystemExit):
         aot.main([*words, "--config.layout.offload=optimizer"])
     assert capsys.readouterr().err.strip() == (
-        "error: layout.offload = 'optimizer': JAX compiles no offloading for absent gpu devices; "
-        "set layout.offload = 'none'"
+        "error: layout.offload = 'optimizer': JAX cannot compile offloading for absent gpu "
+        "devices; set layout.offload = 'none'"
     )
     with pytest.raises(SystemExit):
         aot.main([*words, "--config.layout.remat=offload:mlp_up"])
@@ -374,7 +374,7 @@ def test_offloading_is_refused_for_absent_gpus_with_the_settings_that_ask_for_it
 
 
 def check_ring(found: Sequence[Mapping[str, Any]], rings: int, sent: int) -> None:
-    """Every step of every ring has matmuls beside it. A layer has four rings forward, repeats the
+    """Every step of every ring overlaps with matmuls. A layer has four rings forward, repeats the
     first three, and has four backward, in each of which a rank sends `sent` numbers."""
     steps = [one for one in found if one["kind"] == "collective-permute"]
     assert sum(one["bytes"] for one in steps) == rings * sent * 2

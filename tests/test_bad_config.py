@@ -2,7 +2,7 @@
 
 A row is what is wrong and a part of the message. Add rows where a table fits: overrides of an
 otherwise good configuration, files that are not good ones, names of files, saved configurations.
-What needs devices or data is refused later, and tested beside the code that refuses it.
+What needs devices or data is refused later, and tested with the code that refuses it.
 """
 
 import pytest
@@ -35,10 +35,10 @@ OVERRIDES = [
     ("model.num_layers", "--config.model.num_layers: expected --config.section.key=value"),
     ("model=3", "--config.model=3: expected --config.section.key=value"),
     ("=3", "unknown section config."),
-    ("--config.model.num_layers=3", "leave out '--config.', which belongs to the command line"),
+    ("--config.model.num_layers=3", "leave out '--config.', which is for the command line"),
     (
         "model.family=t5 model.relative_max_distance=12",
-        "model.relative_buckets = 32, of which the first 16 are for one distance each; set "
+        "model.relative_buckets = 32, of which the first 16 have one distance each; set "
         "model.relative_max_distance = 17 or more",
     ),
     # types
@@ -75,20 +75,20 @@ OVERRIDES = [
     ),
     (
         "data.validation=[{'path':'a','name':'b','weight':2}]",
-        "data.validation[0]['weight']: a validation set is read as a whole",
+        "data.validation[0]['weight'] is for data.source; leave it out",
     ),
     (
         "data.objective=causal_across_documents model.family=esm",
-        "'causal_across_documents' needs causal attention, and model.family = 'esm' is not causal "
-        "here; choose masked, or set model.causal = True",
+        "'causal_across_documents' needs causal attention, and this model (model.family = 'esm') "
+        "is not causal; set data.objective to masked, or set model.causal = True",
     ),
     (
         "data.objective=causal_across_documents data.target_len=8",
-        "data.objective = 'causal_across_documents' does not train; choose prefix or span_corr",
+        "data.objective = 'causal_across_documents' does not train; set data.objective to prefix",
     ),
     (
         "data.objective=masked",
-        "choose causal, causal_across_documents, prefix, span_corruption or ul2",
+        "set data.objective to causal, causal_across_documents, prefix, span_corruption or ul2",
     ),
     (f"run.steps={10**30}", f"run.steps = {10**30} is too large; at most 2147483647"),
     # the model
@@ -117,7 +117,7 @@ OVERRIDES = [
     ),
     (
         "model.family=phi3 model.rope_scaling=dynamic model.rope_share=0.125",
-        "model.rope_scaling = 'dynamic' needs 4 rotated features of a head or more, and here are 2",
+        "model.rope_scaling = 'dynamic' with 2 rotated features of a head; at least 4",
     ),
     ("model.rope_scaling=yarn model.rope_factor=0.5", "model.rope_factor = 0.5 is too small"),
     ("model.rope_factor=8", "model.rope_factor = 8.0 scales nothing; set model.rope_scaling"),
@@ -127,7 +127,10 @@ OVERRIDES = [
     ),
     ("model.family=phi3 model.rope_share=1.5", "model.rope_share = 1.5 must be above 0 and at mo"),
     ("model.family=phi3 model.rope_share=0.2", "head_dim = 16, of which 3 are rotated, is odd"),
-    ("model.family=gemma2 model.layer_pattern=LX", "model.layer_pattern = 'LX' is of letters L"),
+    (
+        "model.family=gemma2 model.layer_pattern=LX",
+        "model.layer_pattern = 'LX' has other letters than L",
+    ),
     ("model.family=gemma2 model.sliding_window=0", "has local layers; set model.sliding_window"),
     ("model.activation=swiglu", "model.activation = 'swiglu' is not known; it can be silu, gelu"),
     # options that the family does not have
@@ -149,12 +152,12 @@ OVERRIDES = [
     ("model.family=gpt model.rope_theta=500", "model.rope_theta is not a setting of model.family"),
     (
         "model.family=gpt model.tied_embeddings=True data.seq_len=4096",
-        "data.seq_len = 4096 is more than model.max_seq_len = 2048, the learned positions there "
-        "are; lower data.seq_len or raise model.max_seq_len",
+        "data.seq_len = 4096 is more than model.max_seq_len = 2048, the number of learned "
+        "positions; lower data.seq_len or raise model.max_seq_len",
     ),
     # data
-    ("data.source=", "data.source[0]: path = ('',) has an empty path or none"),
-    ("data.validation=", "data.validation[0]: path = ('',) has an empty path or none"),
+    ("data.source=", "data.source[0]: path = ('',) is empty or has an empty path"),
+    ("data.validation=", "data.validation[0]: path = ('',) is empty or has an empty path"),
     (
         "data.validation={'name':'a','path':'b','skip_share':3}",
         "data.validation[0]: skip_share = 3.0 must be at least 0 and below 1",
@@ -168,7 +171,7 @@ OVERRIDES = [
         "data.validation[0]: prompt = 'q', response = ''; give the fields of both",
     ),
     ("model.matmul_dtype=fp8", "it can be '', float8, int8"),
-    ("data.source=()", "data.source = () has an empty path or none"),
+    ("data.source=()", "data.source = () is empty; give files"),
     ("data.global_batch_size=0", "data.global_batch_size = 0 is too small"),
     ("data.seq_len=1", "data.seq_len = 1 is too small; at least 2"),
     ("data.heldout=1", "data.heldout = 1.0 must be at least 0 and below 1"),
@@ -216,28 +219,31 @@ OVERRIDES = [
     ),
     (
         "optimizer.name=lion optimizer.moment_rounding=stochastic",
-        "has none; set optimizer.moment_dtype = 'bfloat16', or",
+        "are not; set optimizer.moment_dtype = 'bfloat16', or",
     ),
     ("optimizer.moment_rounding=up", "optimizer.moment_rounding = 'up' is not known"),
-    ("optimizer.moment_rounding=stochastic", "is for moments in bfloat16, and optimizer.name"),
+    (
+        "optimizer.moment_rounding=stochastic",
+        "is for moments in bfloat16, and those of optimizer.name",
+    ),
     ("optimizer.accumulation_dtype=half", "optimizer.accumulation_dtype = 'half' is not known"),
     ("optimizer.reduction_dtype=half", "optimizer.reduction_dtype = 'half' is not known"),
     # the layout
-    ("layout.data=0", "layout.data = 0; an axis has a size of at least 1, or -1"),
-    ("layout.tensor=-2", "layout.tensor = -2; an axis has a size of at least 1"),
+    ("layout.data=0", "layout.data = 0; at least 1, or -1"),
+    ("layout.tensor=-2", "layout.tensor = -2; at least 1, or -1"),
     ("layout.fsdp=-1", "layout.data and layout.fsdp are both -1"),
     ("layout.zero_stage=4", "layout.zero_stage = 4; it can be 0, 1, 2 or 3"),
     ("layout.microbatches=0", "layout.microbatches = 0 is too small; at least 1"),
     ("layout.accumulation=sequental", "did you mean 'sequential'?"),
     ("layout.schedule=1f2b", "layout.schedule = '1f2b' is not known"),
-    ("layout.schedule=1f1b:fuse", "'fuse' is not a choice; after the name there can be :fused"),
-    ("layout.schedule=1f1b:3,0", "'3,0' is not a choice"),
+    ("layout.schedule=1f1b:fuse", "'fuse' is not an option; after the name give :fused"),
+    ("layout.schedule=1f1b:3,0", "'3,0' is not an option"),
     ("layout.virtual_stages=-1", "layout.virtual_stages = -1; at least 1, or 0"),
     (
         "layout.pipeline=2 layout.accumulation=layered",
         "set layout.accumulation = 'sequential' and layout.schedule = 'breadth_first'",
     ),
-    ("layout.pipeline=2 layout.offload=activations", "a pipeline keeps activations on the device"),
+    ("layout.pipeline=2 layout.offload=activations", "with layout.pipeline = 2 is not available"),
     ("layout.pipeline=2 layout.context=2", "set layout.context_method = 'gather'"),
     ("layout.context_method=rings", "did you mean 'ring'?"),
     ("layout.context_method=all", "layout.context_method = 'all' is not known; it can be ring, g"),
@@ -263,24 +269,24 @@ OVERRIDES = [
     ("run.keep_last=0", "run.keep_last = 0 is too small"),
     (
         "run.keep_best=True run.eval_every=20 run.checkpoint_every=30",
-        "run.keep_best compares checkpoints by their evaluations, and run.eval_every = 20 does not "
-        "evaluate each of run.checkpoint_every = 30; set run.eval_every = 30",
+        "run.keep_best needs an evaluation for each checkpoint, and run.eval_every = 20 does not "
+        "divide run.checkpoint_every = 30; set run.eval_every = 30",
     ),
     ("run.keep_best=True", "set run.eval_every = 100 and run.checkpoint_every, too"),
     (
         "run.keep_every=30",
-        "run.keep_every = 30 is not a multiple of run.checkpoint_every = 0, so no such checkpoint "
-        "is written; set run.checkpoint_every = 30",
+        "run.keep_every = 30 is not a multiple of run.checkpoint_every = 0; set "
+        "run.checkpoint_every = 30",
     ),
     (
         "model.family=mt5 model.num_encoder_layers=2 data.objective=ul2 data.seq_len=64",
-        "data.target_len = 0, and model.family = 'mt5' has an encoder: set data.target_len to the "
-        "tokens that its decoder writes, such as 16",
+        "data.target_len = 0, and model.family = 'mt5' has an encoder; set data.target_len to the "
+        "tokens of its decoder, such as 16",
     ),
     (
         "run.keep_every=30 run.checkpoint_every=20",
-        "run.keep_every = 30 is not a multiple of run.checkpoint_every = 20, so no such checkpoint "
-        "is written; set run.keep_every = 40",
+        "run.keep_every = 30 is not a multiple of run.checkpoint_every = 20; set "
+        "run.keep_every = 40",
     ),
 ]
 
@@ -322,9 +328,12 @@ NAMES = [
     ("", "--config : there is no such file"),
     (
         "tests/goldens/llama",
-        "jaxscale.convert --from_hf tests/goldens/llama --output RUN; and train",
+        "jaxscale.convert --from_hf tests/goldens/llama --output RUN; then train",
     ),
-    ("tests/goldens/llama/config.json", "of a Hugging Face model; make a run of it first: python"),
+    (
+        "tests/goldens/llama/config.json",
+        "of a Hugging Face model; convert it to a run first: python",
+    ),
     ("pyproject.toml", "pyproject.toml"),
     ("configs/tiny.py:3", "get_config() of configs/tiny.py takes no argument"),
     ("configs/x_family.py:many", "ValueError: invalid literal for int()"),
@@ -368,7 +377,7 @@ def test_a_block_of_ones_own_that_contradicts_itself():
 
 
 def test_overrides_are_a_list(path):
-    assert "such as ['run.steps=3']" in refusal(config.load, path, "run.steps=3")
+    assert "pass a list: ['run.steps=3']" in refusal(config.load, path, "run.steps=3")
 
 
 @pytest.mark.parametrize(("text", "fragment"), FILES)
@@ -380,7 +389,7 @@ def test_files(path, text, fragment):
 def test_a_runs_folder_is_not_its_config(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     said = refusal(config.load, str(tmp_path))
-    assert f"is a folder; name the file in it, {tmp_path / 'config.json'}" in said
+    assert f"is a folder; give the file in it, {tmp_path / 'config.json'}" in said
 
 
 @pytest.mark.parametrize(("name", "fragment"), NAMES)
@@ -389,7 +398,7 @@ def test_names(name, fragment):
 
 
 def test_without_a_checkout_the_shipped_name_is_meant(tmp_path, monkeypatch):
-    """As in an image that has the package alone, where configs/tiny.py is not there."""
+    """As in an image that has the package alone, where configs/tiny.py is missing."""
     monkeypatch.chdir(tmp_path)
     for name in ("configs/tiny.py", "configs/tinny.py", "tinny"):
         assert f"--config {name}: there is no such file; did you mean 'tiny'?" in refusal(

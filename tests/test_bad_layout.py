@@ -90,7 +90,7 @@ REFUSED = [
         "28 or 32",
     ),
     # attention that cannot be had
-    ("layout.context=2 model.attention=reference", "attends within one device, and layout.context"),
+    ("layout.context=2 model.attention=reference", "needs whole sequences on a device, and layout"),
     ("layout.context=2 model.attention=splash", "or layout.context_method = 'ulysses'"),
     (
         "layout.context=4 layout.fsdp=2 layout.context_method=ulysses "
@@ -102,7 +102,7 @@ REFUSED = [
     # what a remat policy or a type cannot mean
     (
         "model.family=gpt model.tied_embeddings=True layout.remat=save:mlp_gate",
-        "names mlp_gate, and the MLP of model.family = 'gpt' has no gate; leave it out",
+        "names mlp_gate, and the MLP of model.family = 'gpt' has no gate; leave mlp_gate",
     ),
     ("model.compute_dtype=float64", "model.compute_dtype = 'float64' needs JAX_ENABLE_X64=1"),
     ("optimizer.moment_dtype=float64", "optimizer.moment_dtype = 'float64' needs JAX_ENABLE_X64"),
@@ -112,7 +112,7 @@ REFUSED = [
     ),
     (
         "layout.expert=2",
-        "layout.expert = 2, but model.family = 'llama' has no experts here; set layout.expert = 1",
+        "layout.expert = 2, but this model has no experts (model.family = 'llama'); set",
     ),
     (
         "model.family=mixtral layout.data=1 layout.expert=8 model.num_experts=6",
@@ -134,13 +134,13 @@ REFUSED = [
     (
         "model.family=qwen3_moe model.num_layers=4 model.expert_pattern=DE layout.pipeline=4 "
         "layout.microbatches=4",
-        "4, 2 turns of model.expert_pattern, is less than the 4 stages of layout.pipeline = 4 x 1 "
-        "chunks; each has at least one turn of 2 layers: set model.num_layers = 8, or layout.pipe",
+        "4, 2 periods of model.expert_pattern, is less than the 4 stages of layout.pipeline = 4 x "
+        "1 chunks; each needs at least one period of 2 layers: set model.num_layers = 8, or layout",
     ),
-    ("model.family=mixtral layout.expert=0", "layout.expert = 0; an axis has a size of at least 1"),
+    ("model.family=mixtral layout.expert=0", "layout.expert = 0; at least 1, or -1"),
     (
         "model.family=mixtral layout.overlap_experts=True",
-        "layout.overlap_experts = True with layout.expert = 1: every rank has all experts, and no",
+        "layout.overlap_experts = True with layout.expert = 1: every rank has all experts, and t",
     ),
     (
         "model.family=mixtral layout.expert=2 layout.overlap_experts=True layout.microbatches=2",
@@ -152,7 +152,7 @@ REFUSED = [
     ),
     (
         "layout.overlap_tensor=True",
-        "layout.overlap_tensor = True with layout.tensor = 1: every rank has its matmuls to itself",
+        "layout.overlap_tensor = True with layout.tensor = 1: matmuls have no collectives to",
     ),
     (
         "layout.overlap_tensor=True layout.tensor=4 layout.tensor_rows=2",

@@ -197,7 +197,7 @@ def test_a_run_goes_on_when_its_lines_have_no_reader():
     done = subprocess.run([sys.executable, "-c", program], stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert done.returncode == 0
-    assert done.stderr == b"warning: no more lines to stdout (Broken pipe)\ndone\n"
+    assert done.stderr == b"warning: stdout cannot be written (Broken pipe)\ndone\n"
 
 
 PRINTS = """

@@ -150,7 +150,7 @@ def test_nobody_means_the_default_text_of_a_converted_model(converted, tmp_path,
 
 @pytest.mark.proof
 def test_a_run_starts_from_another_runs_weights(converted):
-    """From checkpoint 0 of its own folder, or from another run, in other types and on a layout."""
+    """From checkpoint 0 in its folder, or from another run, in other types and on a layout."""
     run, hf = converted / "run", converted / "hf"
     config = load_config(run, ["model.param_dtype=bfloat16", "layout.fsdp=4", "layout.tensor=2"])
     config, engine = open_engine(config)
@@ -167,7 +167,7 @@ def test_a_run_starts_from_another_runs_weights(converted):
 
 @pytest.mark.proof
 def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp_path):
-    """In a pipeline: as the engine draws them, beside the bits of the weights. What they add once
+    """In a pipeline: as the engine draws them, with the bits of the weights. What they add once
     they are trained is in the weights that are exported."""
     run, hf = converted / "run", converted / "hf"
     changes = ["model.lora_rank=3", f"model.init_from={hf}", "layout.pipeline=2", "layout.fsdp=4"]
@@ -201,7 +201,7 @@ def test_adapters_begin_beside_frozen_weights_and_merge_into_them(converted, tmp
     np.testing.assert_allclose(logits(exported), adapted, atol=1e-5)
     assert load_all(exported).keys() == load_all(hf).keys()
 
-    # Alone, in PEFT's format, and beside the model that they are for into a run again.
+    # Alone, in PEFT's format, and with their base model into a run again.
     peft, again = tmp_path / "peft", tmp_path / "again"
     written = ["--to_peft", "--workdir", str(tmp_path), "--output", str(peft)]
     assert convert.main([*written, "--config.layout.fsdp=2"]) == 0
@@ -225,7 +225,7 @@ REFUSED = {
     ),
     "fewer tokens": ({"vocab_size": 129, "init_from": "run"}, "_size = 129 here, 130 there"),
     "shapes": ({"d_ff": 32, "init_from": "run"}, "model.d_ff = 32 here, 24 there"),
-    "twice": ({"init_from": "hf"}, "already holds weights to start from"),
+    "twice": ({"init_from": "hf"}, "already has initial weights"),
     "nowhere": ({"init_from": "nowhere"}, "nowhere is not a folder; download a Hugging"),
 }
 
@@ -269,7 +269,7 @@ def test_no_optimizers_state_to_keep_is_refused_before_a_step_is_compiled(conver
     for origin in (run, converted / "hf"):
         keep = [f"model.init_from={origin}", "optimizer.keep_state=True"]
         _, engine = open_engine(load_config(run, keep))
-        with pytest.raises(ValueError, match=r"keep_state = True, and model.init_from = .* comes"):
+        with pytest.raises(ValueError, match=r"keep_state = True, and model.init_from = .* with"):
             open_initial(engine, tmp_path)
 
 
@@ -280,7 +280,7 @@ def test_a_model_of_ones_own_without_such_a_setting_starts_anew(tmp_path):
 
 @pytest.mark.proof
 def test_what_ends_turns_stops_the_tuned_model_here_and_at_hugging_face(tmp_path, capsys):
-    """A base model's eos_token_id ends documents, and its chat template ends turns with another
+    """A base model's eos_token_id ends documents, and its chat template ends responses with another
     token: it is a stop id of the run, of one that starts from it or resumes, and of the export."""
     hf, run = tiny_llama.save(tmp_path / "hf"), tmp_path / "run"
     vocabulary = {"</s>": 0, **{chr(33 + i): i for i in range(1, 129)}, "<end>": 129}
@@ -346,7 +346,7 @@ BAD_COMMANDS = {
     "two ways": (["--to_hf", "--to_peft", "--output", "x"], "or --to_hf or --to_peft with"),
     "adapters of what": (
         ["--to_hf", "--workdir", "{run}", "--from_peft", "x", "--output", "{hf}_"],
-        "--from_peft goes with --from_hf DIR, the model that the adapters are for",
+        "--from_peft needs --from_hf DIR, the base model of the adapters",
     ),
     "no adapters": (
         ["--to_peft", "--workdir", "{run}", "--output", "{hf}_"],
@@ -358,20 +358,20 @@ BAD_COMMANDS = {
     ),
     "adapters of more tokens": (
         ["--to_peft", "--workdir", "{wider}", "--output", "{hf}_"],
-        "model.vocab_size = 131 is 1 more than {hf} has, and the rows of new tokens are not among",
+        "model.vocab_size = 131 is 1 more than {hf} has, and the rows of the new tokens are not",
     ),
     "new adapters": (
         ["--from_hf", "{hf}", "--output", "{hf}_", "--config.model.lora_rank=4", *DATA],
-        "model.lora_rank = 4: --from_hf reads the adapters of --from_peft DIR; new ones begin",
+        "model.lora_rank = 4: --from_hf reads the adapters of --from_peft DIR; for new adapters",
     ),
     "adapters in files": (
         ["--to_peft", "--workdir", "{run}", "--max_file_gb=1", "--output", "x"],
-        "--max_file_gb belongs to --to_hf; PEFT reads adapters from one file",
+        "--max_file_gb is for --to_hf; PEFT reads adapters from one file",
     ),
-    "mixed": (["--from_hf", "x", "--dtype=float32", "--output", "y"], "belong to --to_hf"),
+    "mixed": (["--from_hf", "x", "--dtype=float32", "--output", "y"], "are for --to_hf"),
     "file size": (
         ["--from_hf", "x", "--max_file_gb=1", "--output", "y"],
-        "--max_file_gb to --to_hf",
+        "--max_file_gb for --to_hf",
     ),
     "not empty": (["--from_hf", "{hf}", "--output", "{run}"], "is not empty; name a new folder"),
     "other settings": (
@@ -384,15 +384,15 @@ BAD_COMMANDS = {
     ),
     "large tokenizer": (
         ["--from_hf", "{hf}", "--output", "{hf}_", "--config.data.tokenizer=bytes"],
-        "data.tokenizer = 'bytes' has 257 tokens, and the model in {hf} only 130; put the model's",
+        "data.tokenizer = 'bytes' has 257 tokens, and the model in {hf} only 130; add the model's",
     ),
     "own family": (
         ["--to_hf", "--workdir", "{own}", "--output", "{hf}_"],
-        "of {own} is a model of one's own, which has no format at Hugging Face",
+        "of {own} is a custom model, which has no Hugging Face format",
     ),
     "own schedule": (
         ["--to_hf", "--workdir", "{scheduled}", "--output", "{hf}_"],
-        "of {scheduled} is code from outside the package, which writing does not need: add",
+        "of {scheduled} is code from outside the package, not needed to convert: add",
     ),
     "a run": (
         ["--from_hf", "{run}", "--output", "{hf}_"],
@@ -431,7 +431,7 @@ def test_weights_are_converted_without_a_tokenizer_and_a_line_says_so(tmp_path, 
         (hf / name).unlink()
     assert convert.main(["--from_hf", str(hf), "--output", str(run), *DATA]) == 0
     said = capsys.readouterr().out
-    assert f"{hf} has no tokenizer.json and no tokenizer.model: the weights alone are" in said
+    assert f"{hf} has no tokenizer.json and no tokenizer.model: only the weights are" in said
     output = to_hf(run, tmp_path / "back")
     assert tiny_llama.bits(load_all(output)) == tiny_llama.bits(load_all(hf))
     written = json.loads((output / "config.json").read_text())

@@ -35,6 +35,7 @@ TEXTS = {
 }
 SMALLEST = ["--config.model.num_layers=1", "--config.data.heldout=0", "--trackers", "none"]
 SHORTER = {  # page -> what makes its command shorter, or smaller than what it shows
+    "metrics.md": [*SMALLEST, "--config.run.steps=2"],
     "multi_process.md": [*SMALLEST, "--config.run.steps=2"],
     "training.md": [*SMALLEST, "--config.run.steps=2"],
     "planning.md": ["--pin", "tensor_rows=1", "offload=none", "schedule=1f1b"],
@@ -48,11 +49,15 @@ INDEX = {name for name in TEXTS if name != "README.md"}
 
 @pytest.mark.proof(
     but=(
+        "api",
         "architecture",
+        "commands",
         "correctness",
         "data",
         "decisions",
         "experts",
+        "features",
+        "glossary",
         "kernels",
         "layouts",
         "model_families",

@@ -132,7 +132,7 @@ def test_a_gpu_that_jax_does_not_see_gets_a_hint(monkeypatch, tmp_path, capsys):
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(doctor, "ACCELERATORS", {str(tmp_path / "nvidia0"): ("gpu", "cuda13")})
     assert doctor.main([]) == 0
-    assert "is here, but JAX runs on cpu: uv sync --inexact --extra cuda13" in (
+    assert "exists, but JAX runs on cpu: uv sync --inexact --extra cuda13" in (
         capsys.readouterr().out
     )
 
@@ -152,10 +152,10 @@ def test_the_doctor_knows_what_the_package_declares():
 
 def test_a_config_is_of_a_preflight(capsys):
     for flags, said in (
-        (["--config", "nope"], "add --preflight"),
-        (["--config.layout.fsdp=4"], "add --preflight"),
-        (["--workdir", "runs/mine"], "add --preflight"),
-        (["--preflight"], "add its --config"),  # not figures of some other run
+        (["--config", "nope"], "are for --preflight; add it"),
+        (["--config.layout.fsdp=4"], "are for --preflight; add it"),
+        (["--workdir", "runs/mine"], "are for --preflight; add it"),
+        (["--preflight"], "needs the run's --config"),  # not figures of some other run
     ):
         with pytest.raises(SystemExit) as refused:
             doctor.main(flags)
@@ -177,7 +177,7 @@ def test_preflight_measures_and_says_what_to_do(tmp_path, capsys, monkeypatch):
     assert not any(one["advice"] for one in found)
     assert [path.name for path in tmp_path.iterdir()] == ["f.json"]
     capsys.readouterr()
-    # A folder that cannot be made; clocks that differ; room for nothing.
+    # A folder that cannot be made; clocks that differ; no free space.
     monkeypatch.setattr(preflight, "host_memory_bytes", lambda: 1000)
     reports = {"clocks": [0.0, 5.0], "unresolved": [["b"], []]}
     monkeypatch.setattr(
@@ -187,7 +187,7 @@ def test_preflight_measures_and_says_what_to_do(tmp_path, capsys, monkeypatch):
     assert doctor.main([*flags, f"--workdir={tmp_path / 'file'}"]) == 1
     said = capsys.readouterr().out
     for line in (
-        "no address for b: add them to DNS or /etc/hosts",
+        "no IP address for b: add them to DNS or /etc/hosts",
         "clocks: at most 5.00 s apart; set the clocks by NTP",
         "storage: cannot be written: [Errno 17] File exists",
         "host memory: ",

@@ -242,9 +242,9 @@ def test_a_file_of_a_config_is_planned_as_the_config(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"data": 8}', "config.json is not the config of a run: sections of keys and values"),
+        ('{"data": 8}', "config.json is not the config of a run, sections of keys and values"),
         ('{"model": {"layers": 8}}', "config.model.layers"),
-        ('{"model_type": "llama"}', "config.json is that of a Hugging Face model; make a run"),
+        ('{"model_type": "llama"}', "config.json is of a Hugging Face model; convert it"),
         ('{"models": {}}', "config.json does not describe a model; it must be"),
     ],
 )
@@ -260,9 +260,7 @@ def test_a_file_of_a_config_imports_no_foreign_code(tmp_path, capsys, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SystemExit):
         main(["--model", saved(tmp_path, family="foreign_model:make"), *SMALL])
-    assert (
-        "where you trust it, pass --trust_family to import it, or plan" in capsys.readouterr().err
-    )
+    assert "if you trust it, pass --trust_family to import it, or plan" in capsys.readouterr().err
     assert "foreign_model" not in sys.modules
 
 

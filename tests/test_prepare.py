@@ -220,13 +220,19 @@ def test_lengths_are_counted_between_powers_of_two():
         ("--inpt a.txt", "unknown flag --inpt; did you mean --input?"),
         ("--input no/*.txt --tokenizer bytes --output OUT", "'no/*.txt' matches no file"),
         ("--input a.txt --tokenizer byte --output OUT", "data.tokenizer = 'byte' is neither"),
-        ("--input a.txt --tokenizer bytes --output s3://b/c", "s3://b/c: shards are written here"),
+        (
+            "--input a.txt --tokenizer bytes --output s3://b/c",
+            "s3://b/c is a URL; give a local folder",
+        ),
         ("--input a.txt --tokenizer bytes --output OUT --workers -1", "-1 is not from 0 to"),
         ("--input a.txt --tokenizer bytes --output OUT --format jsnl", "invalid choice: 'jsnl'"),
         ("--input a.txt --tokenizer bytes --output OUT --skip_share 2", "--skip_share: 2 is not"),
-        ("--input PREPARED --tokenizer bytes --output OUT", "holds shards already; give text"),
+        ("--input PREPARED --tokenizer bytes --output OUT", "is a folder of shards; give text"),
         ("--input a.txt --tokenizer bytes --output OUT --config x.py", "--config is for --inspect"),
-        ("--input a.txt --tokenizer bytes --output a.txt", "--output a.txt is a file; shards go"),
+        (
+            "--input a.txt --tokenizer bytes --output a.txt",
+            "--output a.txt is a file; give the name",
+        ),
         ("--input a.txt --tokenizer bytes --output OUT --png p", "--png is for --inspect; leave"),
         (
             "--input a.txt --tokenizer bytes --output OUT --examples=3",
@@ -241,7 +247,7 @@ def test_lengths_are_counted_between_powers_of_two():
         ("--inspect --config c.py --tokenizer bytes", "with --config, set it in data"),
         ("--inspect", "--inspect needs either PATH ... or --config FILE"),
         ("--inspect a.txt --config b.py", "--inspect needs either PATH"),
-        ("--inspect a.txt --output b", "--inspect reads only; leave --input and --output out"),
+        ("--inspect a.txt --output b", "--inspect only reads; leave --input and --output out"),
         ("--inspect no/such", "'no/such' matches no file"),
         ("--inspect PREPARED --tokenizer bytes", "'bytes' is not the tokenizer of"),
         ("--inspect --config no.py", "--config no.py: there is no such file"),
@@ -310,7 +316,7 @@ def test_the_folder_can_be_pasted_into_the_command_of_a_run(name, tmp_path, monk
     (tmp_path / "a.txt").write_text("some text")
     flags = ["--input", "a.txt", "--tokenizer", "bytes", "--workers", "0"]
     prepare.main([*flags, "--output", name])
-    words = shlex.split(capsys.readouterr().out.partition("to train on it: ")[2])
+    words = shlex.split(capsys.readouterr().out.partition("to train on them: ")[2])
     settings = [word.removeprefix("--config.") for word in words]
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config.to_dict(config.Config())))
@@ -369,7 +375,7 @@ def test_a_run_reads_the_shards_and_keeps_their_tokenizer(prepared, tmp_path):
 
 
 def test_the_examples_of_other_shards_are_not_those_of_a_run(prepared, texts, tmp_path):
-    """What makes a run refuse to go on from its checkpoint: `trainer` compares fingerprints."""
+    """What makes a run refuse to resume from its checkpoint: `trainer` compares fingerprints."""
     folder, _ = prepared
     changed = (texts / "a.jsonl").read_text().replace("the 7th cat", "the 7th dog")
     (tmp_path / "a.jsonl").write_text(changed)

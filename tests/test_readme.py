@@ -29,7 +29,7 @@ def run(command: list[str], **environment) -> str:
 
 @pytest.mark.proof
 def test_the_first_command_trains_shortened(tmp_path):
-    """The same command but for its length, its folder, and the environment that is here already."""
+    """The same command except its length, its folder, and the environment that is set already."""
     (command,) = [block for block in blocks("bash") if "jaxscale.train" in block]
     install, _, train = command.strip().partition(" && ")
     assert install == "pip install -q uv"
@@ -88,9 +88,9 @@ def test_the_package_lists_the_commands_of_the_readme():
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("trian", "error: 'trian' is not one of them; did you mean python -m jaxscale.train?"),
-        ("plan", "error: 'plan' is not one of them; did you mean python -m jaxscale.plan?"),
-        ("xyz", "error: 'xyz' is not one of them"),
+        ("trian", "error: 'trian' is not a command; did you mean python -m jaxscale.train?"),
+        ("plan", "error: 'plan' is not a command; did you mean python -m jaxscale.plan?"),
+        ("xyz", "error: 'xyz' is not a command"),
     ],
 )
 def test_a_word_after_the_package_is_answered_with_the_command(word, said, capsys):

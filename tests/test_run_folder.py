@@ -117,7 +117,7 @@ def test_a_run_fits_other_devices(num_devices, overrides, expected, tmp_path, ca
     assert [r.message for r in caplog.records] == changed * [
         "trained on 8 devices (data 2 x fsdp 2 x tensor 2), and here "
         f"{'is 1' if num_devices == 1 else 'are 4'}: using layout.data = {num_devices}; "
-        "--config.layout.KEY=VALUE chooses otherwise"
+        "to change, set --config.layout.KEY=VALUE"
     ]
 
 
@@ -286,13 +286,13 @@ def test_generate_from_a_run(trained, tmp_path):
     [
         ("generate", ["--prompt", "a", "--tempreature", "1"], "did you mean --temperature?"),
         ("evaluate", ["--config.layot.fsdp=2"], "did you mean --config.layout.fsdp?"),
-        ("evaluate", ["--config", "configs/tiny.py"], "the run has its own config; change leaves"),
+        ("evaluate", ["--config", "configs/tiny.py"], "configs/tiny.py is not read, since the run"),
         ("generate", [], "give --prompt TEXT"),
         ("generate", ["--prompt", "\udcff"], r"--prompt '\udcff' is not UTF-8 text; convert"),
         ("evaluate", ["--max_batches=0"], "argument --max_batches: 0 is not from 1 to"),
         ("evaluate", ["--max_batches=1", "--choices=q.jsonl"], "--max_batches is for text; leave"),
-        ("evaluate", ["--config.data.heldout=0"], "this run held out no text"),
-        ("generate", ["--prompt", "a", "--workdir", "nowhere"], "--workdir nowhere holds no run"),
+        ("evaluate", ["--config.data.heldout=0"], "this run has no held-out text"),
+        ("generate", ["--prompt", "a", "--workdir", "nowhere"], "--workdir nowhere has no run"),
     ],
 )
 def test_mistakes_are_answered_without_jax(name, words, message, tmp_path):
@@ -313,13 +313,13 @@ def test_a_file_of_prompts_that_is_not_text_is_named(tmp_path, capsys):
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     saved = run_folder.load_config(save(tmp_path), ["layout.data=8"])
     _, engine = open_engine(saved)
-    with pytest.raises(FileNotFoundError, match="holds no checkpoint yet"):
+    with pytest.raises(FileNotFoundError, match="has no checkpoint yet"):
         restore_params(engine, tmp_path)
 
 
 def test_a_lost_tokenizer_is_not_trained_again(tmp_path):
     saved = run_folder.load_config(save(tmp_path), ["data.tokenizer=bpe:257"])
-    with pytest.raises(FileNotFoundError, match=r"tokenizer.json is missing: the byte pairs of"):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.json is missing, the tokenizer of"):
         open_tokenizer(saved, tmp_path)
 
 
@@ -348,7 +348,7 @@ def test_an_empty_workdir_is_refused(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             module.main([*words, "--workdir", ""])
         assert (
-            "--workdir: is empty; name the run's folder, or '.' for this" in capsys.readouterr().err
+            "--workdir: is empty; give the run's folder, or '.' for this" in capsys.readouterr().err
         )
     assert not list(tmp_path.iterdir())
 
@@ -366,7 +366,7 @@ def test_a_pipe_in_a_runs_folder_is_refused(name, command, tmp_path, capsys):
     with pytest.raises(SystemExit) as refused:
         command.main(["--", "jaxscale.train", *flags] if command is supervise else flags)
     assert refused.value.code == 2
-    said = f"error: {path} is a pipe, a socket or a device, where a run has files and folders; "
+    said = f"error: {path} is a pipe, a socket or a device, not a file or folder of a run; "
     assert capsys.readouterr().err.startswith(said)
     assert durable.changed_file(tmp_path, {name: [0, ""]}) == f"{path} is missing"
 

@@ -65,7 +65,7 @@ def test_the_order_can_be_edited_and_given_back(tmp_path, capsys):
     path = tmp_path / "order.csv"
     first = run(capsys, "zb_h1", "--stages=3", "--microbatches=4", "--csv", str(path))
     again = run(capsys, str(path), "--stages=3", "--microbatches=4")
-    first, source = first.rsplit("paper", 1)  # a file has none
+    first, source = first.rsplit("paper", 1)  # a file has no paper
     assert source.strip() == "Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
     assert first.partition(":")[2] == again.partition(":")[2]
     path.write_text(path.read_text().replace("1W2", "1W1"))

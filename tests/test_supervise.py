@@ -46,19 +46,21 @@ def supervised(workdir, statuses, *flags):
     ("statuses", "status", "actions"),
     [
         ("0", 0, []),
-        ("1,-9,saves143,143,0", 0, ["again in 0 s"] * 4),
-        ("255,-40,0", 0, ["again in 0 s"] * 2),  # as of ssh; a real-time signal
+        ("1,-9,saves143,143,0", 0, ["restart in 0 s"] * 4),
+        ("255,-40,0", 0, ["restart in 0 s"] * 2),  # as of ssh; a real-time signal
         ("2", 2, ["gave up: it was refused: a restart would not help"]),
         (
             "1",
             1,
-            ["again in 0 s"] * 2 + ["gave up: 3 attempts in a row failed without a new checkpoin"],
+            ["restart in 0 s"] * 2
+            + ["gave up: 3 attempts in a row failed without a new checkpoin"],
         ),
-        ("1,1,saves1,1,1,0", 0, ["again in 0 s"] * 5),
+        ("1,1,saves1,1,1,0", 0, ["restart in 0 s"] * 5),
         (
             "143",
             143,
-            ["again in 0 s"] * 2 + ["gave up: 3 attempts in a row failed without a new checkpoin"],
+            ["restart in 0 s"] * 2
+            + ["gave up: 3 attempts in a row failed without a new checkpoin"],
         ),
     ],
 )
@@ -68,13 +70,13 @@ def test_what_is_started_again(statuses, status, actions, tmp_path):
     assert [one["action"][:59] for one in incidents] == actions
     if statuses.startswith("1,-9"):
         assert [one["status"] for one in incidents] == [1, 128 + 9, 143, 143]
-        assert "attempt 3 ended with 143 (it was asked to stop); again in 0 s" in done.stdout
+        assert "attempt 3 ended with 143 (it was asked to stop); restart in 0 s" in done.stdout
         assert incidents[1]["stderr"] == ["attempt 1"]
-        assert "supervise: attempt 2 ended with 137 (SIGKILL); again in 0 s" in done.stdout
+        assert "supervise: attempt 2 ended with 137 (SIGKILL); restart in 0 s" in done.stdout
         assert done.stderr.startswith("attempt 0\nattempt 1\n")
     if statuses.startswith("255"):
         for number, code in enumerate((255, 128 + 40), 1):
-            assert f"supervise: attempt {number} ended with {code}; again in 0 s" in done.stdout
+            assert f"supervise: attempt {number} ended with {code}; restart in 0 s" in done.stdout
     if statuses.startswith("1,1"):
         steps = [(one["checkpoint_before"], one["checkpoint_after"]) for one in incidents]
         assert steps[1:4] == [(0, 0), (0, 3), (3, 3)]
@@ -144,7 +146,7 @@ def test_a_command_that_does_not_stop_is_killed_and_its_lines_are_kept_in_pieces
     process.send_signal(signal.SIGTERM)
     said, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
-    assert said.startswith("supervise: the command has not ended in 100 ms, and is killed\n")
+    assert said.startswith("supervise: the command did not stop within 100 ms; killing it\n")
     assert errors == "x" * 10_000
     (incident,) = map(json.loads, (tmp_path / "log").read_text().splitlines())
     assert incident["action"] == "gave up: the supervisor was asked to stop"
@@ -156,7 +158,7 @@ def test_layouts_are_tried_in_turn_at_each_attempt(tmp_path):
     """Those that are refused, for devices that are missing; the first is tried again later."""
     done, incidents = supervised(tmp_path, "2,1,2,0", "--layouts", "fsdp=8,data=2", "fsdp=4")
     assert done.returncode == 0
-    assert [(one["status"], one["action"]) for one in incidents] == [(1, "again in 0 s")]
+    assert [(one["status"], one["action"]) for one in incidents] == [(1, "restart in 0 s")]
     refused = "refused with --config.layout.fsdp=8 --config.layout.data=2; trying the next"
     assert done.stdout.count(refused) == 2
     done, incidents = supervised(tmp_path, "2", "--layouts", "fsdp=8", "fsdp=4")
@@ -164,13 +166,13 @@ def test_layouts_are_tried_in_turn_at_each_attempt(tmp_path):
     for bad in ("fspd=8", "fsdp", "fsdp=8,"):
         done, _ = supervised(tmp_path, "0", "--layouts", bad)
         assert done.returncode == 2
-        assert "is not a setting of a layout; expected NAME=VALUE" in done.stderr
+        assert "is not a setting of a layout; give NAME=VALUE" in done.stderr
     assert len(list(tmp_path.glob("try*"))) == 6, "nothing was started"
 
 
 @pytest.mark.proof
-def test_a_command_that_is_not_there_is_one_line(tmp_path):
-    for words, said in ((["no-such-program"], "No such file"), ([], "expected -- and a command")):
+def test_a_missing_command_is_one_line(tmp_path):
+    for words, said in ((["no-such-program"], "No such file"), ([], "no command; add it after --")):
         done = subprocess.run(
             [sys.executable, "-m", "jaxscale.supervise", f"--log={tmp_path / 'log'}", "--", *words],
             capture_output=True,

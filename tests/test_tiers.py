@@ -1,4 +1,4 @@
-"""The tiers of this suite, and the programs that it keeps on disk: conftest.py beside toy tests."""
+"""The tiers of this suite, and the programs that it keeps on disk: conftest.py with toy tests."""
 
 import os
 import pathlib
@@ -85,7 +85,7 @@ def test_the_last_lines_count_what_is_left_to_other_tiers(folder):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (TESTS.replace('("b",)', '("b", "d")'), "test_cases is a proof but for 'd', no case of it"),
+        (TESTS.replace('("b",)', '("b", "d")'), "test_cases is a proof except 'd', no case of it"),
         (TESTS + "pytestmark = pytest.mark.proof", "is marked proof and slow; one is allowed"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 from jaxscale.compiled.trace import CAUSES
 from jaxscale.config import load
 from jaxscale.config.layout import resolve_sizes
+from jaxscale.run.metrics import EVALUATION_FIELDS, STEP_FIELDS, SUMMARY_FIELDS
 from jaxscale.sharding.layout_checks import check_divides
 from jaxscale.training.learning_rate import schedule
 from tests.without_jax import without_jax
@@ -105,6 +106,17 @@ def test_a_run_leaves_what_it_says(whole):
         assert said in printed
 
 
+def test_every_field_that_a_run_writes_is_documented(whole):
+    """In docs/metrics.md, which these records make."""
+    workdir, _ = whole
+    for line in (workdir / "metrics.jsonl").read_text().splitlines():
+        known = STEP_FIELDS if "loss" in json.loads(line) else EVALUATION_FIELDS
+        assert json.loads(line).keys() <= known.keys()
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary.keys() <= {**STEP_FIELDS, **EVALUATION_FIELDS, **SUMMARY_FIELDS}.keys()
+    assert SUMMARY_FIELDS.keys() <= summary.keys()
+
+
 def test_the_rate_that_is_written_is_that_of_the_steps_own_update(whole):
     workdir, _ = whole
     config = json.loads((workdir / "config.json").read_text())
@@ -191,11 +203,14 @@ def test_a_stopped_run_continues_as_if_it_had_not_stopped(whole, tmp_path):
         (["--config", "configs/tiny.py", "--config.model.num_layer=3"], "model.num_layers"),
         (["--config", "configs/tiny.py", "--config.modle.num_layers=3"], "did you mean"),
         (["--config", "configs/tiny.py", "--profile", "3"], "FIRST:LAST"),
-        (["--config=tiny", "--describe", "--json=x.json"], "--json is for a run, and --describe"),
-        (["--config=tiny", "--describe", "--profile=2:3"], "--profile is for a run"),
+        (
+            ["--config=tiny", "--describe", "--json=x.json"],
+            "--json is for training, and --describe",
+        ),
+        (["--config=tiny", "--describe", "--profile=2:3"], "--profile is for training"),
         (["--config", "configs/tiny.py", "--trackers", "tensorbord"], "tensorboard"),
-        (["--config", "configs/tiny.py", "--trackers", "none,tensorboard"], "write none alone"),
-        (["--config", "configs/tiny.py", "--trackers", "tensorboard,none"], "write none alone"),
+        (["--config", "configs/tiny.py", "--trackers", "none,tensorboard"], "give only none"),
+        (["--config", "configs/tiny.py", "--trackers", "tensorboard,none"], "give only none"),
         (["--config", "configs/tiny.py", "--trackers", "wandb"], "pip install 'jaxscale[wandb]'"),
         (
             ["--config", "configs/tiny.py", "--json", "/nonexistent/x.json"],
@@ -286,7 +301,9 @@ def test_a_file_in_the_place_of_the_checkpoints_is_refused_at_once(tmp_path, cap
     (tmp_path / "checkpoints").touch()
     with pytest.raises(SystemExit):
         command.main(["--config", "configs/tiny.py", "--workdir", str(tmp_path)])
-    assert "checkpoints is a file, where the run's checkpoints go" in capsys.readouterr().err
+    assert (
+        "checkpoints is a file, not the folder of the run's checkpoints" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("more", [["--describe"], ["--workdir", "w"]])

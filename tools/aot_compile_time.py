@@ -1,10 +1,10 @@
-"""How the time to compile a step grows with its layers and with its devices.
+"""Compile time of a step by number of layers and of devices.
 
 python tools/aot_compile_time.py [--repeat 3] [--json FILE] [--png FILE]
 
 A step of fixed width is compiled for absent TPUs: 8 to 128 layers on 8 chips, and 8 layers on 8 to
-4,096 chips. Seconds are of processor time, over all threads, the median of some runs, so that what
-else the machine does counts little.
+4,096 chips. Seconds are processor time of all threads, medians of several runs, to be robust
+against other load on the machine.
 """
 
 import argparse
@@ -23,19 +23,19 @@ from jaxscale.config import from_dict
 LAYERS = {8: "v5p:2x2x2", 32: "v5p:2x2x2", 128: "v5p:2x2x2"}
 DEVICES = {8: "v5p:2x2x2", 64: "v5p:4x4x4", 512: "v5p:8x8x8", 4096: "v5p:16x16x16"}
 BOUND = 0.1
-"""Growth that is allowed from the smallest to the largest."""
+"""Allowed growth from the smallest to the largest."""
 
 
 def main() -> int:
-    """Measures, prints, and returns 1 where compile time grows by more than the bound."""
+    """Measures, prints, and returns 1 if compile time grows by more than the bound."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=command_line.whole(1, 1000), default=3)
     parser.add_argument("--json", metavar="FILE", type=command_line.output_file)
     parser.add_argument("--png", metavar="FILE", type=command_line.output_file)
     options = parser.parse_args()
-    seconds(8, 8, "v5p:2x2x2")  # what is done once a process
+    seconds(8, 8, "v5p:2x2x2")  # warm-up
     names = {(n, 8): LAYERS[n] for n in LAYERS} | {(8, n): DEVICES[n] for n in DEVICES}
-    # In turn, so that a busy quarter of an hour falls on all of them.
+    # Interleaved, so that other load affects all sizes.
     runs = [{size: seconds(*size, names[size]) for size in names} for _ in range(options.repeat)]
     middle = {size: statistics.median(run[size] for run in runs) for size in names}
     found = {

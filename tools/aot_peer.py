@@ -34,7 +34,7 @@ ESTIMATE = "estimate"
 
 
 class Case(NamedTuple):
-    """A step of both, of 4 sequences of 4,096 tokens a chip."""
+    """A step of both, with 4 sequences of 4,096 tokens a chip."""
 
     text: str
     ours: str  # its name in the table
@@ -86,8 +86,8 @@ def main() -> int:
     other = {compiled[case.ours]["libtpu"] for case in CASES} - {version}
     if other:
         parser.error(
-            f"libtpu {version} is installed, and tools/aot_table.json is of {', '.join(other)}: "
-            "install that one, or take the table again"
+            f"libtpu {version} is installed, and tools/aot_table.json is of {', '.join(other)}; "
+            "install that version, or run tools/aot_table.py --fresh"
         )
     kept: dict[str, Any] = (
         {} if options.fresh or not KEPT.exists() else json.loads(KEPT.read_text())
@@ -109,10 +109,10 @@ def main() -> int:
 
 
 def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
-    """Bytes of temporaries, and XLA's estimate of seconds, of MaxText's step.
+    """Temporaries in bytes, and XLA's estimate in seconds, of MaxText's step.
 
     Raises:
-      RuntimeError: it did not compile; with the end of what it printed.
+      RuntimeError: it did not compile; with the end of its output.
     """
     python = environment / "bin" / "python"
     (package,) = environment.glob("lib/python*/site-packages/maxtext")
@@ -121,7 +121,7 @@ def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
     assert spec.submodule_search_locations
     libtpu = pathlib.Path(spec.submodule_search_locations[0])
     with tempfile.TemporaryDirectory() as folder:
-        # Only this package of ours: MaxText keeps its own JAX.
+        # Only libtpu is ours: MaxText uses the JAX of its environment.
         for found in libtpu.parent.glob("libtpu*"):
             (pathlib.Path(folder) / found.name).symlink_to(found)
         command = [
@@ -155,7 +155,7 @@ def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
 
 
 def written_out(num_layers: int) -> float:
-    """Seconds of XLA's estimate for our model of some layers, loops written out."""
+    """XLA's estimate in seconds for our model with some layers, unrolled."""
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "numbers.json"
         command = [
@@ -179,18 +179,18 @@ def written_out(num_layers: int) -> float:
 
 
 def of_all_layers(shallow: float, deep: float) -> float:
-    """The estimate for `NUM_LAYERS` layers from those for `SHALLOW` and `DEEP`."""
+    """Extrapolates the estimate to `NUM_LAYERS` layers from `SHALLOW` and `DEEP`."""
     return shallow + (NUM_LAYERS - SHALLOW) / (DEEP - SHALLOW) * (deep - shallow)
 
 
 def pairs(compiled: Mapping[str, Any], kept: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """MaxText's number and ours: bytes of each case, and seconds."""
+    """MaxText's and our numbers: bytes of each case, and seconds."""
     sizes = [(kept[case.settings], compiled[case.ours]["temp_bytes"]) for case in CASES]
     return [*sizes, tuple(kept[ESTIMATE])]
 
 
 def table(compiled: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
-    """Both, in Markdown."""
+    """The comparison in Markdown."""
     *sizes, seconds = pairs(compiled, kept)
     rows = [
         f"| {case.text} | {theirs / 1e9:.2f} | {ours / 1e9:.2f} |"

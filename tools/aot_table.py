@@ -31,7 +31,7 @@ ADAMW = "optimizer.name=adamw"
 
 
 class Case(NamedTuple):
-    """A model, a machine, sequences a device and step, and the rest of the layout."""
+    """A model, a topology, sequences per device and step, and the rest of the layout."""
 
     model: str
     topology: str
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its key in the file of results."""
+        """The key in the file of results."""
         return f"{self.model} {self.topology} {self.sequences:g} {self.layout}"
 
 
@@ -161,11 +161,11 @@ STUDY_SECONDS = ("-", "-", "31.4", "38.9")
 def main() -> int:
     """Compiles the cases without a result, and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has it")
-    parser.add_argument("--fresh", action="store_true", help="take them again")
+    parser.add_argument("--only", default="", metavar="WORD", help="cases with WORD in their name")
+    parser.add_argument("--fresh", action="store_true", help="compile cases with a result again")
     options = parser.parse_args()
     if not any(options.only in case.name for case in (*CASES, *STAGES)):
-        parser.error(f"--only {options.only} is in the name of no case")
+        parser.error(f"--only {options.only} matches no case; give a part of a name in CASES")
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     for case in (*CASES, *STAGES):
         if options.only in case.name and (options.fresh or case.name not in kept):
@@ -178,7 +178,7 @@ def main() -> int:
 
 
 def put(text: str, begin: str, table: str, end: str) -> str:
-    """The text with a table between two marks."""
+    """Replaces the table between two marks."""
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
     return f"{before}{begin}\n{table}\n{end}{after}"
@@ -209,16 +209,16 @@ def compiled(case: Case) -> dict[str, Any]:
         ]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if not written.exists():
-            return {"refusal": (run.stderr.strip().splitlines() or ["nothing was said"])[-1]}
+            return {"refusal": (run.stderr.strip().splitlines() or ["no message"])[-1]}
         numbers = json.loads(written.read_text())
-    said = {"config": case.model, "global_batch_size": batch, "others": others}
+    about = {"config": case.model, "global_batch_size": batch, "others": others}
     if platform_of(case.topology) == "tpu":
-        said["libtpu"] = importlib.metadata.version("libtpu")
-    return said | {key: numbers[key] for key in numbers if key != "buffers"}
+        about["libtpu"] = importlib.metadata.version("libtpu")
+    return about | {key: numbers[key] for key in numbers if key != "buffers"}
 
 
 def num_devices(topology: str) -> int:
-    """Of a name with one device a chip."""
+    """Devices of a topology with one device per chip."""
     count = 1
     for size in topology.split(":")[1].split("x"):
         count *= int(size)
@@ -257,8 +257,8 @@ def stage_table(kept: dict[str, dict[str, Any]]) -> str:
 
 
 def zero_bytes(params: int, stage: int, ranks: int) -> float:
-    """Weights and gradients in 16 bits, master weights and Adam's moments in 32, as ZeRO shards
-    them (arXiv 1910.02054, section 3.1)."""
+    """Bytes of state per device by ZeRO's formulas (arXiv 1910.02054, section 3.1): weights and
+    gradients in 16 bits, master weights and Adam's moments in 32."""
     whole = (16, 4, 2, 0)[stage]
     return params * (whole + (16 - whole) / ranks)
 

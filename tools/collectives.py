@@ -1,7 +1,7 @@
 """python tools/collectives.py [--config FILE] [--devices 8] [--config.layout.fsdp=4 ...]
 
-What one train step sends, by ZeRO stage: every collective of the compiled program with its mesh
-axis, count and bytes, beside what theory says of those over data and fsdp. Virtual CPU devices.
+Collectives of a train step by ZeRO stage: mesh axis, count and bytes of each in the compiled
+program, compared with theory for those over data and fsdp. Virtual CPU devices.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from jaxscale import command_line  # noqa: E402 - which imports no JAX
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 when a program sends over data or fsdp what theory does not know."""
+    """Returns 1 if collectives over data or fsdp differ from theory."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def stage_rows(path: str, overrides: Sequence[str]) -> tuple[list[tuple], bool]:
-    """A row for each kind and axes, and whether theory and program agree but for scalars."""
+    """A row for each type of collective and axes, and whether theory and program agree, except for
+    scalars."""
     from jaxscale import config as configs  # noqa: PLC0415
     from jaxscale.compiled import collectives, hlo  # noqa: PLC0415
     from jaxscale.formatting import human_bytes  # noqa: PLC0415

@@ -1,7 +1,7 @@
 """python tools/curves.py RUN [RUN ...] --png FILE
 
-Draws the losses of some runs' folders in one figure: training loss, and bits per byte of held-out
-text. docs/moe_tiny.png is of `--config quickstart` and `--config moe_tiny`.
+Plots the losses of several runs in one figure: training loss, and bits per byte of held-out text.
+docs/moe_tiny.png shows `--config quickstart` and `--config moe_tiny`.
 """
 
 import argparse
@@ -22,13 +22,13 @@ PANELS = {
 
 def main(argv: Sequence[str]) -> None:
     """Reads `metrics.jsonl` of each run."""
-    parser = argparse.ArgumentParser(description="Draws the losses of runs in one figure.")
+    parser = argparse.ArgumentParser(description="Plots the losses of runs in one figure.")
     parser.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN")
     parser.add_argument("--png", required=True, metavar="FILE", type=command_line.output_file)
     options = parser.parse_args(argv)
     for run in options.runs:
         if not (run / "metrics.jsonl").is_file():
-            parser.error(f"{run} holds no run (no metrics.jsonl)")
+            parser.error(f"{run} has no metrics.jsonl; give the --workdir of a run")
     figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=110)
     for panel, (name, title) in zip(figure.subplots(1, 2), PANELS.items()):
         for run in options.runs:

@@ -1,6 +1,6 @@
 """Writes tests/goldens/: tiny random models of Hugging Face's transformers, and their logits.
 
-In an environment of its own, since the package does without torch:
+Run it in a separate environment, since the package does not need torch:
 
     python3.11 -m venv /tmp/goldens
     /tmp/goldens/bin/pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2
@@ -9,11 +9,11 @@ In an environment of its own, since the package does without torch:
 A golden is a folder: `config.json` and `model.safetensors` as `save_pretrained` writes them, and
 `expected.safetensors` with tokens, attention mask and positions [batch, time], of which the second
 row ends and the third begins with padding, and float32 logits [batch, time, vocab] of eager
-attention; of an encoder-decoder also tokens and mask of the decoder, whose logits they are. Some
-have `greedy.json`, what `generate` writes after three prompts, or in `peft` adapters as PEFT saves
-them, and `expected.safetensors` of the model with these. Each has the settings of one line of
-`CASES`; together the lines of a family turn every setting that its config has and
-`jaxscale.model_families` knows. The golden "adamw" is one file, of torch's AdamW.
+attention; for an encoder-decoder also tokens and mask of the decoder, which has the logits. Some
+have `greedy.json`, the output of `generate` for three prompts, or a folder `peft` with adapters as
+PEFT saves them, and `expected.safetensors` of the model with these. Each has the settings of one
+line of `CASES`; together the lines of a family vary every setting that its config has and
+`jaxscale.model_families` supports. The golden "adamw" is one file, from torch's AdamW.
 """
 
 from __future__ import annotations
@@ -452,12 +452,12 @@ CASES = {
 }
 
 UNTIED = ("t5", "mt5", "umt5")
-"""Goldens whose head is a matrix of its own: transformers 5 ties those of new T5s always, and reads
-untied ones from their files."""
+"""Goldens with an untied head: transformers 5 always ties the head of a new T5, and reads untied
+heads from files."""
 
 
 def auto_class(config: transformers.PreTrainedConfig) -> type:
-    """The class of models with a head that predicts tokens."""
+    """The model class with a head that predicts tokens."""
     if config.is_encoder_decoder:
         return transformers.AutoModelForSeq2SeqLM
     if config.model_type.capitalize() in MASKED:
@@ -466,14 +466,14 @@ def auto_class(config: transformers.PreTrainedConfig) -> type:
 
 
 def make_model(kind: str, settings: dict, untied: bool) -> torch.nn.Module:
-    """A model in float32 whose every parameter is far from zero, and from one in norms."""
+    """A float32 model with every parameter far from zero, and norms' scales far from one."""
     config = getattr(transformers, f"{kind}Config")(**settings)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = auto_class(config).from_config(config, attn_implementation="eager")
     if untied:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
-        # As in published files. UMT5 scales the inputs of its head unless this says no.
+        # As in published files. UMT5 scales the inputs of its head unless this is False.
         model.config.tie_word_embeddings = False
     with torch.no_grad():
         for parameter in model.parameters():
@@ -522,7 +522,7 @@ def write(name: str) -> None:
 
 
 def make_masked_batch(config: transformers.PretrainedConfig) -> dict[str, torch.Tensor]:
-    """The same with mask tokens, the last id, and of BERT with every token type."""
+    """The same with mask tokens (the last id), and for BERT with every token type."""
     batch = make_batch(config.vocab_size - 1)
     batch["tokens"][0, ::5] = config.vocab_size - 1
     batch["tokens"][2, 7::4] = config.vocab_size - 1
@@ -574,8 +574,8 @@ def write_adapters(
 
 
 def write_greedy(model: torch.nn.Module, folder: pathlib.Path, scale: float) -> None:
-    """Writes prompts of several lengths, and the ids that `generate` finds likeliest after each
-    with every parameter times `scale`, to `greedy.json`; no choice is close."""
+    """Writes `greedy.json`: prompts of several lengths and the greedy ids of `generate`, with every
+    parameter times `scale`; no choice is close."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale)
@@ -592,7 +592,7 @@ def write_greedy(model: torch.nn.Module, folder: pathlib.Path, scale: float) -> 
         do_sample=False,
         eos_token_id=ends,
         pad_token_id=0,
-        use_cache=not model.config.is_encoder_decoder,  # theirs has as many layers as the encoder
+        use_cache=not model.config.is_encoder_decoder,  # its cache has the encoder's layer count
         output_logits=True,
         return_dict_in_generate=True,
     )
@@ -607,8 +607,8 @@ def write_greedy(model: torch.nn.Module, folder: pathlib.Path, scale: float) -> 
 
 
 def write_adamw() -> None:
-    """Ten updates by torch of a matrix, with decay, and a vector, without and at a tenth of the
-    rate: the parameters before and after each [11, ...], and the gradients [10, ...]."""
+    """Ten AdamW updates by torch of a matrix with weight decay, and of a vector without, at a tenth
+    of the rate: the parameters before and after each [11, ...], and the gradients [10, ...]."""
     torch.manual_seed(0)
     params = {"matrix": torch.randn(16, 24), "vector": torch.randn(24)}
     grads = {
@@ -636,7 +636,7 @@ def write_adamw() -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Writes the goldens."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="only these cases", metavar="NAME")
     parser.add_argument(

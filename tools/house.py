@@ -1,8 +1,8 @@
-"""Measures the package: its size, its functions, and how often it states the same fact.
+"""Code metrics of the package: size, functions, complexity, and copies of the same fact.
 
 Command: python tools/house.py [--folder jaxscale] [--json FILE]
 
-A fact is stated where a pattern of it stands outside the module that owns it:
+A fact is counted where its pattern matches outside the module that owns it:
 
 - tree: which parameters a model has, by logical axes of two dimensions, outside `models/`;
 - zero: what a ZeRO stage does, by comparing a stage with a number;
@@ -25,7 +25,7 @@ FACTS = {
     "flops": r"2(\.0)? \* (self\.|model\.|shape\.)?(d_model|heads|num_heads)\b",
     "stacks": r"for kind in range\((stack\.|self\.)?period\)",
 }
-"""A pattern of each fact. Models state the tree in a folder of their own, which counts once."""
+"""Fact -> pattern. The folder `models/` counts once."""
 
 BRANCHES = (
     *(ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.Assert),
@@ -35,7 +35,7 @@ BRANCHES = (
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the package, those inside it included."""
+    """A function of the package, nested functions included."""
 
     name: str  # path:line name
     lines: int
@@ -61,7 +61,7 @@ def functions(path: pathlib.Path) -> Iterator[Function]:
 
 
 def complexity(function: ast.AST) -> int:
-    """Paths through a function: one, and one more for each branch."""
+    """Cyclomatic complexity: one, plus one for each branch."""
     found = 1
     for node in ast.walk(function):
         found += isinstance(node, BRANCHES)
@@ -79,7 +79,7 @@ def _is_own(node: ast.AST) -> bool:
 
 
 def copies(folder: pathlib.Path, paths: Sequence[pathlib.Path]) -> dict[str, list[str]]:
-    """The modules that state each fact; `models/` is one."""
+    """The modules that match each fact; `models/` is one."""
     found: dict[str, list[str]] = {}
     for fact, pattern in FACTS.items():
         homes = [path.relative_to(folder) for path in paths if re.search(pattern, path.read_text())]
@@ -121,7 +121,7 @@ def _percentile(ordered: Sequence[int], percent: int) -> int:
 
 
 def files_of_a_family(folder: pathlib.Path, paths: Sequence[pathlib.Path]) -> dict[str, list[str]]:
-    """For each family of models, the modules but its own that name it in code."""
+    """For each family of models, the other modules that name it in code."""
     families = [path.stem for path in (folder / "model_families").glob("*.py")]
     families = [name for name in families if name not in ("__init__", "shipped", "family")]
     found = {}
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     options = parser.parse_args(argv)
     if not options.folder.is_dir():
-        parser.error(f"--folder {options.folder} is no folder; run from the repository's root")
+        parser.error(f"--folder {options.folder} is not a folder; run from the repository's root")
     found = measure(options.folder)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for fact, homes in found["copies"].items():
         print(f"  {fact}: {', '.join(homes)}")
     most = max(found["files_of_a_family"].items(), key=lambda one: len(one[1]))
-    print(f"files that name a family beside its own: at most {len(most[1])} ({most[0]})")
+    print(f"files that name a family outside its module: at most {len(most[1])} ({most[0]})")
     return 0
 
 

@@ -34,7 +34,7 @@ ALL = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the table; with `--page` puts it between that file's marks."""
+    """Prints the table; with `--page` replaces the table between that file's marks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         "--model",
         metavar="KIND",
         nargs="*",
-        help="kinds of models, named in tests/invariants/models.py; without names, one of each: "
+        help="models named in tests/invariants/models.py; without names, one of each type: "
         f"{', '.join(ALL)}",
     )
     parser.add_argument("--whole", action="store_true", help="every combination, not pairs: hours")
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         except (OSError, ValueError) as error:
             parser.error(f"--page: {error}")
     os.environ |= {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
-    # Steps run for milliseconds and compile for seconds.
+    # Unoptimised: steps run for milliseconds and compile for seconds.
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     if options.model is None:
         return _decoder(options)
@@ -92,7 +92,7 @@ def _decoder(options: argparse.Namespace) -> int:
 
 
 def _model(kind: str, options: argparse.Namespace) -> int:
-    """One row of the table of models; the others stay."""
+    """Updates one row of the table of models."""
     from tests.invariants import matrix, models  # noqa: PLC0415 - as above
 
     axes, every = models.KINDS[kind].axes, models.KINDS[kind].every_mesh
@@ -117,7 +117,7 @@ def _model(kind: str, options: argparse.Namespace) -> int:
 
 
 def _run(layouts: Sequence[dict], check: Callable[[dict], dict]) -> tuple[list, int]:
-    """Each layout that passed with its errors; others are named, and make the status 1."""
+    """Each layout that passed with its errors, and a status: 1 if any failed."""
     from tests.invariants import matrix  # noqa: PLC0415 - as above
 
     found, status, begin = [], 0, time.monotonic()
@@ -125,13 +125,13 @@ def _run(layouts: Sequence[dict], check: Callable[[dict], dict]) -> tuple[list, 
         try:
             errors = check(layout)
         except Exception as error:
-            said, status = f"FAILED: {error}", 1
+            outcome, status = f"FAILED: {error}", 1
         else:
-            said = f"{max(errors.values()):.0e}"
+            outcome = f"{max(errors.values()):.0e}"
             found.append((layout, errors))
         seconds = time.monotonic() - begin
         print(
-            f"{number} of {len(layouts)}, {seconds:.0f} s: {matrix.name(layout)}: {said}",
+            f"{number} of {len(layouts)}, {seconds:.0f} s: {matrix.name(layout)}: {outcome}",
             file=sys.stderr,
             flush=True,
         )
@@ -153,7 +153,7 @@ def _today() -> str:
 
 
 def _write(page: str | None, name: str, make: Callable[[str], str]) -> int:
-    """Prints a table, made from the one on the page, and puts it there."""
+    """Prints a table, made from the one on the page, and writes it there."""
     if not page:
         print(make(""))
         return 0
@@ -166,7 +166,7 @@ def _write(page: str | None, name: str, make: Callable[[str], str]) -> int:
 
 
 def _marked(path: pathlib.Path, name: str) -> tuple[str, str, str]:
-    """A page up to a table, the table between its marks, and what follows it.
+    """Splits a page: the part before a table, the table between its marks, the part after.
 
     Raises:
       ValueError: the page has no such marks.

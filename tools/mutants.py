@@ -1,10 +1,10 @@
 """python tools/mutants.py [--folder NAME] [--only TEXT] [--jobs N] [--json FILE] [--list]
 
-Does the suite notice a mistake? Applies each fault of tools/mutants.toml, a line that a programmer
-could have got wrong, to a temporary copy of this checkout, runs there the tests that should fail,
-and prints a table of those that did and those that did not (mutation testing: DeMillo, Lipton and
-Sayward, Computer 11, 1978). The same tests run once without the fault first: one that fails
-anyway proves nothing. The tier of a mutant is the first of the suite's that has one of its tests.
+Mutation testing (DeMillo, Lipton and Sayward, Computer 11, 1978): applies each fault of
+tools/mutants.toml to a temporary copy of this checkout, runs the tests there that should fail, and
+prints a table of caught and surviving mutants. The same tests first run once without the fault: a
+test that fails anyway proves nothing. The tier of a mutant is the suite's first with one of its
+tests.
 
 Returns 1 if a mutant survives or a test could not be run.
 """
@@ -37,12 +37,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 FAULTS = "tools/mutants.toml"
 
 TIERS = ("first", "proof", "slow")
-"""Of the suite: what runs without -m, and what runs with it."""
+"""Tiers of the suite: without -m, and by the argument of -m."""
 PYTEST = ("-p", "no:cacheprovider")
 
 LEAST_SECONDS, SLOWER = 60, 10
-"""A mutant is ended, and counts as caught, when its tests take this many times as long as without
-the fault, and at least so many seconds more: a suite that hangs does not pass."""
+"""Time limit of a mutant's tests: `SLOWER` times their time without the fault, plus
+`LEAST_SECONDS`. Beyond it the mutant counts as caught, since a suite that hangs does not pass."""
 
 Verdict = Literal["caught", "survived", "not run"]
 
@@ -51,22 +51,22 @@ Verdict = Literal["caught", "survived", "not run"]
 class Mutant:
     """One fault, and the tests that should notice it."""
 
-    folder: str  # the part of the package it belongs to
+    folder: str  # of the package
     name: str
     file: str
-    old: str  # is in the file exactly once
+    old: str  # occurs in the file exactly once
     new: str
-    tests: str  # arguments of pytest: files or node ids, perhaps with -k
+    tests: str  # arguments of pytest: files or node ids, optionally with -k
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant."""
+    """The result of a mutant."""
 
     mutant: Mutant
     verdict: Verdict
     seconds: float
-    said: str  # pytest's last line, or why it did not run
+    said: str  # pytest's last line, or the reason why it did not run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,11 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", metavar="TEXT", default="", help="of those whose name has it")
-    parser.add_argument("--folder", metavar="NAME", help="of one part of the package")
-    parser.add_argument("--list", action="store_true", help="print them and run nothing")
-    parser.add_argument("--json", metavar="FILE", help="where to write the results")
-    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="at a time")
+    parser.add_argument("--only", metavar="TEXT", default="", help="mutants with TEXT in the name")
+    parser.add_argument("--folder", metavar="NAME", help="mutants of one folder of the package")
+    parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    parser.add_argument("--json", metavar="FILE", help="write the results to FILE")
+    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="mutants at a time")
     options = parser.parse_args(argv)
     if options.jobs < 1:
         parser.error(f"--jobs = {options.jobs}; at least 1")
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.folder in (None, mutant.folder) and options.only in mutant.name
     ]
     if not chosen:
-        parser.error("no mutant is called that; --list prints them all")
+        parser.error("no mutant matches; --list prints all of them")
     tiers = find_tiers(chosen, ROOT)
     if options.list:
         print(table(HEADS, (described(mutant, tiers) for mutant in chosen)))
@@ -112,7 +112,7 @@ def read(path: pathlib.Path) -> list[Mutant]:
 
 
 def find_tiers(mutants: Sequence[Mutant], root: pathlib.Path) -> dict[str, str]:
-    """By the name of each mutant the first of `TIERS` that has one of its tests; "" for none."""
+    """Mutant's name -> the first of `TIERS` with one of its tests, or ""."""
     files = sorted({path.partition("::")[0] for one in mutants for path in split(one.tests)[0]})
     found = {tier: collect(files, tier, root) for tier in TIERS}
 
@@ -142,7 +142,7 @@ def collect(files: Sequence[str], tier: str, root: pathlib.Path) -> list[str]:
     """The node ids of the tests of a tier.
 
     Raises:
-      RuntimeError: pytest could not collect them; says what it printed last.
+      RuntimeError: pytest could not collect them; with its last line.
     """
     marked = [] if tier == TIERS[0] else ["-m", tier]
     command = [sys.executable, "-m", "pytest", "--collect-only", *PYTEST, *marked, *files]
@@ -160,7 +160,7 @@ def run_all(
 
     Args:
       root: the checkout to copy.
-      report: gets a line as each mutant ends.
+      report: called with a line as each mutant ends.
     """
     sound = _Sound(root)
 
@@ -174,7 +174,7 @@ def run_all(
 
 
 def run(mutant: Mutant, root: pathlib.Path, sound: "_Sound") -> Result:
-    """One mutant: its tests without the fault, if they were not run yet, and with it."""
+    """Runs one mutant: its tests without the fault, if they have not run yet, and with it."""
     try:
         source = mutated((root / mutant.file).read_text(), mutant)
     except (OSError, ValueError) as error:
@@ -186,16 +186,16 @@ def run(mutant: Mutant, root: pathlib.Path, sound: "_Sound") -> Result:
     with copy_of(root) as copy:
         (copy / mutant.file).write_text(source)
         found = run_tests(mutant.tests, copy, limit)
-    # 5 says that no test is left of those that there were, and so that none failed.
+    # Status 5 means that no test was collected, so none failed.
     verdict: Verdict = "survived" if found.status in (0, 5) else "caught"
     return Result(mutant, verdict, found.seconds, found.said)
 
 
 def mutated(source: str, mutant: Mutant) -> str:
-    """The file with the fault in it.
+    """The source of a file with the fault.
 
     Raises:
-      ValueError: the text that it replaces is not there exactly once.
+      ValueError: the text to replace does not occur exactly once.
     """
     count = source.count(mutant.old)
     if count != 1:
@@ -207,13 +207,13 @@ def mutated(source: str, mutant: Mutant) -> str:
 class _Tests:
     """A run of tests."""
 
-    status: int | None  # pytest's; None where it was ended
+    status: int | None  # pytest's; None if it was ended
     seconds: float
     said: str
 
 
 class _Sound:
-    """The tests without any fault: run once each, however many mutants name them."""
+    """Results of tests without a fault, each run once for all mutants that name it."""
 
     def __init__(self, root: pathlib.Path):
         self._root = root
@@ -233,18 +233,18 @@ class _Sound:
 
 @contextlib.contextmanager
 def copy_of(root: pathlib.Path):
-    """A temporary copy of a checkout, without what is hidden or made by runs."""
-    with tempfile.TemporaryDirectory(prefix="mutant-") as place:
-        copy = pathlib.Path(place) / "checkout"
+    """A temporary copy of a checkout, without hidden files and outputs of runs."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = pathlib.Path(folder) / "checkout"
         made = shutil.ignore_patterns(".?*", "runs", "build", "dist", "*.egg-info", "kernel-ipc-*")
         shutil.copytree(root, copy, ignore=made)
         yield copy
 
 
 def run_tests(tests: str, checkout: pathlib.Path, limit_seconds: float | None) -> _Tests:
-    """pytest in a checkout, whose package is the one that is imported."""
+    """Runs pytest in a checkout, with the checkout's package on the path."""
     paths = [str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
-    # A file's proofs run, too, and a test that is named by its node id whatever its tier.
+    # For a file proofs run, too; for a node id the test of any tier.
     marked = [] if "::" in tests else ["-m", "not slow"]
     begin = time.monotonic()
     with subprocess.Popen(
@@ -262,7 +262,7 @@ def run_tests(tests: str, checkout: pathlib.Path, limit_seconds: float | None) -
         except subprocess.TimeoutExpired:
             printed, status = f"ended after {limit_seconds:.0f} s", None
         finally:
-            with contextlib.suppress(ProcessLookupError):  # also what the tests have started
+            with contextlib.suppress(ProcessLookupError):  # with processes started by the tests
                 os.killpg(process.pid, signal.SIGKILL)
     lines = printed.strip().splitlines() or [""]
     counts = [line for line in lines if re.search(r"\d (passed|failed|error)", line)]
@@ -273,18 +273,18 @@ HEADS = ["mutant", "folder", "file", "tests", "tier"]
 
 
 def described(mutant: Mutant, tiers: Mapping[str, str]) -> list[str]:
-    """Its cells of a table."""
+    """A mutant's cells of the table."""
     return [mutant.name, mutant.folder, mutant.file, mutant.tests, tiers[mutant.name]]
 
 
 def table(heads: list[str], rows) -> str:
-    """Rows of texts in Markdown."""
+    """A Markdown table."""
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def summary(results: Sequence[Result], tiers: Mapping[str, str]) -> str:
-    """The table of results, how many there are of each, and what is to be looked at."""
+    """The table of results, their counts, and the mutants that were not caught."""
     rows = [[*described(r.mutant, tiers), r.verdict, f"{r.seconds:.0f}"] for r in results]
     text = [table([*HEADS, "result", "seconds"], rows), ""]
     verdicts = [result.verdict for result in results]

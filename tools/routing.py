@@ -1,8 +1,8 @@
 """python tools/routing.py [--steps 10]
 
-Trains a small model with experts in bfloat16 on one device and in other layouts, and prints the
-share of choices that differ: of the experts that tokens go to on one device, those that they do not
-go to in a layout. In float64 it is 0 (`tests/invariants/test_models.py`). Virtual CPU devices.
+Differences in MoE routing between layouts: trains a small model in bfloat16 on one device and in
+other layouts, and prints the fraction of one device's choices that a layout does not make. In
+float64 it is 0 (`tests/invariants/test_models.py`). Virtual CPU devices.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         "--dtype",
         default="bfloat16",
         choices=("bfloat16", "float32", "float64"),
-        help="that layers compute in",
+        help="compute type of the layers",
     )
     options = parser.parse_args(argv)
     os.environ |= {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _choices(layout: Mapping[str, Any], options: argparse.Namespace) -> Iterator[tuple[Any, float]]:
-    """Of each step, which experts of each layer each token went to, and the loss."""
+    """For each step, the chosen experts of each layer and token, and the loss."""
     import jax  # noqa: PLC0415 - after the devices are set
     import numpy as np  # noqa: PLC0415
 
@@ -87,7 +87,7 @@ def _choices(layout: Mapping[str, Any], options: argparse.Namespace) -> Iterator
     numbers = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
     place = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), numbers.shape)
     for _ in range(options.steps):
-        # A walk: the next token is near this one, so that there is something to learn.
+        # A random sequence in which the next token is near this one, so that the model can learn.
         tokens = np.cumsum(rng.integers(0, 4, (ROWS, LENGTH + 1)), axis=1, dtype=np.int32) % 256
         weights, ones = np.ones(numbers.shape, np.float32), np.ones_like(numbers)
         batch = Batch(tokens[:, :-1], tokens[:, 1:], ones, place, weights, {"number": numbers})
@@ -96,7 +96,7 @@ def _choices(layout: Mapping[str, Any], options: argparse.Namespace) -> Iterator
 
 
 def _share(wanted: Any, found: Any) -> float:
-    """Of the choices in `wanted`, [layers, tokens, experts], those not in `found`."""
+    """The fraction of choices in `wanted`, [layers, tokens, experts], that are not in `found`."""
     return float(((wanted > 0) & (found == 0)).sum() / (wanted > 0).sum())
 
 

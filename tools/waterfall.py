@@ -1,4 +1,4 @@
-"""python tools/waterfall.py: draws docs/waterfall.png, where the seconds of predicted steps go.
+"""python tools/waterfall.py: draws docs/waterfall.png, the time breakdown of predicted steps.
 
 docs/zb_h1.png is drawn by the schedule command: `zb_h1 --stages 4 --microbatches 8 --png FILE`.
 """
@@ -18,13 +18,13 @@ PINS = {
     "fsdp 8 x tensor 8": {"fsdp": 8, "tensor": 8},
     "fsdp 16 x pipeline 4, 1F1B": {"fsdp": 16, "pipeline": 4, "schedule": "1f1b"},
 }
-"""Title -> what is fixed of the layout; the planner chooses the rest."""
+"""Title -> fixed fields of the layout; the planner chooses the others."""
 
 
 def main() -> None:
     """Plans Llama 3 8B on 64 H100s in each, and draws the terms of a step."""
     argparse.ArgumentParser(
-        description="Draws docs/waterfall.png, where the seconds of predicted steps go."
+        description="Draws docs/waterfall.png, the time breakdown of predicted steps."
     ).parse_args()
     plans = {
         title: plan_layouts(

@@ -1,10 +1,10 @@
-"""Collectives of state in a step over `data`, `fsdp` and `context`, from the model's shapes and the
-layout alone.
+"""ZeRO traffic: a step's collectives of state over `data`, `fsdp` and `context`, from shapes and
+layout only.
 
 Counts follow ZeRO (arXiv 1910.02054) and layered gradient accumulation (arXiv 2106.02679); the
-suite compares them with compiled programs, array by array. Collectives over `tensor`, those of
-attention and of gradients over `context`, which the compiler writes, and reductions of scalars are
-not included.
+suite compares them with compiled programs, array by array. Not included: collectives over `tensor`,
+collectives over `context` of attention and of gradients, which the compiler inserts, and reductions
+of scalars.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ from jaxscale.sharding.model_trace import ParamShape, itemsize
 from jaxscale.training.tracing.traces import model_trace
 
 Sent = tuple[ParamShape, int]
-"""An array of which so many layers are sent as one."""
+"""An array and the number of layers sent as one."""
 
 
 @dataclass(frozen=True)
 class ZeroTraffic:
-    """Collectives of a step that serve one purpose."""
+    """Collectives of a step with one purpose."""
 
-    what: str
+    what: str  # the purpose
     kind: str  # of `compiled.collectives.KINDS`
     axes: tuple[str, ...]
     arrays: int  # per step, each repetition counted
@@ -32,8 +32,8 @@ class ZeroTraffic:
 
 
 def step_traffic(config: Config) -> list[ZeroTraffic]:
-    """Every collective of state over data, fsdp and context but the reductions over context alone;
-    those over axes of size 1 do not exist.
+    """Every collective of state over data, fsdp and context, except reductions over context only,
+    and without axes of size 1.
 
     Args:
       config: its layout resolved.
@@ -42,7 +42,7 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
     stage, layers = layout.zero_stage, model.num_layers
     compute, reduced = itemsize(model.compute_dtype), itemsize(config.optimizer.reduced_in)
     arrays = model_trace(model).parameters
-    # A tied head reads the embedding and has its own gradient of it.
+    # A tied head reads the embedding and has a separate gradient of it.
     tied = [array for array in arrays if model.tied_embeddings and array.name == "tokens"]
     outer = [(array, 1) for array in arrays if array.part != "layers"]
     once = outer + [(array, 1) for array in tied]
@@ -59,7 +59,7 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
         ("whole gradients", "all-reduce", ("data", "fsdp"), left, 1, reduced, 1)
     ]
     if zero_stage.shards_state(stage):
-        # A tied head is the embedding where what is gathered is kept.
+        # If gathered weights are kept, a tied head uses the gathered embedding.
         kept = not zero_stage.gathers_each_pass(stage)
         passes = [(array, 1) for array in layer for _ in range(layers if kept else 2 * layers - 1)]
         times, read = (1, outer) if kept else (count, once)

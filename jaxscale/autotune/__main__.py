@@ -1,8 +1,8 @@
-"""No command: the search by measuring belongs to `python -m jaxscale.plan`."""
+"""Not a command: the measured search is `python -m jaxscale.plan --measure`."""
 
 from jaxscale import command_line
 
 command_line.refuse(
-    "jaxscale.autotune is not a command; search by measuring with "
+    "jaxscale.autotune is not a command; for a measured search use "
     "python -m jaxscale.plan --config FILE --measure"
 )

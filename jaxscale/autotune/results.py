@@ -1,4 +1,4 @@
-"""Results of a search by measuring, as text, JSON and a figure."""
+"""Results of a measured search, as text, JSON and a figure."""
 
 import collections
 import pathlib
@@ -11,17 +11,17 @@ from jaxscale.formatting import human_bytes, table
 from jaxscale.planner.report.text_report import layout_text
 
 SHOWN = 5
-"""Layouts in the table."""
+"""The number of layouts in the table."""
 
 POINT, BEST, FAILED, BARS = "#56b4e9", "#0072b2", "#d55e00", "#0072b2"
-"""Of the colour-blind-safe palette of Okabe and Ito."""
+"""Colours of the colour-blind-safe palette of Okabe and Ito."""
 
 
 def layout_flags(layout: Layout, base: Layout) -> str:
     """The flags of `python -m jaxscale.train` that set a layout.
 
     Args:
-      base: the layout of the config that they change.
+      base: the layout of the config.
     """
     return " ".join(
         f"--config.layout.{name}={value}"
@@ -31,7 +31,7 @@ def layout_flags(layout: Layout, base: Layout) -> str:
 
 
 def trial_line(trial: Trial, before: Sequence[Trial], trials: int) -> str:
-    """A line about a trial that has just finished."""
+    """A line about a finished trial."""
     head = f"{len(before) + 1:4d}/{trials}  "
     if not trial.measured:
         return f"{head}{trial.outcome:>13}  {layout_text(trial.layout)}: {trial.message}"
@@ -43,8 +43,8 @@ def trial_line(trial: Trial, before: Sequence[Trial], trials: int) -> str:
 def search_summary(
     trials: Sequence[Trial], importance: Mapping[str, float], devices: Devices, base: Layout
 ) -> str:
-    """Outcomes, the fastest layouts with the first one as reference, and the importance of
-    settings.
+    """Text of outcomes, the fastest layouts with the first one as a reference, and the importance
+    of settings.
 
     Args:
       base: the layout of the config.
@@ -63,12 +63,12 @@ def search_summary(
             str(best.index(one) + 1),
             f"{one.step_seconds:.4g}",
             human_bytes(one.memory_bytes or 0),
-            str(one.number + 1),  # as its line had it
+            str(one.number + 1),  # as in its line
             layout_text(one.layout),
         )
         for one in shown
     ]
-    parts.append("fastest layouts, and the first that was measured\n" + table(rows))
+    parts.append("fastest layouts, and the first measured one\n" + table(rows))
     if importance:
         rows = [(name, f"{share:.0%}") for name, share in importance.items()]
         parts.append(
@@ -79,9 +79,9 @@ def search_summary(
 
 
 def _advice(trials: Sequence[Trial]) -> str:
-    """What to do where nothing was measured."""
+    """Advice for a search without a measured layout."""
     if all(trial.outcome == "timed out" for trial in trials):
-        return "all timed out: raise --trial_seconds, and name another file in --storage"
+        return "all timed out: raise --trial_seconds, and give another file in --storage"
     return "see the messages above"
 
 
@@ -93,7 +93,7 @@ def ranked(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def search_json(trials: Sequence[Trial], importance: Mapping[str, float]) -> dict[str, Any]:
-    """The trials and the importances for a program."""
+    """The trials and the importances as plain values, for JSON."""
     return {
         "trials": [
             {**vars(trial), "layout": vars(trial.layout), "text": layout_text(trial.layout)}
@@ -105,7 +105,7 @@ def search_json(trials: Sequence[Trial], importance: Mapping[str, float]) -> dic
 
 def save_png(path: pathlib.Path, trials: Sequence[Trial], importance: Mapping[str, float]) -> None:
     """The history of a search and the importance of each setting, as a PNG file."""
-    # Slow to import, and only figures need it.
+    # matplotlib is slow to import, and only figures need it.
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(11, 4.2), layout="constrained", dpi=150)

@@ -1,5 +1,4 @@
-"""`python -m jaxscale.plan --measure`: a search by measuring that starts from the planner's
-best."""
+"""`python -m jaxscale.plan --measure`: measured search from the planner's best layouts."""
 
 import argparse
 import json
@@ -24,15 +23,15 @@ PLANNED = 6
 
 
 def measure(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]) -> int:
-    """The command, with `--trials`, `--storage`, `--trial_seconds` and `--json`; returns the status
-    of the process, 1 where no layout could be measured.
+    """Runs the command, with `--trials`, `--storage`, `--trial_seconds` and `--json`; returns the
+    exit status, 1 if no layout could be measured.
 
     Raises:
       ValueError: no devices, no layouts, or a storage file of another search.
     """
     stem = pathlib.Path(options.config.partition(":")[0]).stem
     storage = options.storage or pathlib.Path("runs") / stem / "layouts.db"
-    for name in pins:  # before a process is started
+    for name in pins:  # before the process that finds the devices starts
         check_choice("--pin", name, FIELDS)
     devices = search.find_devices()
     log.info(f"{devices.devices} x {devices.kind}; trials are stored in {storage}")
@@ -66,7 +65,7 @@ def measure(options: argparse.Namespace, config: Config, pins: Mapping[str, Any]
 
 
 def config_layout(config: Config, devices: search.Devices, pins: Mapping[str, Any]) -> list[Layout]:
-    """The layout of the config, where it has one for this number of devices and these pins."""
+    """The layout of the config, if it fits the number of devices and the pins; else []."""
     if config.layout.auto:
         return []
     try:
@@ -76,7 +75,7 @@ def config_layout(config: Config, devices: search.Devices, pins: Mapping[str, An
             if chosen[name] not in (value, None):
                 raise ValueError(f"it has {name} = {chosen[name]}, and --pin has {value}")
     except ValueError as error:
-        log.info(f"without the config's own layout: {error}")
+        log.info(f"without the config's layout: {error}")
         return []
     return [layout]
 
@@ -84,7 +83,7 @@ def config_layout(config: Config, devices: search.Devices, pins: Mapping[str, An
 def planner_layouts(
     config: Config, devices: search.Devices, pins: Mapping[str, Any]
 ) -> list[Layout]:
-    """The planner's best layouts; [] where the devices are not in `hardware.csv`."""
+    """The planner's best layouts; [] if the devices are not in `hardware.csv`."""
     pins = {**pins, "offload": config.layout.offload}
     try:
         cluster = devices_here(devices.kind, devices.platform, devices.devices)

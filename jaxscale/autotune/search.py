@@ -1,7 +1,7 @@
-"""Search by measuring: layouts are timed in short trials on the local devices, proposed by Optuna.
+"""Measured search: layouts proposed by Optuna are timed in short trials on the local devices.
 
 As in the Frontier study (arXiv 2312.12705), a trial that crashes, runs out of memory or times out
-is a result, too, ranked below every measured one. Each trial is a process of its own; this process
+is also a result, ranked below every measured one. Each trial is a separate process; this process
 never uses a device.
 """
 
@@ -41,7 +41,7 @@ from jaxscale.config.layout import Layout
 
 PROGRAM = (sys.executable, "-m", "jaxscale.autotune.trial")
 STARTUP = 10
-"""Trials before the sampler fits a model: first the given layouts, then random ones."""
+"""Trials before the sampler fits a model: the given layouts, then random ones."""
 
 OUT_OF_MEMORY = re.compile(r"RESOURCE_EXHAUSTED|out of memory|MemoryError|bad_alloc", re.IGNORECASE)
 OUTCOMES = ("measured", "out of memory", "crashed", "timed out", "refused")
@@ -49,7 +49,7 @@ OUTCOMES = ("measured", "out of memory", "crashed", "timed out", "refused")
 
 @dataclass(frozen=True)
 class Trial:
-    """A layout and its outcome; the figures are None unless it was measured."""
+    """A layout and its outcome; figures are None unless it was measured."""
 
     number: int
     layout: Layout
@@ -101,13 +101,13 @@ def search_by_measuring(
     report: Callable[[Trial, list[Trial]], None] = lambda trial, before: None,
     program: Sequence[str] = PROGRAM,
 ) -> list[Trial]:
-    """Measures until the storage has `trials` trials, and returns all of them in order.
+    """Measures layouts until the storage has `trials` trials; returns all of them in order.
 
     Args:
       trials: number of trials, with those of earlier calls.
       storage: an SQLite file, written after every trial: the same call resumes an interrupted
         search.
-      first: layouts to start from, such as the planner's best; read when the file is new.
+      first: layouts to start from, such as the planner's best; read if the file is new.
       pins: fixed settings, by their names in `search_space.FIELDS`.
       steps: timed steps of a trial, after the warm-up.
       limit_seconds: time limit of a trial, from its start.
@@ -115,7 +115,7 @@ def search_by_measuring(
       program: the command of a trial.
 
     Raises:
-      ValueError: the file holds trials of another config, or on other devices, or no trials.
+      ValueError: the file has trials of another config or on other devices, or is not a database.
     """
     study = open_study(config, devices, storage, first, pins, seed)
     done = finished(study)
@@ -147,8 +147,8 @@ def try_layout(
     limit_seconds: float = 600,
     program: Sequence[str] = PROGRAM,
 ) -> tuple[str, dict[str, Any]]:
-    """The outcome of one trial, and its figures: "step_seconds" of every step and others of a
-    `Trial`, or a "message"."""
+    """The outcome of one trial, with its figures ("step_seconds" of every step, and fields of
+    `Trial`), or a "message"."""
     if why := refusal(config, layout):
         return "refused", {"message": why}
     changed = dataclasses.replace(config, layout=layout)
@@ -164,10 +164,10 @@ def open_study(
     pins: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> optuna.Study:
-    """The study in a file, ready to ask; interrupted trials are enqueued again.
+    """Opens the study in a file; interrupted trials are enqueued again.
 
     Raises:
-      ValueError: it is a study of something else, or no database.
+      ValueError: it is a study of another search, or not a database.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage.parent.mkdir(parents=True, exist_ok=True)
@@ -185,8 +185,7 @@ def open_study(
         )
     except DatabaseError as error:
         raise ValueError(
-            f"{storage} cannot be a database of trials ({error.orig}); name another file in "
-            "--storage"
+            f"{storage} is not a database of trials ({error.orig}); give another file in --storage"
         ) from error
     subject = {"config": _digest(config), "pins": pins or {}, **dataclasses.asdict(devices)}
     if "subject" not in study.user_attrs:
@@ -197,7 +196,7 @@ def open_study(
             what = (
                 "another config" if name == "config" else f"{name} = {had}, and there are {value}"
             )
-            raise ValueError(f"{storage} holds trials of {what}; name another file in --storage")
+            raise ValueError(f"{storage} has trials of {what}; give another file in --storage")
     for left in study.get_trials(states=(TrialState.RUNNING,)):
         study.tell(left.number, state=TrialState.FAIL)
         if len(left.params) == len(_distributions(study)):
@@ -208,7 +207,7 @@ def open_study(
 
 
 def finished(study: optuna.Study) -> list[Trial]:
-    """Every finished trial, in order."""
+    """The finished trials, in order."""
     ended = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
     return [_trial(one) for one in ended]
 
@@ -231,9 +230,8 @@ def importances(study: optuna.Study) -> dict[str, float]:
 
 
 class _Proposals(optuna.samplers.TPESampler):
-    """Tree-structured Parzen estimators (Optuna's default), restricted to feasible layouts that
-    were not tried yet: a sample moves to the nearest of them, by the number of differing
-    settings."""
+    """Tree-structured Parzen estimator (TPE, Optuna's default) over untried feasible layouts: a
+    sample moves to the nearest one, by the number of differing settings."""
 
     def __init__(self, config: Config, num_devices: int, pool: list[Candidate], seed: int):
         super().__init__(
@@ -246,11 +244,11 @@ class _Proposals(optuna.samplers.TPESampler):
         )
 
     def infer_relative_search_space(self, study, trial):
-        """Every setting, from the first trial on."""
+        """The search space of all settings, from the first trial on."""
         return _distributions(study)
 
     def sample_relative(self, study, trial, search_space):
-        """The settings of a layout; random ones until there are trials to learn from."""
+        """The settings of a layout; random until `STARTUP` trials are finished."""
         drawn = super().sample_relative(study, trial, search_space)
         taken = [one.params for one in study.get_trials(deepcopy=False)]
         taken = [params for params in taken if len(params) == len(search_space)]
@@ -278,7 +276,7 @@ def _distributions(study: optuna.Study) -> dict[str, Any]:
 
 
 def _digest(config: Config) -> str:
-    """A hash of the config without the searched settings and those that trials do not read."""
+    """A hash of the config without searched settings and settings that trials do not read."""
     sections = configs.to_dict(config)
     for name in ("data", *FIELDS):
         sections["layout"].pop(name, None)
@@ -296,7 +294,7 @@ def _trial(one: FrozenTrial) -> Trial:
 
 @contextlib.contextmanager
 def _interruptible(study: optuna.Study, asked: optuna.Trial) -> Iterator[None]:
-    """A trial that the user interrupts has no result: it runs again next time."""
+    """Enqueues a trial again if the user interrupts it, since it has no result."""
     try:
         yield
     except BaseException:
@@ -306,7 +304,7 @@ def _interruptible(study: optuna.Study, asked: optuna.Trial) -> Iterator[None]:
 
 
 def _run(program: Sequence[str], request: Any, limit_seconds: float) -> tuple[str, dict[str, Any]]:
-    """Runs one process: its outcome, and its answer or a message about its failure."""
+    """Runs one process; its outcome, and its answer or a message about its failure."""
     with (
         tempfile.TemporaryFile("w+") as out,
         tempfile.TemporaryFile("w+", errors="replace") as err,
@@ -316,7 +314,7 @@ def _run(program: Sequence[str], request: Any, limit_seconds: float) -> tuple[st
     ):
         assert process.stdin
         try:
-            # Not closed: the process exits when this one does.
+            # stdin is not closed: a trial exits when its input ends, as when this process dies.
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
@@ -339,12 +337,12 @@ def _run(program: Sequence[str], request: Any, limit_seconds: float) -> tuple[st
 
 
 def _failure(status: int, words: str) -> tuple[str, dict[str, str]]:
-    """The outcome of a process that failed, and its most informative line."""
+    """The outcome of a failed process, and its most informative line."""
     lines = [line.strip() for line in words.splitlines() if line.strip()]
     if memory := next((line for line in lines if OUT_OF_MEMORY.search(line)), ""):
         return "out of memory", {"message": memory[:500]}
     telling = next((line for line in lines if "Check failed" in line), (lines or [""])[-1])
     if status == -signal.SIGKILL:
-        telling = "killed, probably by the system for running out of memory"
+        telling = "killed, probably by the system for lack of memory"
     how = signal.Signals(-status).name if status < 0 else f"status {status}"
     return "crashed", {"message": f"{how}: {telling[:500]}"}

@@ -1,4 +1,4 @@
-"""The layouts that a search by measuring may try, each as the values of a few settings."""
+"""Search space of a measured search: layouts as values of a few settings."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ from jaxscale.planner.search import space
 from jaxscale.planner.search.trainable_model import TrainableModel
 
 Candidate = Mapping[str, Any]
-"""Field of a layout -> its value, None where the layout does not read it."""
+"""Field of a layout -> its value, None if the layout does not read it."""
 
 FIELDS = (
     "pipeline",
@@ -40,13 +40,13 @@ FIELDS = (
 """The settings that are searched; `data` takes the remaining devices."""
 
 VIRTUAL_STAGES = (1, 2, 4)
-"""Of those that a search may try with a schedule, the ones that are measured."""
+"""The numbers of virtual stages that are measured, if a schedule allows them."""
 
 MOST_MICROBATCHES = 64
 
 
 def candidate_of(layout: Layout) -> Candidate:
-    """The searched settings of a layout; layouts with equal ones run the same program."""
+    """The searched settings of a layout; layouts with equal settings run the same program."""
     chosen = {name: getattr(layout, name) for name in FIELDS}
     if layout.zero_ranks == 1:
         chosen["zero_stage"] = None
@@ -60,8 +60,8 @@ def candidate_of(layout: Layout) -> Candidate:
 
 
 def layout_of(candidate: Candidate, base: Layout, num_devices: int) -> Layout:
-    """The layout of a candidate; other fields, and those that are None, are taken from `base`,
-    but for those that the candidate does not read or that are refused with it.
+    """The layout of a candidate; other fields, and fields that are None, are from `base`, except
+    fields that the candidate does not read or that are refused with it.
 
     Raises:
       ValueError: `Layout` refuses it.
@@ -82,15 +82,15 @@ def layout_of(candidate: Candidate, base: Layout, num_devices: int) -> Layout:
 
 
 def _method_without_ring(base: Layout) -> str:
-    """How sequences are spread in a pipeline, which has no ring."""
+    """The context method in a pipeline, which has no ring."""
     return "gather" if base.context_method == "ring" else base.context_method
 
 
 def candidates(
     config: Config, num_devices: int, pins: Mapping[str, Any] | None = None
 ) -> list[Candidate]:
-    """Every candidate that the sizes of model and batch allow, in a fixed order. Pipelines may
-    still be refused for their layers, see `refusal`.
+    """Every candidate that the sizes of model and batch allow, in a fixed order. `refusal` may
+    refuse pipelines for their layers.
 
     Args:
       pins: fixed settings.
@@ -107,14 +107,14 @@ def candidates(
 
 
 def refusal(config: Config, layout: Layout) -> str:
-    """Why a resolved layout cannot run this config, without building anything; "" if it can."""
+    """The reason why a resolved layout cannot run this config, without compiling; "" if it can."""
     model = TrainableModel(config)
     return space.pipeline_refusal(model, layout) or model.refusal(layout)[1]
 
 
 def _schedules(wanted: str) -> list[tuple[str, int]]:
-    """The schedules that are tried, each with its virtual stages, the fewest first: those of the
-    package, and the wanted one where it is foreign."""
+    """The schedules to try, each with its virtual stages, fewest first: the package's, and the
+    wanted one if it is custom."""
     name = parse_schedule(wanted).name
     names = [*RUNNABLE, *([name] if is_foreign(name) else [])]
     searched = {name: find_schedule(name).searched_virtual_stages for name in names}

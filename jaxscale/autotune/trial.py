@@ -1,4 +1,4 @@
-"""One trial of a search: compiles a config's step, times a few, and prints one line of JSON.
+"""One trial of a measured search: compiles a step, times a few, and prints one line of JSON.
 
 python -m jaxscale.autotune.trial reads the config as a line of JSON from standard input, and exits
 when its input is closed, so that it never outlives its parent.
@@ -20,11 +20,11 @@ from jaxscale.data.synthetic import synthetic_batch
 from jaxscale.run.setup.layout import open_engine
 
 WARM_UP = 2
-"""Steps before the timed ones."""
+"""The number of steps before the timed ones."""
 
 
 def main() -> int:
-    """Returns the status of the process, which is 0 also for a refused config."""
+    """Returns the exit status, also 0 for a refused config."""
     asked = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
     if asked is None:
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _timed(step: Callable, state: Any, batch: ShardedBatch) -> tuple[float, float, Any]:
-    """Loss, seconds and next state of one step."""
+    """The loss, seconds and next state of one step."""
     begin = time.perf_counter()
     state, out = step(state, batch)
     loss = float(out.loss)

@@ -39,7 +39,7 @@ def send_checkpoint(store: ObjectStore, folder: pathlib.Path, step: int) -> int:
     for name in files:
         if there.get(name) != sizes[name]:
             raise StoreError(
-                f"{store.address}/{name}: {there.get(name, 0)} bytes arrived of {sizes[name]}"
+                f"{store.url}/{name}: {there.get(name, 0)} bytes arrived of {sizes[name]}"
             )
     store.upload(marker)
     return sum(sizes.values()) - sum(sizes[name] for name in copies)
@@ -109,7 +109,7 @@ def set_aside_stored(store: ObjectStore, step: int) -> str:
         if name.startswith(prefix):
             store.copy(name, target + name.removeprefix(prefix))
     remove_checkpoint(store, step)
-    return f"{store.address}/{target.rstrip('/')}"
+    return f"{store.url}/{target.rstrip('/')}"
 
 
 def unfinished_steps(store: ObjectStore) -> list[int]:

@@ -320,7 +320,7 @@ class Checkpoints:
         try:
             path = fetch_checkpoint(store, self.directory, step)
         except ValueError as error:
-            message = f"checkpoint {step} at {store.address} cannot be used ({error})"
+            message = f"checkpoint {step} at {store.url} cannot be used ({error})"
             if problem is None:
                 raise DamagedError(message, str(error)) from error
             log.warning(f"warning: {message}")
@@ -331,5 +331,5 @@ class Checkpoints:
             why = f"corrupt here ({problem.reason}; moved to {aside})"
         durable.move(path, self.directory / str(step))
         seconds = duration(time.monotonic() - begin)
-        log.info(f"checkpoint {step} is {why}; downloaded from {store.address} in {seconds}")
+        log.info(f"checkpoint {step} is {why}; downloaded from {store.url} in {seconds}")
         return True

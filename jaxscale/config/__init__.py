@@ -1,4 +1,4 @@
-"""The records that define a run, and how a configuration is read into them.
+"""Configuration of a run: records of settings, and the reader of files and overrides.
 
 Nothing here imports JAX: a mistyped key must be refused in a fraction of a second.
 """

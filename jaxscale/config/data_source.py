@@ -1,4 +1,4 @@
-"""One entry of `data.source`: its files, what a document is, and which errors are tolerated.
+"""Entries of `data.source`: files, the unit that is a document, tolerated errors.
 
 Nothing here imports JAX or reads a file: a mistyped key must be refused in a fraction of a second.
 """
@@ -16,37 +16,37 @@ from jaxscale.formatting import changed_fields, changed_values
 RECORD_FORMATS = ("jsonl", "json", "parquet", "arrow", "arrayrecord", "fasta")
 FORMATS = ("text", *RECORD_FORMATS, "shards")
 TEXT = "text"
-"""The field of a record that is a document, unless an entry names another."""
+"""The default field of a record that is read as a document."""
 BOUNDARIES = ("file", "line", "paragraph", "record")
 LONG_DOCUMENTS = ("split", "refuse")
 
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
-"""Of a validation set; it becomes a part of the names of metrics."""
+"""Names of validation sets, which become part of the names of metrics."""
 
 Weight = float | tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files that are read the same way, and their share of a mixture.
+    """Files that are read with the same settings, and their weight in a mixture.
 
-    `path` lists files, folders, globs or object-store addresses, or is one prepared folder.
-    `boundary` None is a whole file for text, a sequence for FASTA, a record for everything else.
-    `weight` None is by the amount of text; in a list of (step, weight) each weight holds from its
-    step on. Errors name the key only: whoever reads an entry knows the setting that it is of.
+    `path` lists files, folders, globs or object-store URLs, or is one prepared folder. With
+    `boundary` None a document is a whole file of text, a sequence of FASTA, or a record of other
+    formats. With `weight` None the weight is the amount of text; in a list of (step, weight) each
+    weight applies from its step. Errors name only the key; the caller adds the setting.
     """
 
     path: tuple[str, ...]
-    format: str | None = None  # None goes by the suffix
+    format: str | None = None  # None: by the suffix
     field: str = TEXT  # of a record; "a.b" is b inside a
     prompt: str = ""  # fields of a record: loss is on the response only
     response: str = ""
-    apart: bool = False  # tokenises a response on its own, as an encoder's decoder writes it
-    messages: str = ""  # field of a conversation: loss is on the turns of the assistant
+    apart: bool = False  # tokenises prompt and response separately, for an encoder-decoder
+    messages: str = ""  # field of a conversation: loss is on the assistant's messages
     boundary: str | None = None
     max_document_bytes: int = 0  # of UTF-8; 0 means no limit
-    long_documents: str = "split"  # or "refuse"; what happens to documents beyond the limit
-    skip_share: float = 0.0  # share of an entry's documents that may be bad, and are left out
+    long_documents: str = "split"  # documents beyond the limit; or "refuse"
+    skip_share: float = 0.0  # largest share of bad documents, which are left out
     weight: Weight | None = None
     name: str = ""  # of a validation set
 
@@ -56,14 +56,14 @@ class Source:
     def __post_init__(self) -> None:
         if not self.path or "" in self.path:
             raise ValueError(
-                f"path = {self.path} has an empty path or none; give files, folders or globs"
+                f"path = {self.path} is empty or has an empty path; give files, folders or globs"
             )
         self._check_boundary()
         check_choice("long_documents", self.long_documents, LONG_DOCUMENTS)
         if self.max_document_bytes < 0 or 0 < self.max_document_bytes < 4:
             raise ValueError(
-                f"max_document_bytes = {self.max_document_bytes} cannot hold every "
-                "character; at least 4, or 0 for no limit"
+                f"max_document_bytes = {self.max_document_bytes} is less than some characters "
+                "take; at least 4, or 0 for no limit"
             )
         if not 0 <= self.skip_share < 1:
             raise ValueError(f"skip_share = {self.skip_share} must be at least 0 and below 1")
@@ -84,22 +84,22 @@ class Source:
             check_choice("boundary", self.boundary, BOUNDARIES)
         if self.format in RECORD_FORMATS and self.boundary not in (None, "record"):
             raise ValueError(
-                f"boundary = {self.boundary!r} cuts text; a document of format = "
-                f"{self.format!r} is a record"
+                f"boundary = {self.boundary!r} is for text; with format = {self.format!r} a "
+                "document is a record"
             )
         if self.format == "text" and self.boundary == "record":
             raise ValueError(
-                "boundary = 'record' needs records; text has 'file', 'line' or 'paragraph'"
+                "boundary = 'record' is not for text; give 'file', 'line' or 'paragraph'"
             )
 
     @property
     def listed_in(self) -> str:
-        """The setting that has this entry, in errors: only validation sets have names."""
+        """The setting of this entry, for errors; only validation sets have names."""
         return f"data.validation {self.name!r}" if self.name else "data.source"
 
     @property
     def marks_loss(self) -> bool:
-        """Whether only some tokens of a document carry loss."""
+        """Whether only part of a document carries loss."""
         return bool(self.prompt or self.response or self.messages)
 
     @property
@@ -111,17 +111,17 @@ class Source:
 
     @property
     def may_have(self) -> tuple[str, ...]:
-        """The fields of a record that are read where it has them: the tools of a conversation."""
+        """The optional fields of a record: the tools of a conversation."""
         if not self.messages:
             return ()
         inside, dot, _ = self.messages.rpartition(".")
         return (f"{inside}{dot}tools",)
 
     def _check_dialogue(self) -> None:
-        """Refuses settings of plain text beside `prompt` and `response`, or `messages`."""
+        """Refuses settings of plain text together with `prompt` and `response`, or `messages`."""
         named = f"prompt = {self.prompt!r}, response = {self.response!r}"
         if self.messages and (self.prompt or self.response):
-            raise ValueError(f"messages = {self.messages!r} excludes {named}; an entry has either")
+            raise ValueError(f"messages = {self.messages!r} excludes {named}; give one of them")
         if not self.messages and not (self.prompt and self.response):
             raise ValueError(f"{named}; give the fields of both")
         if self.field != TEXT:
@@ -142,18 +142,18 @@ class Source:
 
 
 def to_sources(value: Sequence[object]) -> tuple[Source, ...]:
-    """Entries as a configuration has them: paths, mappings with a `path`, or records.
+    """Reads entries of a configuration: paths, mappings with a `path`, or records.
 
     Raises:
       ValueError: an unknown key (the nearest is named) or a value that is not allowed.
     """
     if not value:
-        raise ValueError(f"data.source = {value} has an empty path or none; give files or globs")
+        raise ValueError(f"data.source = {value} is empty; give files, folders or globs")
     return tuple(_to_source(f"data.source[{i}]", entry) for i, entry in enumerate(value))
 
 
 def to_validation(value: Sequence[object]) -> tuple[Source, ...]:
-    """The same for `data.validation`, where every entry has a name of its own and no weight.
+    """Reads entries of `data.validation`, each with a unique name and no weight.
 
     Raises:
       ValueError: as `to_sources`, or a name is missing, repeated, or not one word.
@@ -170,12 +170,14 @@ def to_validation(value: Sequence[object]) -> tuple[Source, ...]:
         if names.index(source.name) < i:
             raise ValueError(f"{key}['name'] = {source.name!r} is the name of an earlier entry")
         if source.weight is not None:
-            raise ValueError(f"{key}['weight']: a validation set is read as a whole; leave it out")
+            raise ValueError(
+                f"{key}['weight'] is for data.source; leave it out of a validation set"
+            )
     return sources
 
 
 def setting(key: str) -> str:
-    """The key of an entry in an error about its text, which is read by a run and by `prepare`.
+    """The name of an entry's key in an error, for runs and for `prepare`.
 
     >>> setting("field")
     "'field' in its entry of data.source or data.validation (--field of prepare)"
@@ -184,7 +186,7 @@ def setting(key: str) -> str:
 
 
 def to_plain(source: Source) -> str | dict[str, Any]:
-    """The shortest form that `to_sources` reads: a path, or the keys that differ from defaults."""
+    """The shortest form that `to_sources` reads: a path, or the keys without their defaults."""
     changed = changed_values(source)
     path = source.path[0] if len(source.path) == 1 else list(source.path)
     if isinstance(path, str) and changed.keys() == {"path"}:
@@ -210,7 +212,7 @@ def _to_source(name: str, entry: object) -> Source:
                 f"{did_you_mean(key, known)}"
             )
     if "path" not in entry:
-        raise ValueError(f"{name} = {dict(entry)} has no 'path'")
+        raise ValueError(f"{name} = {dict(entry)} has no 'path'; add it")
     values = {str(key): _convert(f"{name}[{key!r}]", key, entry[key]) for key in entry}
     try:
         return Source(**values)
@@ -262,8 +264,8 @@ _CONVERSIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "skip_share": (_number, "a number"),
 }
-"""Key of a source -> its value in the record's type, None where it has another one; and what is
-allowed."""
+"""Key of a source -> conversion to the record's type (None for other types), and the type in
+errors."""
 
 
 def _is_pair(pair: object) -> bool:
@@ -284,7 +286,7 @@ def _check_weight(weight: Weight) -> None:
     steps = [step for step, _ in pairs]
     if not pairs or steps[0] != 0 or steps != sorted(set(steps)):
         raise ValueError(
-            f"weight = {weight} must begin at step 0 and rise in steps, such as "
+            f"weight = {weight} must begin at step 0, with increasing steps, such as "
             "[[0, 1.0], [1000, 0.5]]"
         )
     if not all(math.isfinite(weight) and weight >= 0 for _, weight in pairs):

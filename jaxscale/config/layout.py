@@ -1,4 +1,4 @@
-"""How a run is spread over devices: one frozen record, and the checks that need no devices."""
+"""Layout of a run over devices: mesh axes, schedule, remat, and the checks without devices."""
 
 import dataclasses
 import functools
@@ -20,27 +20,27 @@ from jaxscale.formatting import changed_fields
 from jaxscale.pipeline_schedules.shipped import check_known, is_foreign
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-"""From the slowest links to the fastest."""
+"""In order from the slowest links to the fastest."""
 
 TENSOR_ROWS = "tensor_rows"
-"""With `layout.tensor_rows` > 1 the axis tensor of a mesh is two: this one, and "tensor", which
-then has the columns. This one comes before context, of which there is one rank then: XLA wants
-nested manual axes in the order of the mesh, and kernels have it outside (`training.kernels`)."""
+"""With `layout.tensor_rows` > 1 the axis tensor of a mesh becomes two: this one, and "tensor" with
+the columns. This one is before context, which then has one rank: XLA requires nested manual axes in
+the order of the mesh, and in kernels this is the outer one (`training.kernels`)."""
 
 MANUAL_AXES = ("pipeline", "data", "fsdp", "expert")
-"""Axes whose collectives we write ourselves."""
+"""Axes of `shard_map`, whose collectives are explicit in the code."""
 
 AUTOMATIC_AXES = (TENSOR_ROWS, "context", "tensor")
-"""Axes whose collectives the compiler writes, from the constraints that it is given."""
+"""Axes whose collectives XLA inserts, from sharding constraints."""
 
 ACCUMULATIONS = ("sequential", "layered")
 AUTO = "auto"
-"""As a schedule: the planner chooses it, and every setting left at its default, at start-up. As
-`remat`: it chooses the policy alone."""
+"""As a schedule: the planner chooses the schedule and every setting left at its default, at
+start-up. As `remat`: it chooses the remat policy only."""
 
 PIPELINE_GATHERS = ("chunk", "layer")
 ULYSSES = "ulysses"
-"""The context method that attends within a rank, by any kernel."""
+"""The context method with attention within a rank, by any kernel."""
 
 CONTEXT_METHODS = ("ring", "gather", ULYSSES)
 BLOCK_TENSORS = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
@@ -60,7 +60,7 @@ READ_WITH = {
     "tensor": ("tensor_rows", "overlap_tensor"),
     "microbatches": ("accumulation",),
 }
-"""Setting -> those that are read only where it is above 1."""
+"""Setting -> the settings that are read only if it is above 1."""
 
 EXCLUDES = (
     ("expert", "tensor_rows"),
@@ -70,32 +70,57 @@ EXCLUDES = (
     ("expert", "unroll_layers"),
     ("tensor_rows", "overlap_tensor"),
 )
-"""Pairs of settings of which the second is refused where the first is above 1."""
+"""Pairs of settings: the second is refused if the first is above 1."""
 
 OVERLAPS = ("overlap_experts", "overlap_tensor")
-"""Settings that divide work in parts, so that communication runs beside it."""
+"""Settings that split work into parts, to overlap communication with compute."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes, and how a step is executed on them.
+    """Parallelism of a run: sizes of the mesh axes, and how a step is executed on them.
 
-    One axis may be -1: it takes the remaining devices. `zero_stage` says what is sharded over
-    `fsdp` and `context`: 0 nothing, 1 the parameters at rest and the optimizer's state, 2 also
-    gradients, 3 also the weights in use (ZeRO, arXiv 1910.02054). `data` replicates, so data x fsdp
-    is hybrid sharding. `tensor_rows` divides `tensor` into rows x columns: each rank has d_model /
-    rows features of the stream, and tensor / rows ranks share what lies between two matmuls (arXiv
-    2305.13525). The ranks of `context` share each sequence, and `context_method` says how its keys
-    reach its queries: "ring" or "gather" (`ops/attention/context.py`), or "ulysses": all-to-alls,
-    after which each has whole sequences for some of the heads (`ops/attention/ulysses.py`). With
-    `pipeline_gather` "chunk" a pipeline rank holds the gathered weights and the summed gradients of
-    a chunk; with "layer" an operation gathers each layer's weights and reduces each layer's
-    gradients: less memory, more traffic. In a pipeline `remat` can be "keep:4": each rank saves all
-    residuals of up to four passes through a chunk at a time, and recomputes the others as with
-    "full" (`pipeline.orders.keep_passes`). With `unroll_layers` and a `zero_stage` below 3, weights
-    that no rank gathers are cast to the compute type once a step, and not in every pass.
-    `schedule` and `remat` are stored as written; their parsed forms are `schedule_spec` and
-    `remat_policy`.
+    One axis may be -1: it takes the remaining devices. docs/layouts.md describes each setting.
+
+    Attributes:
+      pipeline: pipeline ranks.
+      data: replicas (data parallelism); data x fsdp is hybrid sharding.
+      fsdp: ranks that `zero_stage` shards over, together with those of `context`.
+      expert: expert-parallel ranks.
+      context: ranks that share each sequence.
+      tensor: tensor-parallel ranks.
+      tensor_rows: divides `tensor` into rows x columns: a rank has d_model / rows features of the
+        residual stream, and a row's ranks share the hidden dimension between two matmuls (arXiv
+        2305.13525). 1 shards each weight by its hidden dimension only.
+      zero_stage: 0 shards nothing, 1 the parameters at rest and the optimizer's state, 2 also
+        gradients, 3 also the weights in use (ZeRO, arXiv 1910.02054).
+      microbatches: micro-batches of a step; their gradients are summed.
+      accumulation: "sequential", or without a pipeline "layered" (arXiv 2106.02679).
+      schedule: pipeline schedule; parsed as `schedule_spec`.
+      virtual_stages: chunks of a pipeline rank; 0 is the fewest that the schedule can have.
+      sequence_chunks: 1 in this version.
+      pipeline_gather: "chunk" keeps the gathered weights and the summed gradients of a chunk;
+        "layer" gathers and reduces those of one layer at a time: less memory, more traffic.
+      context_method: how keys reach queries of other ranks: "ring", "gather", or "ulysses"
+        (all-to-alls to whole sequences of some of the heads).
+      overlap_experts: exchanges the tokens of half of the sequences at a time, so that all-to-alls
+        overlap with matmuls.
+      overlap_tensor: splits the gathers and scatters over `tensor` into ring steps that overlap
+        with matmuls.
+      unroll_layers: unrolls the loop over layers. With a `zero_stage` below 3, weights that no rank
+        gathers are then cast to the compute type once a step.
+      remat: residuals that a layer saves for its backward pass; parsed as `remat_policy`. "keep:4"
+        in a pipeline: a rank saves all residuals of up to four passes through a chunk at a time,
+        and recomputes the others.
+      offload: "optimizer" and "activations" in host memory.
+
+    Raises:
+      ValueError: settings that contradict each other; names the one to change.
+
+    Examples:
+      >>> layout = jaxscale.Layout(data=2, fsdp=4, remat="full")
+      >>> layout.num_devices
+      8
     """
 
     pipeline: int = 1
@@ -104,20 +129,20 @@ class Layout:
     expert: int = 1
     context: int = 1
     tensor: int = 1
-    tensor_rows: int = 1  # of the tensor ranks; 1 shards each weight by its hidden dimension only
+    tensor_rows: int = 1
     zero_stage: int = 3
-    microbatches: int = 1  # a step; their gradients are summed
+    microbatches: int = 1
     accumulation: str = "sequential"
-    schedule: str = "1f1b"  # read only when pipeline > 1
-    virtual_stages: int = 0  # chunks of a pipeline rank; 0: as few as the schedule can have
+    schedule: str = "1f1b"
+    virtual_stages: int = 0
     sequence_chunks: int = 1
-    pipeline_gather: str = "chunk"  # what a rank gathers at a time; read only when pipeline > 1
-    context_method: str = "ring"  # read only when context > 1
-    overlap_experts: bool = False  # exchanges the tokens of half the sequences at a time
-    overlap_tensor: bool = False  # gathers and scatters over tensor in steps beside their matmuls
-    unroll_layers: bool = False  # writes each layer out, where a loop over layers compiles faster
-    remat: str = "none"  # what a layer saves for its backward pass
-    offload: str = "none"  # what lives in host memory
+    pipeline_gather: str = "chunk"
+    context_method: str = "ring"
+    overlap_experts: bool = False
+    overlap_tensor: bool = False
+    unroll_layers: bool = False
+    remat: str = "none"
+    offload: str = "none"
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -133,12 +158,12 @@ class Layout:
         check_choice("layout.pipeline_gather", self.pipeline_gather, PIPELINE_GATHERS)
         check_choice("layout.context_method", self.context_method, CONTEXT_METHODS)
         check_choice("layout.offload", self.offload, OFFLOADS)
-        parse_schedule(self.schedule)  # refuses what it cannot read, as parse_remat does
+        parse_schedule(self.schedule)  # raises, as parse_remat does
         parse_remat(self.remat)
         if self.virtual_stages < 0:
             raise ValueError(
-                f"layout.virtual_stages = {self.virtual_stages}; at least 1, or 0 for as few as "
-                "the schedule can have"
+                f"layout.virtual_stages = {self.virtual_stages}; at least 1, or 0 for the fewest "
+                "of the schedule"
             )
         for axis in ("pipeline", "expert"):
             if self.unroll_layers and (size := getattr(self, axis)) > 1:
@@ -150,9 +175,8 @@ class Layout:
             self._check_pipeline()
         elif self.pipeline == 1 and self.remat_policy.kept_passes:
             raise ValueError(
-                f"layout.remat = {self.remat!r} says what a rank of a pipeline keeps, and "
-                "layout.pipeline = 1; set layout.remat = 'full', or save:TENSOR,... for some of "
-                "what a layer keeps"
+                f"layout.remat = {self.remat!r} is for a pipeline, and layout.pipeline = 1; set "
+                "layout.remat = 'full', or save:TENSOR,... for some tensors of each layer"
             )
         if self.sequence_chunks != 1:
             raise ValueError(
@@ -165,18 +189,17 @@ class Layout:
             size = getattr(self, axis)
             if size < 1 and size != -1:
                 raise ValueError(
-                    f"layout.{axis} = {size}; an axis has a size of at least 1, or -1 for the "
-                    "devices that are left"
+                    f"layout.{axis} = {size}; at least 1, or -1 for the remaining devices"
                 )
         free = [axis for axis in MESH_AXES if getattr(self, axis) == -1]
         if len(free) > 1:
             raise ValueError(
                 f"layout.{free[0]} and layout.{free[1]} are both -1; only one axis can take the "
-                "devices that are left"
+                "remaining devices"
             )
 
     def _check_types(self) -> None:
-        """Refuses what a config cannot hold, as 8 / 2 for a size."""
+        """Refuses values of other types, such as 8 / 2 for a size."""
         for field in dataclasses.fields(self):
             name, value = f"layout.{field.name}", getattr(self, field.name)
             if isinstance(field.default, bool):
@@ -187,7 +210,7 @@ class Layout:
                 check_whole(name, value)
 
     def _check_tensor_rows(self) -> None:
-        """Refuses rows that do not divide tensor, and what they are not combined with."""
+        """Refuses rows that do not divide tensor, and settings that exclude rows."""
         rows = self.tensor_rows
         check_at_least("layout", self, tensor_rows=1)
         if self.tensor > 0 and self.tensor % rows:
@@ -218,13 +241,13 @@ class Layout:
         if self.accumulation == "layered":
             raise ValueError(
                 f"layout.accumulation = 'layered' with layout.pipeline = {self.pipeline}: the "
-                "schedule says in which order layers and micro-batches come; set "
-                "layout.accumulation = 'sequential' and layout.schedule = 'breadth_first', which "
-                "is the same idea over ranks"
+                "schedule defines the order of layers and micro-batches; set "
+                "layout.accumulation = 'sequential' and layout.schedule = 'breadth_first', the "
+                "same idea over ranks"
             )
         if self.context > 1 and self.context_method == "ring":
-            # Some back ends synchronise all devices in a permutation, and the ranks of a pipeline
-            # are not at the same operation.
+            # Some back ends synchronise all devices in a permutation, and pipeline ranks are at
+            # different operations.
             raise ValueError(
                 f"layout.context_method = 'ring' with layout.pipeline = {self.pipeline} is not "
                 "available in this version; set layout.context_method = 'gather' or 'ulysses'"
@@ -238,8 +261,8 @@ class Layout:
         if self.offloads_residuals:
             raise ValueError(
                 f"layout.offload = {self.offload!r}, layout.remat = {self.remat!r} with "
-                f"layout.pipeline = {self.pipeline}: a pipeline keeps activations on the device; "
-                "set layout.offload = 'none' or 'optimizer', and layout.remat = 'full' or another "
+                f"layout.pipeline = {self.pipeline} is not available in this version; set "
+                "layout.offload = 'none' or 'optimizer', and layout.remat = 'full' or another "
                 "policy without 'offload:'"
             )
 
@@ -255,8 +278,8 @@ class Layout:
 
     @property
     def num_groups(self) -> int:
-        """Accumulation groups: how often a step without a pipeline loops over the layers, forward
-        and backward."""
+        """Accumulation groups: the forward and backward passes over the layers in a step without a
+        pipeline."""
         return 1 if self.accumulation == "layered" else self.microbatches
 
     @property
@@ -271,28 +294,28 @@ class Layout:
 
     @property
     def least_devices(self) -> int:
-        """The product of the sizes, but one of -1: the devices are this many, or a multiple."""
+        """The product of the fixed sizes, which divides the number of devices."""
         return math.prod(size for size in self.settings.values() if size != -1)
 
     @property
     def auto(self) -> bool:
-        """Whether the planner is still to choose this layout."""
+        """Whether the planner has yet to choose this layout."""
         return self.schedule == AUTO
 
     @property
     def unread(self) -> set[str]:
-        """The settings that nothing reads, as those of an axis of size 1."""
+        """The settings that nothing reads, such as those of an axis of size 1."""
         return unread_settings(vars(self))
 
     @property
     def settings(self) -> dict[str, int]:
-        """Axis -> size as it is set, in mesh order."""
+        """Axis -> size as set, in mesh order."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis -> size in the mesh of a resolved layout, in mesh order: where tensor has rows,
-        they are an axis of their own, and "tensor" has the columns."""
+        """Axis -> size in the mesh of a resolved layout, in mesh order. Rows of tensor are a
+        separate axis, and "tensor" has the columns."""
         if self.tensor_rows == 1:
             return self.settings
         sizes = {**self.settings, TENSOR_ROWS: self.tensor_rows, "tensor": self.tensor_columns}
@@ -300,12 +323,12 @@ class Layout:
 
     @property
     def tensor_columns(self) -> int:
-        """Ranks of tensor in a row."""
+        """Tensor ranks in a row."""
         return self.tensor // self.tensor_rows
 
     @property
     def axes_text(self) -> str:
-        """The axes that are used, for a reader: "fsdp 8 x tensor 4 (2 rows x 2 columns)"."""
+        """The axes above 1 as text: "fsdp 8 x tensor 4 (2 rows x 2 columns)"."""
         used = [f"{axis} {size}" for axis, size in self.settings.items() if size != 1]
         if self.tensor_rows > 1:
             used[-1] += f" ({self.tensor_rows} rows x {self.tensor_columns} columns)"
@@ -317,12 +340,12 @@ class Layout:
         return math.prod(self.settings.values())
 
     def offloads(self, what: str) -> bool:
-        """Whether "optimizer" or "activations" live in host memory."""
+        """Whether "optimizer" or "activations" are stored in host memory."""
         return what in self.offload.split(",")
 
     @property
     def offloads_residuals(self) -> bool:
-        """Whether residuals, all of them or those that `remat` names, live in host memory."""
+        """Whether residuals, all or the tensors in `remat`, are stored in host memory."""
         return self.offloads("activations") or self.remat_policy.offloads
 
     @property
@@ -332,38 +355,40 @@ class Layout:
 
     @property
     def casts_once(self) -> bool:
-        """Whether a step casts the matrices of its layers to the compute type once, and keeps them.
-        Weights that are gathered are kept or not by their ZeRO stage alone, and a loop over layers
-        would copy each layer's of them."""
+        """Whether a step casts the matrices of its layers to the compute type once.
+
+        Not for gathered weights, whose copies the ZeRO stage decides, and not in a loop over
+        layers, which would copy the cast weights of each layer.
+        """
         kept = zero_stage.keeps(self.zero_stage) & (self.zero_ranks == 1)
         return self.unroll_layers & (zero_stage.replicates(self.zero_stage) | kept)
 
     @property
     def batch_shards(self) -> int:
-        """Ways in which the global batch is split: data x fsdp x expert."""
+        """Shards of the global batch: data x fsdp x expert."""
         return self.data * self.fsdp * self.expert
 
 
 def unread_settings(sizes: Mapping[str, Any]) -> set[str]:
-    """The settings that nothing reads, or that are refused, with these sizes of the others."""
+    """The settings that are not read, or are refused, with these values of the others."""
     unread = {name for key, names in READ_WITH.items() if sizes[key] == 1 for name in names}
     return unread | {name for key, name in EXCLUDES if sizes[key] != 1}
 
 
 @dataclass(frozen=True)
 class RematPolicy:
-    """What a layer saves for its backward pass: `Layout.remat`, parsed."""
+    """Remat policy, `Layout.remat` parsed: the tensors that a layer saves for its backward pass."""
 
     kind: str  # of REMATS, REMATS_WITH_NAMES, or KEEP
-    names: tuple[str, ...]  # of BLOCK_TENSORS, those that are saved
-    # Passes whose residuals a pipeline rank saves at a time, where the schedule has recompute
-    # operations for the others: 0 with "full", 4 with "keep:4"; None without such operations. It
-    # is the `keep` of `pipeline.orders.make_order`.
+    names: tuple[str, ...]  # the tensors that are saved, of BLOCK_TENSORS
+    # Passes whose residuals a pipeline rank saves at a time; the schedule has recompute operations
+    # for the others: 0 with "full", 4 with "keep:4"; None without such operations. It is the `keep`
+    # of `pipeline.orders.make_order`.
     kept_passes: int | None = None
 
     @property
     def by_names(self) -> bool:
-        """Whether a layer saves only the named tensors, and recomputes the others."""
+        """Whether a layer saves only the named tensors, and recomputes other results."""
         return self.kind not in ("none", "save_all_but_attention")
 
     @property
@@ -374,11 +399,11 @@ class RematPolicy:
 
 @functools.cache
 def parse_remat(remat: str) -> RematPolicy:
-    """Reads "full", "save:query,key" or "keep:4"; "auto", which is still to be chosen, saves all.
+    """Reads "full", "save:query,key" or "keep:4"; "auto", not yet chosen, saves all.
 
     Raises:
-      ValueError: no such policy, or no such tensor (names the nearest); or "keep:" without a number
-        of at least 1.
+      ValueError: no such policy or tensor (names the nearest), or "keep:" without a number of at
+        least 1.
     """
     kind, colon, listed = remat.partition(":")
     if kind == KEEP:
@@ -402,30 +427,30 @@ def parse_remat(remat: str) -> RematPolicy:
     for name in names:
         check_choice(f"layout.remat = {remat!r}", name, BLOCK_TENSORS, equals=": ")
     if len(set(names)) < len(names):
-        raise ValueError(f"layout.remat = {remat!r} names a tensor twice")
+        raise ValueError(f"layout.remat = {remat!r} names a tensor twice; name it once")
     return RematPolicy(kind, names)
 
 
 def _kept_passes(remat: str, number: str) -> int:
     if not re.fullmatch(r"[1-9]\d*", number, re.ASCII):
         raise ValueError(
-            f"layout.remat = {remat!r}; write keep:NUMBER, such as keep:4, for the passes that "
-            "each rank of a pipeline keeps at a time, or 'full' to keep none"
+            f"layout.remat = {remat!r}; write keep:NUMBER, such as keep:4, for the number of "
+            "passes that each pipeline rank keeps, or 'full' to keep none"
         )
     return int(number)
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Which pipeline schedule, and its options: `Layout.schedule`, parsed.
+    """Pipeline schedule and its options, `Layout.schedule` parsed.
 
     >>> str(parse_schedule("1f1b:fused:3,2,2"))
     '1f1b:fused:3,2,2'
     """
 
-    name: str  # as `pipeline.orders.make_order` takes it
+    name: str  # for `pipeline.orders.make_order`
     fused: bool = False  # the backward pass is one operation
-    layers: tuple[int, ...] = ()  # of each virtual stage; () leaves them to the engine
+    layers: tuple[int, ...] = ()  # of each virtual stage; (): chosen by the engine
 
     def __str__(self) -> str:
         layers = [",".join(map(str, self.layers))] if self.layers else []
@@ -454,9 +479,9 @@ def parse_schedule(schedule: str) -> ScheduleSpec:
             layers = tuple(map(int, choice.split(",")))
         else:
             raise ValueError(
-                f"layout.schedule = {schedule!r}: {choice!r} is not a choice; after the name there "
-                "can be :fused, for a backward pass in one operation, and the layers of each "
-                "stage, at least one, such as :3,2,2,1"
+                f"layout.schedule = {schedule!r}: {choice!r} is not an option; after the name give "
+                ":fused, for a backward pass in one operation, or the layers of each stage, at "
+                "least one, such as :3,2,2,1"
             )
     return ScheduleSpec(name, fused, layers)
 
@@ -465,11 +490,11 @@ def resolve_sizes(layout: Layout, num_devices: int) -> Layout:
     """Replaces -1 by the number of remaining devices.
 
     Raises:
-      ValueError: the sizes do not multiply to `num_devices`, or are left to the planner.
+      ValueError: the sizes do not multiply to `num_devices`, or the planner has yet to choose them.
     """
     if layout.auto:
         raise ValueError(
-            "layout = 'auto' is chosen when a run begins; here set a layout, such as that of "
+            "layout = 'auto' is chosen when a run starts; here set a layout, such as that of "
             "python -m jaxscale.plan --write FILE"
         )
     free = [axis for axis, size in layout.settings.items() if size == -1]

@@ -1,4 +1,4 @@
-"""The update rule of a run, and the groups of parameters that differ from it.
+"""Optimizer settings of a run, and groups of parameters with other settings.
 
 Nothing here imports JAX: a mistyped key must be refused in a fraction of a second.
 """
@@ -24,33 +24,33 @@ LEAST_EPSILON = 2.0**-126
 """The smallest float32 number that devices do not round to 0."""
 
 STACKS = ("layers", "experts")
-"""Logical axes along which a parameter holds many matrices."""
+"""Logical axes along which a parameter is a stack of matrices."""
 
 SIDES = ("embed", "lora_rank")
-"""Logical axes that are one side of a matrix: the first of these that it has. The second is that of
-low-rank adapters, so that both matrices of each are matrices."""
+"""Logical axes that are one side of a matrix: the first of these that it has. The second is for
+low-rank adapters, so that both of their factors count as matrices."""
 
 UNUSED = {
     "lion": ("epsilon", "second_moment_dtype"),
     "adafactor": ("b1", "b2", "epsilon", "moment_dtype"),
 }
-"""Settings that a rule has no use for."""
+"""Update rule -> the settings that it does not read."""
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters, by name, whose update differs from that of the others."""
+    """A group of parameters, by name, with another learning rate or decay, or frozen."""
 
-    params: str  # a pattern of names such as layers/attention/*; * stands for any characters
-    learning_rate_scale: float = 1.0  # on the learning rate of every step, and so on the decay
+    params: str  # a pattern of names such as layers/attention/*; * matches any characters
+    learning_rate_scale: float = 1.0  # factor of the learning rate, and so of the decay
     weight_decay: float | None = None  # None: optimizer.weight_decay, on matrices only
-    frozen: bool = False  # no update and no moments; no part of the gradient norm
+    frozen: bool = False  # no update, no moments, not in the gradient norm
 
     def __post_init__(self) -> None:
         if not self.params:
             raise ValueError(
-                "optimizer.groups: params = '' names no parameter; write a pattern of names, such "
-                "as 'embed/*'"
+                "optimizer.groups: params = '' matches no parameter; write a pattern of names, "
+                "such as 'embed/*'"
             )
         for name in ("learning_rate_scale", "weight_decay"):
             value = getattr(self, name)
@@ -69,28 +69,28 @@ class ParamGroup:
 class OptimizerConfig:
     """The update rule and its schedule.
 
-    `groups` are `ParamGroup`s, or mappings with their keys; of those that match a parameter the
-    first counts.
+    `groups` are `ParamGroup`s, or mappings with their keys; the first that matches a parameter
+    counts.
     """
 
     name: str = "adamw"
     learning_rate: float = 1e-3  # at the peak
     schedule: str = "cosine"
-    schedule_steps: int | None = None  # its length; None is `run.steps` of the first start
+    schedule_steps: int | None = None  # its length; None: `run.steps` of the first start
     warmup_steps: int = 0
     final_learning_rate: float = 0.1  # at the end, as a share of the peak
     b1: float = 0.9
     b2: float = 0.95
-    epsilon: float = 1e-8  # beside the root of AdamW's second moment
+    epsilon: float = 1e-8  # added to the root of AdamW's second moment
     weight_decay: float = 0.1
     clip_norm: float = 1.0  # on the global gradient norm; 0 means none
     moment_dtype: str = "float32"  # of first moments
     second_moment_dtype: str = "float32"
-    moment_rounding: str = "nearest"  # of moments to bfloat16; "stochastic" is right on average
+    moment_rounding: str = "nearest"  # of moments to bfloat16; "stochastic" is unbiased
     accumulation_dtype: str = "float32"  # of gradients, summed over micro-batches
     reduction_dtype: str = ""  # of their sums over ranks; "" is accumulation_dtype
     keep_state: bool = False  # a new run also takes the moments of the run in model.init_from
-    groups: tuple[ParamGroup, ...] = ()  # parameters with a rate or decay of their own, or frozen
+    groups: tuple[ParamGroup, ...] = ()  # parameters with another rate or decay, or frozen
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -142,7 +142,7 @@ class OptimizerConfig:
 
     @property
     def unread(self) -> set[str]:
-        """The settings that nothing reads, and those that are off by default."""
+        """The settings that nothing reads, or that are off by default."""
         unread = {"keep_state", "reduction_dtype", *UNUSED.get(self.name, ())}
         unread |= set() if self._has_narrow_moments else {"moment_rounding"}
         return unread | ({"final_learning_rate"} if self.schedule == "constant" else set())
@@ -153,7 +153,7 @@ class OptimizerConfig:
 
     @property
     def _dtypes(self) -> tuple[str, ...]:
-        """The settings of the types of the moments that the rule keeps."""
+        """The settings of the types of the rule's moments."""
         both = ("moment_dtype", "second_moment_dtype")
         return tuple(name for name in both if name not in UNUSED.get(self.name, ()))
 
@@ -168,13 +168,13 @@ class OptimizerConfig:
                 )
 
     def _check_moments(self) -> None:
-        """Refuses moments that rounding to the nearest would freeze: adding less than 2^-8 of a
-        bfloat16 number to it may not change it. And stochastic rounding of what is not narrow."""
+        """Refuses moments that rounding to nearest would freeze, since adding less than 2^-8 of a
+        bfloat16 number may not change it; and stochastic rounding without bfloat16 moments."""
         if self.moment_rounding == "stochastic":
             if not self._has_narrow_moments:
                 raise ValueError(
                     "optimizer.moment_rounding = 'stochastic' is for moments in bfloat16, and "
-                    f"optimizer.name = {self.name!r} has none; set "
+                    f"those of optimizer.name = {self.name!r} are not; set "
                     + " or ".join(f"optimizer.{name}" for name in self._dtypes)
                     + " = 'bfloat16', or optimizer.moment_rounding = 'nearest'"
                 )
@@ -183,7 +183,7 @@ class OptimizerConfig:
             first = " (optimizer.moment_dtype, of first moments, can be bfloat16)"
             raise ValueError(
                 "optimizer.second_moment_dtype = 'bfloat16' would freeze second moments, which "
-                "change by less than its precision in a step; it can be float32 or float64"
+                "change by less than bfloat16's precision in a step; set float32 or float64"
                 f"{first if 'moment_dtype' in self._dtypes else ''}, or set "
                 "optimizer.moment_rounding = 'stochastic'"
             )
@@ -197,7 +197,7 @@ class OptimizerConfig:
 
 
 def matrix_dims(axes: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The dimensions of a matrix's rows and of its columns, one of which is of `SIDES`; None of a
+    """The dimensions of a matrix's rows and of its columns, one of them of `SIDES`; None for a
     vector.
 
     Args:
@@ -211,7 +211,7 @@ def matrix_dims(axes: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]] 
 
 
 def to_param_groups(value: Sequence[object]) -> tuple[ParamGroup, ...]:
-    """Entries as a configuration has them: mappings with a key `params`, or records.
+    """Reads entries of a configuration: mappings with a key `params`, or records.
 
     Raises:
       ValueError: an unknown key (the nearest is named) or a value that is not allowed.
@@ -220,7 +220,7 @@ def to_param_groups(value: Sequence[object]) -> tuple[ParamGroup, ...]:
 
 
 def find_group(name: str, groups: Sequence[ParamGroup]) -> ParamGroup:
-    """The first group whose pattern matches a parameter's name, or one that changes nothing.
+    """The first group whose pattern matches a parameter's name, or a neutral group.
 
     >>> find_group("embed/tokens", [ParamGroup("embed/*", frozen=True), ParamGroup("*")]).frozen
     True
@@ -232,14 +232,14 @@ def find_group(name: str, groups: Sequence[ParamGroup]) -> ParamGroup:
 def check_groups(
     groups: Sequence[ParamGroup], known: Sequence[str], moved: Collection[str] = ()
 ) -> None:
-    """Refuses groups that would change nothing, and those that freeze everything.
+    """Refuses groups that would change nothing, or that freeze every parameter.
 
     Args:
       known: the names of all parameters.
-      moved: those that the model itself moves or freezes, and the optimizer does not update.
+      moved: the parameters that the model updates or freezes in place of the optimizer.
 
     Raises:
-      ValueError: says what to change.
+      ValueError: with the setting to change.
     """
     earlier: set[str] = set()
     for i, group in enumerate(groups):
@@ -251,20 +251,19 @@ def check_groups(
         earlier.update(matching)
         if not left:
             raise ValueError(
-                f"{title} changes nothing: entries before it match {', '.join(matching)}, and the "
-                "first that matches counts; move it before them, or leave it out"
+                f"{title} changes nothing: earlier entries match {', '.join(matching)}, and the "
+                "first match counts; move it before them, or leave it out"
             )
         if group != ParamGroup(group.params, frozen=group.frozen) and set(left) <= set(moved):
             raise ValueError(
-                f"{title} changes nothing: learning_rate_scale and weight_decay are for what the "
-                f"optimizer updates, and the model itself moves or freezes "
-                f"{', '.join(left)}; leave it out, "
-                "or set frozen = True there, which holds them"
+                f"{title} changes nothing: learning_rate_scale and weight_decay are for the "
+                f"optimizer, and the model itself updates or freezes {', '.join(left)}; leave the "
+                "entry out, or set frozen = True in it"
             )
     if all(name in moved or find_group(name, groups).frozen for name in known):
         raise ValueError(
-            "optimizer.groups freeze every parameter, and nothing would be trained; leave 'frozen' "
-            "out for those that a run trains"
+            "optimizer.groups freeze every parameter; leave 'frozen' out for the parameters to "
+            "train"
         )
 
 

@@ -1,4 +1,4 @@
-"""Configuration files, overrides and a run's config.json, read into the records and back."""
+"""Reader of configuration files, overrides and a run's config.json into records, and back."""
 
 import contextlib
 import dataclasses
@@ -30,14 +30,14 @@ from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 from jaxscale.storage.untrusted import load_json
 
 LENGTHS = ("steps", "epochs")
-"""Settings of a run's length, one of which is given."""
+"""Settings of a run's length, which exclude each other."""
 
 SHIPPED = pathlib.Path(__file__).parents[1] / "configs"
-"""The configurations that the package comes with: those of the repository's configs/."""
+"""The shipped configurations, which are the repository's configs/."""
 
 
 def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a configuration file, applies overrides, and checks everything once.
+    """Loads a configuration file, applies overrides, and checks the result.
 
     Args:
       path: a Python file with `get_config(arg="")`, or the name of a shipped one ("quickstart");
@@ -49,6 +49,10 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
       ValueError: an unknown key (the nearest is named), a value of the wrong type, or values
         that are incompatible.
       FileNotFoundError: no such file.
+
+    Examples:
+      >>> jaxscale.load("tiny", ["optimizer.learning_rate=1e-3"]).optimizer.learning_rate
+      0.001
     """
     advice = "pass a file, or the name of a shipped configuration"
     check_kind("path", path, (str, pathlib.PurePath), advice)
@@ -69,12 +73,12 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> Config:
 def from_dict(
     sections: dict[str, dict], overrides: Sequence[str] = (), *, trust_foreign: bool = True
 ) -> Config:
-    """Builds a Config from nested dictionaries, such as a run's config.json; `load` has the
-    overrides.
+    """Builds a Config from nested dictionaries, such as a run's config.json.
 
     Args:
-      trust_foreign: whether to import the code from outside the package that `model.family` or
-        `layout.schedule` names: somebody else may have written a run's config.json.
+      overrides: as for `load`.
+      trust_foreign: whether to import code from outside the package, named in `model.family` or
+        `layout.schedule`: a run's config.json may be from someone else.
     """
     changed = _split_overrides(overrides)
     texts = {f"{name}.{key}": text for name, key, text in changed}
@@ -104,10 +108,10 @@ def _make_section(name: str, record: type, given: Mapping[str, Any]) -> Any:
 
 
 def _choose_length(run: dict[str, Any], overrides: Collection[str]) -> None:
-    """Leaves out the length that a file gives where an override gives the other.
+    """Removes the length in a file if an override gives the other one.
 
     Raises:
-      ValueError: both are given in one place.
+      ValueError: a file, or the overrides, give both.
     """
     if not all(run.get(name) for name in LENGTHS):
         return
@@ -119,9 +123,9 @@ def _choose_length(run: dict[str, Any], overrides: Collection[str]) -> None:
 
 
 def _split_overrides(overrides: Sequence[str]) -> list[tuple[str, str, str]]:
-    """The section, the key, and the text of the value of each."""
+    """The section, key and value's text of each override."""
     if isinstance(overrides, str):
-        raise ValueError(f"overrides are a list, such as [{overrides!r}], and not one text")
+        raise ValueError(f"overrides = {overrides!r} are one text; pass a list: [{overrides!r}]")
     if isinstance(overrides, dict) or not all(isinstance(one, str) for one in overrides):
         raise ValueError(
             f"overrides = {overrides!r} are not a list of texts, such as ['layout.fsdp=2']"
@@ -133,7 +137,7 @@ def _split_override(override: str) -> tuple[str, str, str]:
     override = f"layout.schedule={AUTO}" if override == "layout=auto" else override
     key, separator, text = override.partition("=")
     if key.startswith("--config."):
-        raise ValueError(f"{override!r}: leave out '--config.', which belongs to the command line")
+        raise ValueError(f"{override!r}: leave out '--config.', which is for the command line")
     name, dot, key = key.partition(".")
     if name not in SECTIONS:
         near = nearest_settings(f"{name}{dot}{key}", leaves()) or nearest(name, SECTIONS)
@@ -147,7 +151,7 @@ def _check_trust(setting: str, name: str, trust: bool) -> None:
     if is_foreign(name) and not trust:
         raise ValueError(
             f"the run's config.json names code from outside the package, {setting} = {name!r}; "
-            "where you trust it, pass --trust_family to import it, or plan it with --config FILE"
+            "if you trust it, pass --trust_family to import it, or plan it with --config FILE"
         )
 
 
@@ -155,30 +159,30 @@ def read_sections(path: pathlib.Path) -> dict[str, dict]:
     """The sections of a run's config.json.
 
     Raises:
-      ValueError: the file is not one.
+      ValueError: the file is not a run's config.
     """
     sections = load_json(path)
     if isinstance(sections, dict) and "model_type" in sections:
         raise ValueError(
-            f"{path} is that of a Hugging Face model; make a run of it first: python -m "
-            f"jaxscale.convert --from_hf {path.parent} --output RUN; and train from that: python "
-            "-m jaxscale.train --config RUN/config.json --config.model.init_from=RUN --workdir DIR"
+            f"{path} is of a Hugging Face model; convert it to a run first: python -m "
+            f"jaxscale.convert --from_hf {path.parent} --output RUN; then train from it: python -m "
+            "jaxscale.train --config RUN/config.json --config.model.init_from=RUN --workdir DIR"
         )
     if not isinstance(sections, dict) or not all(isinstance(s, dict) for s in sections.values()):
-        raise ValueError(f"{path} is not the config of a run: sections of keys and values")
+        raise ValueError(f"{path} is not the config of a run, sections of keys and values")
     if is_before_text_begin(sections):
         sections["data"]["text_begin"] = "boundary"
     return sections
 
 
 def is_before_text_begin(sections: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether a saved config is of a run that began when every prompt began as a document does."""
+    """Whether a saved config is older than `data.text_begin`, when prompts began as documents."""
     data = sections.get("data", {})
     return data.get("tokenizer", WITHOUT_FILE[0]) not in WITHOUT_FILE and "text_begin" not in data
 
 
 def _upgrade(model: dict) -> dict:
-    """The settings of a run that was written when rope_scaling was Llama 3's factor."""
+    """The settings of an older run, whose rope_scaling was Llama 3's factor."""
     factor = model.get("rope_scaling")
     if isinstance(factor, bool) or not isinstance(factor, int | float):
         return model
@@ -187,8 +191,7 @@ def _upgrade(model: dict) -> dict:
 
 
 def _import_schedule(name: str) -> None:
-    """Imports a schedule from outside the package, so that one that cannot be found is refused
-    here."""
+    """Imports a schedule from outside the package, to refuse it here if it cannot be found."""
     if is_foreign(name):
         try:
             find_schedule(name)
@@ -197,8 +200,8 @@ def _import_schedule(name: str) -> None:
 
 
 def to_dict(config: Config) -> dict[str, dict]:
-    """The nested dictionaries of `from_dict`: every leaf, but those of other model families, and
-    defaults that nothing reads with the other settings of their section."""
+    """The nested dictionaries of `from_dict`: every setting, except those of other model families
+    and unread defaults."""
     sections = {name: read_settings(getattr(config, name)) for name in SECTIONS}
     for key in ("source", "validation"):
         sections["data"][key] = tuple(map(to_plain, sections["data"][key]))
@@ -207,8 +210,8 @@ def to_dict(config: Config) -> dict[str, dict]:
 
 
 def read_settings(record: Any) -> dict[str, Any]:
-    """The fields of a section's record and their values, without its `unread` ones that have their
-    defaults: the record is made of these again."""
+    """The fields of a section's record and their values, without `unread` fields at their defaults;
+    enough to make the record again."""
     changed = changed_values(record, record.defaults if isinstance(record, ModelSettings) else {})
     left_out = record.unread - changed.keys()
     names = (field.name for field in dataclasses.fields(record))
@@ -236,7 +239,7 @@ def _read(path: str) -> ml_collections.ConfigDict:
 
 @functools.cache
 def shipped_configs() -> dict[str, str]:
-    """Name -> what `load` reads: a file, or one of its `SIZES`, as "llama2.py:7b"."""
+    """Name -> the argument of `load`: a file, or one of its `SIZES`, as "llama2.py:7b"."""
     found: dict[str, str] = {}
     for file in sorted(SHIPPED.glob("*.py")):
         sizes = runpy.run_path(str(file)).get("SIZES", ())
@@ -252,12 +255,12 @@ def _existing(name: str) -> str:
         return name
     shipped = shipped_configs()
     if name not in shipped and (file := pathlib.Path(name, "config.json")).is_file():
-        read_sections(file)  # refuses that of a Hugging Face model
-        raise FileNotFoundError(f"--config {name} is a folder; name the file in it, {file}")
+        read_sections(file)  # refuses a Hugging Face model's
+        raise FileNotFoundError(f"--config {name} is a folder; give the file in it, {file}")
     if name not in shipped:
         found = {str(file) for file in pathlib.Path(name).parent.glob("*.py")}
         found |= {str(file) for file in pathlib.Path("configs").glob("*.py")} | shipped.keys()
-        # Without a checkout configs/tiny.py is no file, and `tiny` is the shipped one everywhere.
+        # configs/tiny.py exists in a checkout only; `tiny` is shipped with the package.
         stem = pathlib.PurePath(name).stem
         hint = "" if stem in shipped else did_you_mean(name, sorted(found), cutoff=0.5)
         hint = hint or did_you_mean(stem, sorted(shipped), cutoff=0.5)
@@ -270,7 +273,7 @@ def _existing(name: str) -> str:
 
 @contextlib.contextmanager
 def _blame(name: str) -> Iterator[None]:
-    """Names the configuration file and line in any error that its code raises."""
+    """Adds the configuration file and line to any error that its code raises."""
     try:
         yield
     except Exception as error:

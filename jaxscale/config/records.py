@@ -1,4 +1,4 @@
-"""The records that define a run.
+"""Records of a run's settings: data, run, and the whole config.
 
 Nothing here imports JAX: a mistyped key must be refused in a fraction of a second.
 """
@@ -26,30 +26,30 @@ OBJECTIVES = (
     "masked",
 )
 PAIRED_OBJECTIVES = ("prefix", "span_corruption", "ul2")
-"""Those that also train an encoder with a decoder."""
+"""The objectives that also train encoder-decoders."""
 
 TEXT_BEGINS = ("tokenizer", "boundary")
-"""What a prompt begins with: what the tokenizer's post-processor puts before a text, which may be
-nothing; or the token that begins a document."""
+"""The start of a prompt: the prefix of the tokenizer's post-processor, which may be empty, or the
+token that begins a document."""
 
 WITHOUT_FILE = ("bytes", "esm2")
-"""Tokenizers without a file and a post-processor, whose texts begin as their documents do."""
+"""Tokenizers without a file and a post-processor, whose prompts begin as documents do."""
 
 MOST_STEPS = 2**31 - 1
-"""The counts of steps in the state are int32."""
+"""The most steps: their count in the state is an int32."""
 
-CONFIG_ADVICE = "pass what jaxscale.load(FILE) returns"
+CONFIG_ADVICE = "pass the result of jaxscale.load(FILE)"
 
 
 def check_seed(name: str, seed: int) -> None:
-    """Raises ValueError for a seed that the generators of JAX and Grain cannot take."""
+    """Refuses a seed that the random generators of JAX and Grain cannot take."""
     if not 0 <= seed < 2**32:
         raise ValueError(f"{name} = {seed} must be at least 0 and below 2**32")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read, and how it becomes batches.
+    """Data settings: sources, tokenizer, and the shape of batches.
 
     `source` lists entries, each a path (file, folder, glob, prepared folder) or a mapping with a
     `path` and the other keys of `Source`; `{stdlib}` stands for the source of Python's standard
@@ -60,10 +60,10 @@ class DataConfig:
 
     source: tuple[Source, ...] = (Source(("{stdlib}/**/*.py",)),)
     tokenizer: str = "bytes"
-    text_begin: str = "tokenizer"  # what prompts begin with; see TEXT_BEGINS
-    global_batch_size: int = 8  # sequences a step
-    seq_len: int = 128  # of an encoder, where there is one
-    target_len: int = 0  # tokens of its decoder; 0 where there is no encoder
+    text_begin: str = "tokenizer"  # start of prompts; see TEXT_BEGINS
+    global_batch_size: int = 8  # sequences per step
+    seq_len: int = 128  # tokens of a sequence; for encoder-decoders, of the encoder
+    target_len: int = 0  # tokens of an encoder-decoder's decoder; 0 for other models
     heldout: float = 0.05  # share of the documents, for evaluation only
     seed: int = 0
     objective: str = "causal"
@@ -79,9 +79,9 @@ class DataConfig:
         check_at_least("data", self, global_batch_size=1, seq_len=2, target_len=0, workers=0)
         if self.target_len and self.objective not in PAIRED_OBJECTIVES:
             raise ValueError(
-                f"data.target_len = {self.target_len} is for an encoder's decoder, which "
-                f"data.objective = {self.objective!r} does not train; choose "
-                f"{' or '.join(PAIRED_OBJECTIVES)}, or set data.target_len = 0"
+                f"data.target_len = {self.target_len} is for an encoder-decoder, which "
+                f"data.objective = {self.objective!r} does not train; set data.objective to "
+                f"{' or '.join(PAIRED_OBJECTIVES)}, or data.target_len = 0"
             )
         check_seed("data.seed", self.seed)
         for name, read in (("source", to_sources), ("validation", to_validation)):
@@ -101,20 +101,20 @@ class DataConfig:
             raise ValueError(f"data.heldout = {self.heldout} must be at least 0 and below 1")
 
     def _for_encoder(self, name: str, source: Source) -> Source:
-        """The entry of this name with what an encoder and its decoder need of pairs.
+        """The entry with prompt and response tokenised separately, for an encoder-decoder.
 
         Raises:
-          ValueError: they do not train on it.
+          ValueError: an encoder-decoder cannot train on it.
         """
         if source.messages:
             raise ValueError(
                 f"{name}: messages = {source.messages!r} are conversations, and "
-                f"data.target_len = {self.target_len} is for an encoder's decoder, which learns "
-                "from texts, or from prompts with responses; give the fields prompt and response"
+                f"data.target_len = {self.target_len} is for an encoder-decoder, which trains on "
+                "texts, or on prompts with responses; give the fields prompt and response"
             )
         if source.response and self.objective != "prefix":
             raise ValueError(
-                f"data.objective = {self.objective!r} chooses what a decoder writes, and so does "
+                f"data.objective = {self.objective!r} defines the decoder's text, and so does "
                 f"{name}: response = {source.response!r}; set data.objective = 'prefix'"
             )
         return dataclasses.replace(source, apart=bool(source.response))
@@ -132,44 +132,44 @@ class DataConfig:
 
     @property
     def output_len(self) -> int:
-        """Tokens of the sequence that has targets: the decoder's."""
+        """Tokens of the sequence with targets: the decoder's."""
         return self.target_len or self.seq_len
 
     @property
     def one_document(self) -> bool:
-        """Whether every row of a batch is one document, and padding after it."""
+        """Whether every row of a batch is one document followed by padding."""
         return self.objective == "causal_across_documents"
 
 
 def _is_multiple(steps: int, period: int) -> bool:
-    """Whether a period that is not 0 holds others whole; one of 0 is never."""
+    """Whether `steps` is a multiple of `period`, with both above 0."""
     return steps > 0 < period and steps % period == 0
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long a run is, and what it writes when. A period of zero is never, but the last step is
-    evaluated and saved in any case."""
+    """Run settings: length, evaluation, checkpoints, bad steps. A period of 0 means never; the last
+    step is always evaluated and saved."""
 
     steps: int = 100
-    epochs: float = 0.0  # in place of steps: how often the text is read; 0: steps says it
+    epochs: float = 0.0  # passes over the text, in place of steps; 0: by steps
     seed: int = 0
     eval_every: int = 0
     eval_batches: int = 8  # of the held-out text; validation sets are read as a whole
     checkpoint_every: int = 0  # 0 saves the last step only
     keep_last: int = 3
     keep_every: int = 0  # also keep each checkpoint whose step is a multiple of this
-    keep_best: bool = False  # also keep that with the lowest held-out loss
-    metrics_by_layer: bool = False  # also those that are means over layers, such as experts' loads
+    keep_best: bool = False  # also keep the checkpoint with the lowest held-out loss
+    metrics_by_layer: bool = False  # log means over layers, such as experts' loads, also by layer
     deterministic: bool = False  # bitwise reproducible, also on GPUs, at some cost of speed
-    # A step whose loss or gradient norm is not finite updates nothing; after so many in a row the
-    # run returns to its newest checkpoint, and passes over their examples. 0 stops at the first.
+    # A step with a non-finite loss or gradient norm updates nothing; after this many in a row the
+    # run returns to its newest checkpoint and skips their examples. 0 stops at the first.
     skip_bad_steps: int = 0
-    # Also those whose loss or gradient norm is this many robust standard deviations above the
-    # median of the steps before; 0 is never.
+    # Bad steps also include those with a loss or gradient norm this many robust standard deviations
+    # above the median of previous steps; 0: never.
     spike_score: float = 0.0
-    max_hours: float = 0.0  # stop with a checkpoint after this long; 0 is never
-    hang_seconds: float = 0.0  # end when nothing goes on for this long; 0: learnt from the run
+    max_hours: float = 0.0  # stop with a checkpoint after this long; 0: never
+    hang_seconds: float = 0.0  # exit after this long without progress; 0: learned from the run
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -185,8 +185,8 @@ class RunConfig:
             raise ValueError(f"run.spike_score = {self.spike_score} must be at least 0, such as 8")
         if self.spike_score and not self.skip_bad_steps:
             raise ValueError(
-                f"run.spike_score = {self.spike_score} is for run.skip_bad_steps above 0, which "
-                "is 0; set it, such as 5, or run.spike_score = 0"
+                f"run.spike_score = {self.spike_score} with run.skip_bad_steps = 0, which skips no "
+                "step; set run.skip_bad_steps, such as 5, or run.spike_score = 0"
             )
         if self.keep_every and not _is_multiple(self.keep_every, self.checkpoint_every):
             period = self.checkpoint_every
@@ -197,28 +197,43 @@ class RunConfig:
             )
             raise ValueError(
                 f"run.keep_every = {self.keep_every} is not a multiple of run.checkpoint_every = "
-                f"{period}, so no such checkpoint is written; set {change}"
+                f"{period}; set {change}"
             )
         if self.keep_best and not _is_multiple(self.checkpoint_every, self.eval_every):
             raise ValueError(
-                f"run.keep_best compares checkpoints by their evaluations, and run.eval_every = "
-                f"{self.eval_every} does not evaluate each of run.checkpoint_every = "
+                f"run.keep_best needs an evaluation for each checkpoint, and run.eval_every = "
+                f"{self.eval_every} does not divide run.checkpoint_every = "
                 f"{self.checkpoint_every}; set run.eval_every = {self.checkpoint_every or 100}"
                 + ("" if self.checkpoint_every else " and run.checkpoint_every, too")
             )
 
     @property
     def unread(self) -> set[str]:
-        """The settings that nothing reads, and those that are off by default."""
+        """The settings that nothing reads, or that are off by default."""
         unread = {"epochs", "keep_best"} | (set() if self.checkpoint_every else {"keep_every"})
         return unread | (set() if self.skip_bad_steps else {"spike_score"})
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that defines a run."""
+    """The configuration of a run: five frozen records, checked together.
 
-    # A `ModelConfig`, or the record of a custom model, which extends `ModelSettings`.
+    Attributes:
+      model: a `ModelConfig`, or the record of a custom model, which extends `ModelSettings`.
+      data: sources, tokenizer, batch and sequence length.
+      optimizer: update rule, learning rate, clipping.
+      layout: a `Layout`.
+      run: steps, evaluations, checkpoints.
+
+    Raises:
+      ValueError: settings that contradict each other; names the one to change.
+
+    Examples:
+      >>> config = jaxscale.load("tiny", ["layout.fsdp=2"])
+      >>> config.layout.fsdp, config.data.seq_len
+      (2, 64)
+    """
+
     model: Any = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -245,8 +260,8 @@ class Config:
             self._check_family(self.model)
         if self.optimizer.keep_state and not self.model.init_from:
             raise ValueError(
-                "optimizer.keep_state = True keeps the optimizer's state of the run in "
-                "model.init_from, which is empty; name a run there, or set "
+                "optimizer.keep_state = True loads the optimizer's state of the run in "
+                "model.init_from, which is empty; set it to a run, or set "
                 "optimizer.keep_state = False"
             )
 
@@ -254,8 +269,8 @@ class Config:
         most, name = self.model.max_positions, f"model.{self.model.position_setting}"
         if most is not None and self.data.seq_len > most:
             raise ValueError(
-                f"data.seq_len = {self.data.seq_len} is more than {name} = {most}, the learned "
-                f"positions there are; lower data.seq_len or raise {name}"
+                f"data.seq_len = {self.data.seq_len} is more than {name} = {most}, the number of "
+                f"learned positions; lower data.seq_len or raise {name}"
             )
 
     def _take_length(self, model: ModelConfig) -> None:
@@ -267,20 +282,20 @@ class Config:
         if model.rope_length < self.data.seq_len:
             raise ValueError(
                 f"model.rope_length = {model.rope_length} is less than data.seq_len = "
-                f"{self.data.seq_len}; set model.rope_length = 0, which follows it"
+                f"{self.data.seq_len}; set model.rope_length = 0, which stands for it"
             )
 
     def _check_family(self, model: ModelConfig) -> None:
         expert = self.layout.expert
         if expert != 1 and not model.num_experts:
             raise ValueError(
-                f"layout.expert = {expert}, but model.family = {model.family!r} has no experts "
-                "here; set layout.expert = 1"
+                f"layout.expert = {expert}, but this model has no experts (model.family = "
+                f"{model.family!r}); set layout.expert = 1"
             )
         if not model.gated and "mlp_gate" in self.layout.remat:
             raise ValueError(
                 f"layout.remat = {self.layout.remat!r} names mlp_gate, and the MLP of "
-                f"model.family = {model.family!r} has no gate; leave it out"
+                f"model.family = {model.family!r} has no gate; leave mlp_gate out"
             )
         if (self.data.objective == "masked") == model.causal:
             needs, is_now, others = (
@@ -294,25 +309,25 @@ class Config:
             )
             setting = "causal" in find_family(model.family).settings
             raise ValueError(
-                f"data.objective = {self.data.objective!r} needs {needs} attention, and "
-                f"model.family = {model.family!r} is {is_now} here; choose {others}"
+                f"data.objective = {self.data.objective!r} needs {needs} attention, and this model "
+                f"(model.family = {model.family!r}) is {is_now}; set data.objective to {others}"
                 + (f", or set model.causal = {not model.causal}" if setting else "")
             )
         if self.data.target_len and not model.num_encoder_layers:
             raise ValueError(
-                f"data.target_len = {self.data.target_len} is for an encoder's decoder, which "
-                f"model.family = {model.family!r} does not have; set data.target_len = 0"
+                f"data.target_len = {self.data.target_len} is for an encoder-decoder, and "
+                f"model.family = {model.family!r} has no encoder; set data.target_len = 0"
             )
         if model.num_encoder_layers and not self.data.target_len:
             raise ValueError(
-                f"data.target_len = 0, and model.family = {model.family!r} has an encoder: set "
-                "data.target_len to the tokens that its decoder writes, such as "
+                f"data.target_len = 0, and model.family = {model.family!r} has an encoder; set "
+                "data.target_len to the tokens of its decoder, such as "
                 f"{max(1, self.data.seq_len // 4)}"
             )
 
     @property
     def schedule_steps(self) -> int:
-        """Length of the learning rate's schedule, in steps."""
+        """Length of the learning-rate schedule, in steps."""
         return self.optimizer.schedule_steps or self.run.steps
 
 

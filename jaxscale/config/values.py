@@ -1,4 +1,4 @@
-"""Settings by their names, and their values: read from text, and in the types of the records."""
+"""Names of settings, and conversion of their values to the types of the records."""
 
 import ast
 import contextlib
@@ -45,10 +45,10 @@ def section_record(name: str) -> type:
 
 
 def setting_type(record: type, section: str, key: str, prefix: str = "config.") -> typing.Any:
-    """The type of a setting; `prefix` goes before the one that an unknown key may mean."""
+    """The type of a setting; `prefix` precedes the setting suggested for an unknown key."""
     found = {leaf.name: leaf.type for leaf in dataclasses.fields(record)}
     if key in found:
-        # The module of a model of one's own may postpone its annotations: they are text.
+        # A custom model's module may postpone its annotations, which are then text.
         return typing.get_type_hints(record)[key] if isinstance(found[key], str) else found[key]
     known = leaves(record) if section == "model" else leaves()
     hint = suggestion(nearest_settings(f"{section}.{key}", known), prefix)
@@ -93,7 +93,7 @@ _EXPECTED: dict[typing.Any, str] = {
 
 
 def convert_value(name: str, value: object, annotation: typing.Any) -> object:
-    """The value in the annotated type; only lossless conversions."""
+    """The value, losslessly converted to the annotated type."""
     inner = typing.get_args(annotation)
     if types.NoneType in inner:
         if value is None:
@@ -117,37 +117,37 @@ def convert_value(name: str, value: object, annotation: typing.Any) -> object:
 
 
 def _records(name: str, annotation: typing.Any) -> Callable[[Sequence], tuple]:
-    """What reads a list of records."""
+    """The reader of a list of records."""
     if annotation == tuple[ParamGroup, ...]:
         return to_param_groups
     return to_validation if name.partition(".")[2] == "validation" else to_sources
 
 
-def _convert_scalar(name: str, value: object, kind: type) -> object:
-    """The value in a type, or None."""
-    if typing.get_origin(kind) is typing.Literal:
-        return value if value in typing.get_args(kind) else None
-    if isinstance(value, bool) and kind is not bool:
+def _convert_scalar(name: str, value: object, target: type) -> object:
+    """The value converted to a type, or None."""
+    if typing.get_origin(target) is typing.Literal:
+        return value if value in typing.get_args(target) else None
+    if isinstance(value, bool) and target is not bool:
         return None
-    if kind is float and isinstance(value, int | float):
+    if target is float and isinstance(value, int | float):
         if not math.isfinite(value):
             raise ValueError(f"config.{name} = {value} is not a finite number")
         return float(value)
-    if kind is int and isinstance(value, float) and value.is_integer():
+    if target is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    return value if isinstance(value, kind) else None
+    return value if isinstance(value, target) else None
 
 
 def _convert_each(name: str, values: tuple, inner: tuple) -> tuple:
-    """The members of a tuple: of one type each, of any number of one, or, where the record does not
-    say, as they are, with tuples for JSON's lists."""
+    """The members of a tuple, converted to their types; without types in the record they are kept,
+    with tuples for JSON's lists."""
     if not inner:
         return tuple(
             convert_value(name, one, tuple) if isinstance(one, list) else one for one in values
         )
-    kinds = inner[:1] * len(values) if inner[1:] == (...,) else inner
-    if len(kinds) != len(values):
+    targets = inner[:1] * len(values) if inner[1:] == (...,) else inner
+    if len(targets) != len(values):
         raise ValueError(
-            f"config.{name} = {values} has {len(values)} members, and not {len(kinds)}"
+            f"config.{name} = {values} has {len(values)} members, and not {len(targets)}"
         )
-    return tuple(convert_value(name, one, kind) for one, kind in zip(values, kinds))
+    return tuple(convert_value(name, one, target) for one, target in zip(values, targets))

@@ -1,7 +1,7 @@
-"""What each ZeRO stage (arXiv 1910.02054) shards, gathers and reduces, and when; without JAX.
+"""ZeRO stages (arXiv 1910.02054): what each shards, gathers and reduces, and when; without JAX.
 
 The step (`sharding.zero`) and the planner read the same predicates. A stage is an int, or an array
-of them for many layouts at once. Over axes of one rank nothing is sent, whatever the stage.
+of ints for many layouts. Over axes of one rank nothing is sent in any stage.
 
 A step computes a layer's gradients in one visit for each accumulation group.
 """
@@ -18,13 +18,13 @@ def replicates(stage: Ints) -> Bools:
 
 
 def shards_state(stage: Ints) -> Bools:
-    """Whether parameters at rest and the optimizer's state are shards, so that weights are gathered
-    before they are used."""
+    """Whether parameters at rest and the optimizer's state are shards; weights are gathered before
+    use."""
     return stage >= 1
 
 
 def keeps(stage: Ints) -> Bools:
-    """Whether weights are gathered once a step, and kept."""
+    """Whether weights are gathered once per step, and kept."""
     return (stage >= 1) & (stage < 3)
 
 
@@ -44,19 +44,19 @@ def scatters_last(stage: Ints) -> Bools:
 
 
 def leaves_shards(stage: Ints, single_visit: Bools) -> Bools:
-    """Whether sums of gradients are shards: those of every visit, or of the only one."""
+    """Whether sums of gradients are shards, after every visit or after the only one."""
     return scatters(stage) | (scatters_last(stage) & single_visit)
 
 
 def remains(stage: Ints, fsdp: Ints, replicas: Ints) -> Bools:
-    """Whether more than vectors remains to be reduced by the last visit.
+    """Whether the last visit has gradients other than vectors to reduce.
 
     Args:
-      replicas: ranks that have the same weights, of data and of expert.
+      replicas: ranks with the same weights, over data and expert.
     """
     return (replicas > 1) | ((fsdp > 1) & (stage < 2))
 
 
 def reduces_last(layout: Any) -> Bools:
-    """Whether the last of a step's visits reduces what the others do not."""
+    """Whether the last visit of a step reduces gradients that the others do not."""
     return remains(layout.zero_stage, layout.fsdp, layout.data * layout.expert)

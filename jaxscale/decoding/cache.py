@@ -1,6 +1,6 @@
-"""A model reads tokens into a cache of keys and values, in any layout.
+"""Prefill of the cache of keys and values, in any layout.
 
-Letters: B batch, S slots (places in a sequence and in the cache), T time, D embed, V vocabulary.
+Letters: B batch, S slots (of a sequence and of the cache), T time, D embed, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from jaxscale.models.protocol import head_params
 from jaxscale.sharding.resolve import weights_in_use
 
 CHUNK = 256
-"""Tokens of each row that are read at a time; bounds the memory of their attention."""
+"""Tokens of each row that are read at a time, which bounds the memory of attention."""
 
 Source = tuple[Any, Any]
-"""Tokens that an encoder reads, and their segments: 1, or 0 for padding; [B, length] both."""
+"""Tokens for an encoder, and their segments, 1 or 0 for padding; both [B, length]."""
 
 
 def round_up(length: int) -> int:
-    """To a power of two up to a chunk, then to whole chunks, so that few shapes are compiled."""
+    """Rounds up to a power of two up to a chunk, then to whole chunks, to compile few shapes."""
     if length > CHUNK:
         return -(-length // CHUNK) * CHUNK
     return max(16, 1 << (length - 1).bit_length())
@@ -39,7 +39,7 @@ def begin_cache(
     slots: int,
     place: Place,
 ) -> Any:
-    """A cache without a token of the decoder; `source` is what an encoder reads."""
+    """A cache without tokens of the decoder; `source` is for an encoder."""
     if isinstance(model, EncoderDecoder):
         assert source is not None, "it has an encoder"
         cache = model.encode(params, *source, slots, place)
@@ -57,16 +57,15 @@ def read_chunks(
     place: Place,
     of_chunk: Callable[[jax.Array, jax.Array], Any] = lambda x_BTD, start: None,
 ) -> tuple[Any, Any]:
-    """Reads rows from their beginning, a chunk at a time.
+    """Reads rows from their start, a chunk at a time.
 
     Args:
-      tokens_BT: their length is one that `round_up` gives.
-      lengths_B: of each text with the tokens that are still to come.
-      of_chunk: what is wanted of a chunk, from what the layers return for it and the place of its
-        first token.
+      tokens_BT: with a length from `round_up`.
+      lengths_B: of each text, with the tokens to be generated.
+      of_chunk: function of the layers' output for a chunk and the position of its first token.
 
     Returns:
-      The cache with the tokens, and what is wanted of each chunk, stacked.
+      The cache with the tokens, and the stacked results of `of_chunk`.
     """
     width = tokens_BT.shape[1]
     chunk = min(width, CHUNK)
@@ -81,15 +80,15 @@ def read_chunks(
 
 
 def logits_of(model: Decoder | EncoderDecoder, params: Any, x_BTD: jax.Array) -> jax.Array:
-    """The model's logits of what its layers return, float32 [B, T, V]."""
+    """The logits of the layers' output, float32 [B, T, V]."""
     return model.logits(head_params(model, params), x_BTD)
 
 
 def check_fits_host(
     model: Decoder | EncoderDecoder, params: Any, source: Source | None, batch: int, slots: int
 ) -> None:
-    """Refuses texts whose cache is plainly larger than the memory of a host of CPUs, which would
-    kill the process without a word; an accelerator's allocator says so itself.
+    """Refuses texts whose cache exceeds the memory of a host of CPUs, which would kill the process
+    silently; an accelerator's allocator raises an error.
 
     Raises:
       ValueError: with both sizes.

@@ -1,7 +1,7 @@
-"""The probability that a model gives to texts, and multiple choice by it.
+"""Log-likelihoods of texts, and multiple choice by them.
 
-Letters: B batch, S slots (places in a sequence and in the cache), T time, D embed, V vocabulary,
-C chunks of a row.
+Letters: B batch, S slots (of a sequence and of the cache), T time, D embed, V vocabulary, C chunks
+of a row.
 """
 
 import functools
@@ -28,19 +28,19 @@ from jaxscale.sharding.specs import replicated
 from jaxscale.training.engine import Engine
 
 ROWS = 16
-"""Sequences at a time, about."""
+"""The approximate number of sequences in a batch."""
 
 
 @dataclass(frozen=True)
 class ChoiceScores:
-    """How often the likeliest choice is the right one."""
+    """Accuracy of multiple choice by likelihood."""
 
     num_questions: int
     accuracy: float  # by log-likelihood
     accuracy_by_length: float  # by log-likelihood per UTF-8 byte of the choice
 
     def standard_error(self, accuracy: float) -> float | None:
-        """Of a share of the questions; None for one question."""
+        """The standard error of an accuracy; None for one question."""
         n = self.num_questions
         return math.sqrt(accuracy * (1 - accuracy) / (n - 1)) if n > 1 else None
 
@@ -48,10 +48,10 @@ class ChoiceScores:
 def score_choices(
     engine: Engine, params: Any, tokenizer: Tokenizer, questions: Sequence[Question]
 ) -> ChoiceScores:
-    """Answers each question with the choice that the model finds likeliest after its prompt.
+    """Answers each question with the likeliest choice after its prompt.
 
     Args:
-      params: of the engine's state, or in canonical form, as `fit` and checkpoints give them.
+      params: of the engine's state, or in canonical form, as from `fit` and checkpoints.
 
     Raises:
       ValueError: as `log_likelihoods`.
@@ -73,7 +73,7 @@ def log_likelihoods(
 ) -> np.ndarray:
     """The log-probability of each second text after the first, in nats; [pairs].
 
-    The first begins as a prompt does, or is one that an encoder reads. The second need not end it.
+    The first text begins as a prompt, or is for an encoder. The end of the document is not scored.
 
     Raises:
       ValueError: a text beyond the model's learned positions, or a model that does not decode.
@@ -90,7 +90,7 @@ def log_likelihoods(
     replicas = mesh.size // math.prod(mesh.shape[axis] for axis in automatic_axes(mesh.shape))
     num_rows = replicas * max(1, ROWS // replicas)
     found = np.zeros(len(ids))
-    # Rows of a batch are alike.
+    # Sorted, so that rows of a batch have about the same length.
     order = np.argsort([len(a) + len(b) for a, b in zip(sources, ids)], kind="stable")
     for first in range(0, len(ids), num_rows):
         chosen = order[first : first + num_rows].tolist()
@@ -111,10 +111,10 @@ def log_likelihoods(
 def _encode(
     engine: Engine, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]
 ) -> tuple[list[np.ndarray], list[int], list[np.ndarray]]:
-    """Of each pair: what an encoder reads, and of what is scored how much is given, and its ids."""
+    """For each pair: the encoder's ids, the number of given ids, and all ids of the decoder."""
     if has_encoder(engine):
         sources = [prompt_ids(engine, tokenizer, first) for first, _ in pairs]
-        texts = tokenizer.encode([second for _, second in pairs])  # apart, as in training
+        texts = tokenizer.encode([second for _, second in pairs])  # separately, as in training
         start = np.int32(tokenizer.decoder_start)
         return sources, [1] * len(pairs), [np.append(start, text) for text in texts]
     encoded = encode_pairs(tokenizer, pairs)
@@ -145,12 +145,12 @@ def _score(
         chunk = x_BTD.shape[1]
         targets_BT = jax.lax.dynamic_slice_in_dim(tokens_BS, start + 1, chunk, axis=1)
         logits_BTV = logits_of(model, params, x_BTD)
-        # Compared and summed: a gather along a sharded vocabulary would fetch all of it.
+        # Compared and summed: XLA would all-gather a sharded vocabulary for a gather along it.
         is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
         own_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), axis=-1)
         log_p_BT = own_BT - jax.nn.logsumexp(logits_BTV, axis=-1)
-        places_T = start + jnp.arange(chunk)
-        inside_BT = (places_T >= bounds_B2[:, :1]) & (places_T < bounds_B2[:, 1:])
+        positions_T = start + jnp.arange(chunk)
+        inside_BT = (positions_T >= bounds_B2[:, :1]) & (positions_T < bounds_B2[:, 1:])
         return jnp.sum(jnp.where(inside_BT, log_p_BT, 0), axis=-1)
 
     lengths_B = bounds_B2[:, 1]  # the last target is not read

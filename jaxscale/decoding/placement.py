@@ -1,4 +1,4 @@
-"""Where the arrays of decoding lie: the parameters, the rows of a batch, and their cache."""
+"""Sharding of decoding: parameters, rows of a batch, and their cache."""
 
 import functools
 import math
@@ -22,17 +22,15 @@ from jaxscale.sharding.resolve import (
 from jaxscale.training.engine import Engine
 
 Place = Callable[[Any, Any], Any]
-"""Shards a tree of arrays by their logical axes: those of all of them, or a tree of axes for parts
-of it."""
+"""Shards a tree of arrays by their logical axes, the same for all, or a tree of axes."""
 
 
 def without_pipeline_or_context(engine: Engine, params: Any) -> tuple[Any, Mesh]:
-    """The parameters, in canonical form, and a mesh of the same devices without the axes pipeline
-    and context: their ranks shard every layer instead, as those of fsdp do.
+    """The parameters in canonical form, and a mesh of the same devices without the axes pipeline
+    and context, whose ranks shard every layer as fsdp ranks do.
 
-    Otherwise every rank would fetch each layer from the rank of the pipeline that holds it, and the
-    compiler's partitioner crashes on some arrays that are sharded over both axes; and those of
-    context would have no tokens of their own.
+    With a pipeline every rank would fetch each layer from its pipeline rank, and XLA's partitioner
+    crashes on some arrays that are sharded over both axes; context ranks would have no tokens.
     """
     params = engine.placement.part("params").to_canonical(params)
     sizes, names = engine.layout.sizes, engine.mesh.axis_names
@@ -58,11 +56,11 @@ def without_pipeline_or_context(engine: Engine, params: Any) -> tuple[Any, Mesh]
 
 
 def row_placement(mesh: Mesh, batch: int) -> Place:
-    """Spreads arrays by logical axes: heads over tensor, slots of a cache over context, and rows
-    where they divide."""
+    """Shards arrays by logical axes: heads over tensor, slots of a cache over context, and rows if
+    they divide."""
     replicas = math.prod(mesh.shape[axis] for axis in ACTIVATIONS["batch"])
     rules = {**ACTIVATIONS, "layers": (), "vocab": (), "whole_kv_heads": ()}
-    # The tokens of a row that are read together are not spread, those in the cache are.
+    # Tokens of a row that are read together are not sharded; slots of the cache are.
     rules |= {"slots": ACTIVATIONS["seq"], "seq": (), "residual_seq": ()}
     if batch % replicas:
         rules["batch"] = ()

@@ -1,4 +1,4 @@
-"""What a model reads before it writes: prompts as ids, and as the rows of an encoder."""
+"""Prompts: token ids, conversations, and the rows of an encoder."""
 
 from collections.abc import Sequence
 
@@ -12,39 +12,39 @@ from jaxscale.training.engine import Engine
 
 
 def has_encoder(engine: Engine) -> bool:
-    """Whether the model reads a prompt with an encoder."""
+    """Whether the model encodes a prompt with an encoder."""
     return isinstance(engine.model, EncoderDecoder)
 
 
 def check_decodes(engine: Engine) -> None:
-    """Refuses a model that does not predict one token after the other.
+    """Refuses a model that does not decode token by token.
 
     Raises:
-      ValueError: with what such a model can do.
+      ValueError: with the reason.
     """
     model = engine.config.model
     if not model.causal:
         raise ValueError(
-            f"model.family = {model.family!r} is not causal here: it fills in masked tokens, and "
-            "neither continues a text nor scores continuations; call jaxscale.from_pretrained(DIR)"
+            f"model.family = {model.family!r} is not causal here: it predicts masked tokens, and "
+            "cannot generate or score text; call jaxscale.from_pretrained(DIR)"
         )
     if not engine.model.can_decode:
         why = (
-            "with model.router = 'expert_choice' experts choose among all tokens of a text, later "
-            "ones too"
+            "with model.router = 'expert_choice' experts choose among all tokens of a text, "
+            "including later ones"
             if model.router == "expert_choice"
             else "its blocks have no decode()"
         )
-        raise ValueError(f"model.family = {model.family!r} neither draws nor scores text: {why}")
+        raise ValueError(f"model.family = {model.family!r} cannot generate or score text: {why}")
 
 
 def encode_prompts(
     engine: Engine, tokenizer: Tokenizer, prompts: Sequence[str | np.ndarray]
 ) -> tuple[Source | None, list[np.ndarray]]:
-    """What an encoder reads, if there is one, and the ids with which each text begins.
+    """The rows of an encoder, if any, and the ids with which each text begins.
 
     Raises:
-      ValueError: ids of a prompt that are none of the model's.
+      ValueError: ids of a prompt that are not the model's.
     """
     ids = [prompt_ids(engine, tokenizer, prompt) for prompt in prompts]
     _check_ids(ids, engine.config.model.vocab_size)
@@ -54,15 +54,15 @@ def encode_prompts(
 
 
 def encode_messages(tokenizer: Tokenizer, messages: Messages, tools: Tools = None) -> np.ndarray:
-    """The ids of a conversation by the tokenizer's chat template, up to where the assistant speaks.
+    """The ids of a conversation by the tokenizer's chat template, up to the assistant's answer.
 
     Raises:
       ValueError: there is no template, or it refuses the conversation.
     """
     if tokenizer.template is None or tokenizer.encode_chat is None:
         raise ValueError(
-            f"--messages: data.tokenizer = {tokenizer.name!r} has no chat template; it is read "
-            "from the chat_template.jinja or tokenizer_config.json beside a tokenizer.json"
+            f"--messages: data.tokenizer = {tokenizer.name!r} has no chat template; add a "
+            "chat_template.jinja or tokenizer_config.json to the folder of the tokenizer.json"
         )
     try:
         text = tokenizer.template.render(messages, tools, add_generation_prompt=True)
@@ -72,8 +72,8 @@ def encode_messages(tokenizer: Tokenizer, messages: Messages, tools: Tools = Non
 
 
 def prompt_ids(engine: Engine, tokenizer: Tokenizer, prompt: str | np.ndarray) -> np.ndarray:
-    """The ids of a prompt as in training: behind those that begin it, or, for an encoder, before
-    the one that ends a document. In what an encoder reads, the name of a sentinel is it."""
+    """The ids of a prompt as in training: after the ids that begin a text, or, for an encoder,
+    before the id that ends a document. For an encoder, names of sentinels are their ids."""
     if not isinstance(prompt, str):
         return np.asarray(prompt, np.int32)
     (ids,) = tokenizer.encode([prompt])
@@ -86,7 +86,7 @@ def prompt_ids(engine: Engine, tokenizer: Tokenizer, prompt: str | np.ndarray) -
 
 
 def source_rows(prompts: Sequence[np.ndarray], num_rows: int = 0) -> Source:
-    """What an encoder reads, from the ids of each prompt; further rows, up to `num_rows`, are
+    """The rows of an encoder, from the ids of each prompt; further rows, up to `num_rows`, are
     padding."""
     width = round_up(max(map(len, prompts)))
     tokens = np.zeros((max(num_rows, len(prompts)), width), np.int32)
@@ -97,7 +97,7 @@ def source_rows(prompts: Sequence[np.ndarray], num_rows: int = 0) -> Source:
 
 
 def _check_ids(prompts: Sequence[np.ndarray], vocab_size: int) -> None:
-    """Refuses what a lookup on a device would clip without a word."""
+    """Refuses ids out of range, which a lookup on a device would clip silently."""
     for i, ids in enumerate(prompts):
         if ids.ndim != 1 or not ids.size:
             raise ValueError(f"prompts[{i}] has shape {ids.shape}; ids are of shape [at least 1]")

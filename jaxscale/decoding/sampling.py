@@ -1,9 +1,9 @@
-"""Text from a model: a batch of prompts, a cache of keys and values, any layout.
+"""Sampling of text: a batch of prompts, a cache of keys and values, any layout.
 
-A decoder continues a prompt. Of an encoder-decoder the encoder reads it, as in training with an end
-of document, and the decoder begins with one token, the tokenizer's `decoder_start`.
+A decoder continues a prompt. An encoder-decoder encodes it, as in training with an end of document,
+and the decoder starts with one token, the tokenizer's `decoder_start`.
 
-Letters: B batch, S slots (places in a sequence and in the cache), T time, D embed, V vocabulary.
+Letters: B batch, S slots (of a sequence and of the cache), T time, D embed, V vocabulary.
 """
 
 import collections
@@ -42,7 +42,7 @@ Scalar = float | jax.Array
 
 
 class Drawing(NamedTuple):
-    """How tokens are drawn: settings of `sample`."""
+    """Sampling settings, as in `sample`."""
 
     num_tokens: int
     temperature: float
@@ -63,25 +63,26 @@ def sample(
     seed: int = 0,
     stop: Sequence[str] = (),
 ) -> list[str]:
-    """Continues each prompt with the model, up to the end of the document; with an encoder, writes
-    what follows from it.
+    """Samples a continuation of each prompt, up to the end of the document; of an encoder-decoder,
+    the decoder's text.
 
-    Everything is compiled once for each shape: of the batch, and of the lengths rounded up. What
-    is drawn for a prompt depends on the seed and the prompt, not on the others, nor on its place
-    among them; the same prompt several times is drawn several times.
+    Compiles once for each number of prompts and each rounded length. A sample depends on the
+    seed and the prompt, not on the other prompts or its position among them; equal prompts get
+    different samples.
 
     Args:
-      params: of the engine's state, or in canonical form on any devices, as `fit`, checkpoints and
-        `from_pretrained` give them.
+      params: of the engine's state, or in canonical form on any devices, as returned by `fit` and
+        `from_pretrained`.
+      tokenizer: `tokenizer` of `open_text`.
       prompts: each begins as `data.text_begin` says; "" is a document not yet begun. An encoder's
         are whole documents. Ids, such as those of `encode_messages`, are taken as they are.
       num_tokens: at most this many are added to each prompt.
       temperature: divides the logits; 0 takes the likeliest token.
-      top_k: samples only from the k likeliest tokens; 0 is all.
-      top_p: samples only from the likeliest tokens that together reach this share of the
-        probability, after temperature and top_k (nucleus sampling, arXiv 1904.09751); 1 is all.
-      stop: a text ends before the first of these that appears in it, or before the special token
-        of that name. What is drawn until there does not depend on them.
+      top_k: samples from the k likeliest tokens only; 0 is all.
+      top_p: samples from the likeliest tokens of this total probability only, after temperature
+        and top_k (nucleus sampling, arXiv 1904.09751); 1 is all.
+      stop: texts or names of special tokens; a continuation ends before the first of them. They do
+        not change the tokens before it.
 
     Returns:
       The text after each prompt, without it.
@@ -89,10 +90,18 @@ def sample(
     Raises:
       ValueError: a setting out of its range, a sequence beyond the model's learned positions, or a
         model that does not decode.
+
+    Examples:
+      With `trainer` and `state` of the example of `fit`:
+
+      >>> engine, tokenizer = trainer.engine, trainer.text.tokenizer
+      >>> texts = jaxscale.sample(engine, state.params, tokenizer, ["def "], num_tokens=4)
+      >>> len(texts)
+      1
     """
     drawing = Drawing(num_tokens, temperature, top_k, top_p)
     _check_arguments(engine, params, tokenizer, prompts, drawing, seed, stop)
-    # Texts are without the names of special tokens, so one of these is looked for by its id.
+    # Decoded texts omit special tokens, so these are searched for by their ids.
     named = [tokenizer.special[each] for each in stop if each in tokenizer.special]
     tokenizer = dataclasses.replace(tokenizer, ends=(*tokenizer.ends, *named))
     source, begun = encode_prompts(engine, tokenizer, prompts)
@@ -110,7 +119,7 @@ def filtered_logits(
 ) -> jax.Array:
     """The logits of the distribution that tokens are drawn from, [B, V]; -inf is never drawn.
 
-    Tokens that tie with the least likely one that is kept are kept too.
+    Tokens that tie with the least likely kept token are also kept.
 
     Args:
       temperature: above 0.
@@ -121,8 +130,8 @@ def filtered_logits(
     sorted_BV = jnp.sort(scaled_BV, axis=-1, descending=True)
     in_k_V = jnp.arange(scaled_BV.shape[-1]) < top_k
     p_BV = jax.nn.softmax(sorted_BV, axis=-1, where=in_k_V)
-    # A token is kept as long as those before it do not reach top_p; with top_p = 1 rounding must
-    # not drop the last tokens.
+    # A token is kept if the tokens before it do not reach top_p; with top_p = 1 rounding must not
+    # drop the last tokens.
     before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
     kept_BV = in_k_V & ((before_BV < top_p) | (top_p >= 1))
     least_B1 = jnp.min(sorted_BV, axis=-1, keepdims=True, where=kept_BV, initial=0)
@@ -138,10 +147,10 @@ def _draw_rows(
     drawing: Drawing,
     seed: int,
 ) -> np.ndarray:
-    """The ids with which each text begins, and those drawn after them, [B, S].
+    """The ids with which each text begins, and the drawn ids after them, [B, S].
 
     Args:
-      source: what an encoder reads.
+      source: the rows of an encoder.
     """
     batch, longest = len(begun), max(map(len, begun))
     vocab_size = _num_drawable(engine, tokenizer)
@@ -175,7 +184,7 @@ def _draw_rows(
 
 
 def _numbers(prompts: Iterable[np.ndarray]) -> np.ndarray:
-    """uint32 for each prompt: of its ids, and how often the same came before."""
+    """uint32 for each prompt, from its ids and the number of equal prompts before it."""
     before, found = collections.Counter[bytes](), []
     for ids in prompts:
         text = np.asarray(ids, np.int32).tobytes()
@@ -186,8 +195,8 @@ def _numbers(prompts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _num_drawable(engine: Engine, tokenizer: Tokenizer) -> int:
-    """Of the model's tokens, the first so many that are the tokenizer's too; with an encoder all,
-    as its sentinels may not be the tokenizer's."""
+    """The number of the model's tokens, from the first, that the tokenizer also has; with an
+    encoder all, as its sentinels may not be in the tokenizer."""
     vocab_size = engine.config.model.vocab_size
     return vocab_size if has_encoder(engine) else min(vocab_size, tokenizer.vocab_size)
 
@@ -208,10 +217,10 @@ def _extend(
     vocab_size: int,
     ends: tuple[int, ...],
 ) -> jax.Array:
-    """The rows with the tokens drawn after the first `lengths_B`; one of `ends` ends a text.
+    """The rows with tokens drawn after the first `lengths_B`; one of `ends` ends a text.
 
-    A row's number is that of its random draws. The first `width` tokens of each row are prefilled;
-    they cover every prompt but its last token.
+    `numbers_B` seed the draws of each row. The first `width` tokens of each row are prefilled; they
+    cover every prompt except its last token.
     """
     batch, slots = tokens_BS.shape
     ends_B = lengths_B + drawing.num_tokens
@@ -230,13 +239,13 @@ def _extend(
 
     def one(carry):
         step, tokens_BS, done_B, cache = carry
-        places_B = lengths_B - 1 + step
-        last_B1 = tokens_BS[rows_B, places_B][:, None]
-        x_B1D, cache = model.decode(params, last_B1, places_B[:, None], cache, place, ends_B)
+        positions_B = lengths_B - 1 + step
+        last_B1 = tokens_BS[rows_B, positions_B][:, None]
+        x_B1D, cache = model.decode(params, last_B1, positions_B[:, None], cache, place, ends_B)
         logits_B1V = logits_of(model, params, x_B1D)
         logits_BV = place(logits_B1V[:, 0, :vocab_size], ("batch", "vocab"))
         next_B = _draw(logits_BV, keys_B, step, drawing)
-        tokens_BS = tokens_BS.at[rows_B, places_B + 1].set(next_B)
+        tokens_BS = tokens_BS.at[rows_B, positions_B + 1].set(next_B)
         done_B |= jnp.isin(next_B, jnp.array(ends))
         return step + 1, tokens_BS, done_B, place(cache, model.cache_axes)
 
@@ -246,7 +255,7 @@ def _extend(
 
 
 def _draw(logits_BV: jax.Array, keys_B: jax.Array, step: jax.Array, drawing: Drawing) -> jax.Array:
-    """The next token of each row; noise belongs to a row, a step and a token."""
+    """The next token of each row; its noise depends on row, step and token."""
     greedy = drawing.temperature == 0
     temperature = jnp.where(greedy, 1, drawing.temperature)
     kept_BV = filtered_logits(logits_BV, temperature, drawing.top_k, drawing.top_p)
@@ -256,7 +265,7 @@ def _draw(logits_BV: jax.Array, keys_B: jax.Array, step: jax.Array, drawing: Dra
 
 
 def _continuation(tokenizer: Tokenizer, row: np.ndarray, length: int) -> str:
-    """What a row says after its first `length` ids, up to the end of the document."""
+    """The text of a row after its first `length` ids, up to the end of the document."""
     ends = np.flatnonzero(np.isin(row[length:], (tokenizer.boundary, *tokenizer.ends)))
     end = length + int(ends[0]) if len(ends) else len(row)
     given, whole = (ids[ids < tokenizer.vocab_size] for ids in (row[:length], row[:end]))
@@ -280,17 +289,18 @@ def _check_arguments(
     stop: Sequence[str],
 ) -> None:
     check_params(engine, params)
-    check_kind("tokenizer", tokenizer, Tokenizer, "pass that of what jaxscale.open_text returns")
+    advice = "pass `tokenizer` of the result of jaxscale.open_text"
+    check_kind("tokenizer", tokenizer, Tokenizer, advice)
     for name, texts in (("prompts", prompts), ("stop", stop)):
         if isinstance(texts, str):
-            raise ValueError(f"{name} = {texts!r} is one text; pass a list, such as [{texts!r}]")
+            raise ValueError(f"{name} = {texts!r} is a string; pass a list, such as [{texts!r}]")
     check_decodes(engine)
     _check_drawing(drawing, _num_drawable(engine, tokenizer))
     check_seed("--seed", seed)
     if not prompts:
         raise ValueError("there is no prompt; give --prompt TEXT or --prompt_file FILE")
     if "" in stop:
-        raise ValueError("--stop '' is in every text; name at least one character")
+        raise ValueError("--stop '' is in every text; give at least one character")
 
 
 def _check_drawing(drawing: Drawing, vocab_size: int) -> None:
@@ -299,7 +309,7 @@ def _check_drawing(drawing: Drawing, vocab_size: int) -> None:
     check_count("--top_k", top_k, 0)
     if not 0 <= temperature < math.inf:
         raise ValueError(
-            f"--temperature = {temperature} must be a number from 0 (the likeliest token) up"
+            f"--temperature = {temperature} must be at least 0 (the likeliest token), and finite"
         )
     if top_k > vocab_size:
         raise ValueError(
@@ -311,7 +321,7 @@ def _check_drawing(drawing: Drawing, vocab_size: int) -> None:
 
 
 def _check_positions(engine: Engine, longest: int, num_tokens: int) -> None:
-    """Refuses texts beyond learned positions.
+    """Refuses texts longer than the learned positions.
 
     Args:
       longest: tokens of the longest prompt.

@@ -225,7 +225,7 @@ def _check_folder(channel: ControlChannel, workdir: pathlib.Path) -> None:
             if not seen:
                 advice = "give"
                 if store := store_of(workdir):
-                    advice = f"for {store.address} set {VARIABLE} to"
+                    advice = f"for {store.url} set {VARIABLE} to"
                 return (
                     f"--workdir {workdir} is not shared: {name} does not see a file that "
                     f"{channel.names[0]} wrote there; {advice} a folder that every host has mounted"

@@ -1,4 +1,4 @@
-"""One layer of a decoder, in every way that `ModelConfig` can say.
+"""Transformer block of a decoder: attention, MLP, norms, with every option of `ModelConfig`.
 
 Letters: B batch, T query time, S key time, D embed, F mlp hidden, N query heads, K kv heads,
 H head_dim, V vocab (padded), L layers.
@@ -56,7 +56,7 @@ class Norm(nnx.Module):
 
 
 class GroupedHeads(nnx.Module):
-    """Queries, keys and values of grouped heads, and attention with them."""
+    """Grouped-query attention: projections, attention, output projection."""
 
     linear_weights: ClassVar = {"q": 1, "k": 1, "v": 1, "out": 2}  # as in `Stack`
 
@@ -85,16 +85,16 @@ class GroupedHeads(nnx.Module):
             self.q_scale = scale(*(("heads",) if over_heads else ()), "head_dim")
             self.k_scale = scale(*(("kv_heads",) if over_heads else ()), "head_dim")
 
-    def products(
+    def project_qkv(
         self, x_BTD: jax.Array, names: str, columns: Callable, key_heads: Callable
     ) -> tuple[jax.Array, ...]:
-        """The matmuls of some of q, k and v, and what their adapters add."""
+        """Projections named in `names` (of q, k, v), adapters included; no bias, norm or RoPE."""
         heads = {"q": lambda x: x, "k": key_heads, "v": key_heads}
-        products = columns(x_BTD, tuple(heads[name](getattr(self, name)[...]) for name in names))
+        projected = columns(x_BTD, tuple(heads[name](getattr(self, name)[...]) for name in names))
         adapters = [getattr(self, f"{name}_lora") for name in names]
         return tuple(
-            product if adapter is None else product + adapter(x_BTD, heads[name])
-            for name, product, adapter in zip(names, products, adapters)
+            y if adapter is None else y + adapter(x_BTD, heads[name])
+            for name, y, adapter in zip(names, projected, adapters)
         )
 
     def project(
@@ -106,9 +106,9 @@ class GroupedHeads(nnx.Module):
         rotary: Callable = rotary,
         key_heads: Callable = lambda x: x,
     ) -> tuple[jax.Array, ...]:
-        """Queries, keys and values, rotary positions applied."""
+        """Queries, keys and values, with bias, norm and RoPE."""
         config = self.config
-        projected = self.products(x_BTD, "qkv", columns, key_heads)
+        projected = self.project_qkv(x_BTD, "qkv", columns, key_heads)
         q_BTNH, k_BTKH, v_BTKH = map(named, projected, ("query", "key", "value"))
         if config.attention_bias != "none":
             q_BTNH = add_bias(q_BTNH, self.q_bias[...])
@@ -122,13 +122,13 @@ class GroupedHeads(nnx.Module):
             scale = key_heads(self.k_scale[...]) if over_heads else self.k_scale[...]
             k_BTKH = rms_norm(k_BTKH, scale, **norm)
         if config.positions == "rotary":
-            turn = rope_settings(config, kind)
-            q_BTNH = rotary(q_BTNH, positions_BT, **turn)
-            k_BTKH = rotary(k_BTKH, positions_BT, **turn)
+            rope = rope_settings(config, kind)
+            q_BTNH = rotary(q_BTNH, positions_BT, **rope)
+            k_BTKH = rotary(k_BTKH, positions_BT, **rope)
         return q_BTNH, k_BTKH, v_BTKH
 
     def join(self, o_BTNH: jax.Array, rows: Callable = rows) -> jax.Array:
-        """The heads' outputs, projected back into the residual stream."""
+        """Output projection, from the heads to the residual stream."""
         y_BTD = rows(o_BTNH, self.out[...])
         if self.out_lora is not None:
             y_BTD += self.out_lora(o_BTNH)
@@ -146,7 +146,7 @@ class GroupedHeads(nnx.Module):
         kernels: Kernels,
         **settings: Any,
     ) -> jax.Array:
-        """What attention adds to the residual stream.
+        """Attention and output projection: the branch that is added to the residual stream.
 
         Args:
           projected: queries, keys and values.
@@ -170,7 +170,7 @@ class GroupedHeads(nnx.Module):
         bias_bN: jax.Array | None = None,
         rotary: Callable = rotary,
     ) -> tuple[jax.Array, Cache]:
-        """Writes these tokens to the cache at their positions, and attends to all that it holds."""
+        """Writes the tokens to the cache at their positions and attends to all cached tokens."""
         q_BTNH, *new = self.project(x_BTD, positions_BT, kind, rotary=rotary)
 
         rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
@@ -179,7 +179,7 @@ class GroupedHeads(nnx.Module):
             for old_LBSKH, new_BTKH in zip(cache, new)
         )
         k_BSKH, v_BSKH = k_LBSKH[layer], v_LBSKH[layer]
-        # Slot i holds position i. Slots that are not written yet lie beyond every query.
+        # Slot i stores position i, so causal order hides slots that are not written yet.
         slots_BS = jnp.broadcast_to(jnp.arange(k_BSKH.shape[1]), k_BSKH.shape[:2])
         o_BTNH = decode_attention(
             q_BTNH,
@@ -243,11 +243,11 @@ class MLP(nnx.Module):
         self, x_BTD: jax.Array, columns: Callable = columns, rows: Callable = rows
     ) -> jax.Array:
         matrices = [self.up, self.gate][: 1 + self.config.gated]
-        products = columns(x_BTD, tuple(weight[...] for weight in matrices if weight is not None))
+        projected = columns(x_BTD, tuple(weight[...] for weight in matrices if weight is not None))
         inputs = tuple(
             named(y_BTF if adapter is None else y_BTF + adapter(x_BTD), name)
             for y_BTF, adapter, name in zip(
-                products, (self.up_lora, self.gate_lora), ("mlp_up", "mlp_gate")
+                projected, (self.up_lora, self.gate_lora), ("mlp_up", "mlp_gate")
             )
         )
         if self.biased:
@@ -269,26 +269,25 @@ class MLP(nnx.Module):
     def feed(
         self, x_BTD: jax.Array, batch: Batch, kernels: Kernels, jitter: Callable
     ) -> tuple[jax.Array, Sums]:
-        """What a layer's MLP adds to the stream, and its sums: none."""
+        """The MLP's output, and no sums."""
         del batch, jitter
         return self(x_BTD, kernels.columns, kernels.rows), {}
 
     def decode(self, x_BTD: jax.Array, kernels: Kernels) -> jax.Array:
-        """What it adds to the stream of tokens without padding."""
+        """The MLP's output for tokens without padding."""
         del kernels
         return self(x_BTD)
 
     def _down(self, rows: Callable, weights: Sequence[jax.Array], *inputs: jax.Array) -> jax.Array:
-        """The second matmul, and what its adapter adds."""
+        """Activation and down projection, adapter included."""
         hidden_BTF, (weight, *adapter) = self.activate(*inputs), weights
         y_BTD = rows(hidden_BTF, weight)
         if self.down_lora is None:
             return y_BTD
-        return y_BTD + self.down_lora.product(hidden_BTF, *adapter)
+        return y_BTD + self.down_lora.matmul(hidden_BTF, *adapter)
 
     def activate(self, up_BTF: jax.Array, *others: jax.Array) -> jax.Array:
-        """The hidden values; `others` are the gate, and the biases of up and gate, where the MLP
-        has them."""
+        """The hidden values; `others` are the gate and the biases of up and gate, if present."""
         hidden, biases = (up_BTF, *others), ()
         if self.biased:
             hidden, biases = hidden[: len(hidden) // 2], hidden[len(hidden) // 2 :]
@@ -336,7 +335,7 @@ class Block(nnx.Module):
         """The stream after the layer.
 
         Args:
-          kind: its index modulo `ModelConfig.period`.
+          kind: the layer's index modulo `ModelConfig.period`.
           drop: dropout of a branch, (x, site) -> x.
         """
         return self.layer(x_BTD, batch, kernels, kind, drop)[0]
@@ -350,7 +349,7 @@ class Block(nnx.Module):
         drop: Callable[[jax.Array, int], jax.Array] = lambda x, site: x,
         jitter: Callable[[jax.Array], jax.Array] = lambda x: x,
     ) -> tuple[jax.Array, Sums]:
-        """The stream after the layer, and the layer's sums; `jitter` is of what a router reads."""
+        """The stream after the layer and the layer's sums; `jitter` is applied to router inputs."""
         with jax.named_scope("attention"):
             y_BTD = self.attention(_apply(self.attention_norm, x_BTD), batch, kernels, kind)
             y_BTD = drop(y_BTD, 0)
@@ -362,7 +361,7 @@ class Block(nnx.Module):
             return kernels.shard(self.add(after_BTD, z_BTD, self.mlp_post_norm), STREAM), sums
 
     def add(self, x_BTD: jax.Array, y_BTD: jax.Array, norm: Norm | None) -> jax.Array:
-        """The stream and what attention or MLP add to it."""
+        """Adds a branch to the residual stream, with the norm after it."""
         if self.placement == "after_residual":
             return _apply(norm, x_BTD + y_BTD)
         return x_BTD + _apply(norm, y_BTD)
@@ -376,8 +375,8 @@ class Block(nnx.Module):
         kind: int,
         kernels: Kernels,
     ) -> tuple[jax.Array, Any]:
-        """The stream after the layer, of tokens that are added to the cache of layer `layer`, and
-        that cache: a `Cache`, or a `LatentCache`."""
+        """The stream after the layer for new tokens, and the cache (`Cache` or `LatentCache`) with
+        their keys and values at layer `layer`."""
         y_BTD, cache = self.attention.decode(
             _apply(self.attention_norm, x_BTD),
             positions_BT,

@@ -1,5 +1,4 @@
-"""A transformer with one stack: embedding, blocks, head. A decoder, or a masked model that reads
-to both sides.
+"""Decoder-only transformer (or bidirectional masked model): embedding, blocks, head.
 
 Letters: B batch, T query time, S key time, D embed, F mlp hidden, N query heads, K kv heads,
 H head_dim, V vocab (padded), L layers.
@@ -53,10 +52,10 @@ EMBEDDING_LAYER = 2**24 - 1
 """The number of the embedding among the layers whose activations are dropped."""
 
 ROUTER_SITE = 2
-"""The site of the router's jitter, beside the two of dropout in a layer."""
+"""The noise site of the router's jitter; sites 0 and 1 of a layer are its dropouts."""
 
 FINAL_NORM = "final_norm"
-"""Where the embedding has the norm after the last layer, if modules read after it."""
+"""The embedding's entry with the norm after the last layer, if MTP modules read after it."""
 
 CACHE_AXES = ("layers", "batch", "slots", "kv_heads", "head_dim")
 """Logical axes of keys and values in a cache; "slots" has a rule in `decoding.placement` only."""
@@ -68,44 +67,44 @@ def plain_kernels() -> Kernels:
 
 
 def empty_cache(config: ModelConfig, batch: int, slots: int) -> Cache:
-    """Keys and values of no token yet, for every layer of a decoder."""
+    """Empty key/value cache for every layer of a decoder."""
     shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
     return jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype)
 
 
 @dataclass(frozen=True)
 class Decoder(Model):
-    """A decoder as pure functions over its parameters: a `models.protocol.Model` over the stream
-    {"x": [batch, seq, d_model]}, of one stack, "layers", or where the first layers have no
-    experts of two, "dense_layers" and "expert_layers". The modules that predict further tokens, if
-    there are any, are one more stack, "prediction".
+    """A decoder as pure functions over its parameters: a `models.protocol.Model`.
+
+    Its stream is {"x": [batch, seq, d_model]}. It has one stack, "layers", or two,
+    "dense_layers" and "expert_layers", where the first layers have no experts. Multi-token
+    prediction (MTP) modules are one more stack, "prediction".
     """
 
     settings: ModelConfig
     kernels: Kernels
-    trains: bool = True  # otherwise without the stack "prediction", whose parameters are left alone
+    trains: bool = True  # False omits the stack "prediction" and leaves its parameters unused
     block_type: ClassVar[Any] = Block  # a module, made by (settings, key)
-    head_type: ClassVar[Any] = Head  # likewise
+    head_type: ClassVar[Any] = Head  # made in the same way
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """One of all layers, or one without experts and one with them; and in training that of the
-        modules that predict further tokens."""
+        """The trunk's stacks and, in training, that of the MTP modules."""
         return tuple(self._stack(part) for part in (self.parts if self.trains else self.trunk))
 
     @property
     def evaluated(self) -> "Decoder":
-        """The model of the same parameters without what only training needs."""
+        """The model with the same parameters, without the MTP modules."""
         return dataclasses.replace(self, trains=False)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The stacks' names, types of block, and layers, of all parameters."""
+        """Names, block types and layers of all stacks, the MTP modules' included."""
         return all_parts(self.settings, type(self).block_type)
 
     @property
     def trunk(self) -> tuple[Part, ...]:
-        """Those of `parts` that a prediction of the next token goes through."""
+        """The `parts` that predict the next token, without the MTP modules."""
         return trunk_parts(self.settings, type(self).block_type)
 
     def _stack(self, part: Part) -> Stack:
@@ -115,7 +114,7 @@ class Decoder(Model):
                 self.settings,
                 lambda embed, x: self._final_norm(embed.get(FINAL_NORM), x),
                 self._embed,
-                lambda weights, x, batch, index: self._turn(
+                lambda weights, x, batch, index: self._stack_layer(
                     part, weights, x, batch, 0, part.layer(index)
                 ),
                 self.kernels,
@@ -127,7 +126,7 @@ class Decoder(Model):
 
         def block(weights: Params, stream: Stream, batch: Batch, layer: Layer) -> tuple:
             index = part.layer(layer.index)
-            x, sums = self._turn(part, weights, stream["x"], batch, layer.kind, index)
+            x, sums = self._stack_layer(part, weights, stream["x"], batch, layer.kind, index)
             return {"x": x}, sums
 
         return Stack(
@@ -137,14 +136,14 @@ class Decoder(Model):
             block,
             sums=sums,
             period=self.settings.period,
-            turn=len(part.blocks),
+            model_layers=len(part.blocks),
             linear=part_linear(part, self.settings),
             tensors=BLOCK_TENSORS,
         )
 
     @property
     def borrows(self) -> Mapping[str, tuple[str, ...]]:
-        """A tied head uses the embedding; and the final norm, where modules read after it."""
+        """A tied head uses the embedding's table; with MTP the head uses its final norm."""
         config = self.settings
         found = borrowed_rows(config)
         if config.tied_embeddings:
@@ -156,7 +155,7 @@ class Decoder(Model):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The losses of the modules that predict further tokens."""
+        """The losses of the MTP modules."""
         return self._prediction_losses
 
     @property
@@ -166,7 +165,7 @@ class Decoder(Model):
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """All but adapters, where there are some; else the biases of routers, which `adjust`
+        """With LoRA, all parameters except adapters; else the router biases, which `adjust`
         changes."""
         if self.settings.lora_rank:
             return frozen_names(self.axes)
@@ -178,15 +177,15 @@ class Decoder(Model):
 
     @property
     def _biased(self) -> tuple[Part, ...]:
-        """Those whose routers have a bias for balancing, which adapters leave as it is."""
+        """Parts whose routers have a bias for load balancing; none with LoRA, which freezes it."""
         if not self.settings.router_bias or self.settings.lora_rank:
             return ()
         return tuple(part for part in self.parts if part.expert_paths)
 
     @property
     def adjust(self) -> Callable[[Params, Sums], Params] | None:
-        """Balancing without an auxiliary loss (arXiv 2408.15664): the bias of an expert that more
-        tokens chose than the mean falls by `balance_rate`, and that of one with fewer rises."""
+        """Auxiliary-loss-free load balancing (arXiv 2408.15664): the bias of an expert with more
+        tokens than the mean falls by `balance_rate`; with fewer it rises."""
         return self._balance if self._biased else None
 
     def _balance(self, params: Params, sums: Sums) -> Params:
@@ -202,30 +201,30 @@ class Decoder(Model):
 
     @property
     def report(self) -> Callable[[Sums], Sums] | None:
-        """How evenly tokens are spread over the experts of each layer."""
+        """Load metrics of the experts of each layer."""
         return expert_metrics if self.settings.num_experts else None
 
     @property
     def draws_noise(self) -> bool:
-        """For dropout, or the jitter of routers."""
+        """True with dropout or router jitter."""
         return bool(self.settings.dropout or self.settings.router_jitter)
 
     @property
     def rules(self) -> Mapping[str, tuple[str, ...]]:
-        """What the stream has for each module that predicts a further token is on every rank."""
+        """The stream's axis of MTP modules is replicated on every rank."""
         return {"depths": ()} if self.settings.prediction_depth else {}
 
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
-        """The targets of the modules that predict further tokens, which `prepare` makes."""
+        """The targets of the MTP modules, which `prepare` makes."""
         return further_fields(self.settings.prediction_depth, seq_len)
 
     def prepare(self, batch: Batch) -> Batch:
-        """A batch on the host, with `extras`."""
+        """Adds `extras` to a batch on the host."""
         depth = self.settings.prediction_depth
         return with_further_targets(batch, depth) if depth else batch
 
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
-        """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
+        """Initial parameters, which depend on the key only; `rows` None stacks layers in order."""
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         embed = params_of(Embedding(self.settings, embed_key))
         layers = {
@@ -254,7 +253,7 @@ class Decoder(Model):
         return self._embed(embed, batch, batch.tokens, 0)
 
     def _embed(self, embed: Params, batch: Batch, tokens: jax.Array, site: int) -> jax.Array:
-        """`embed` of other tokens at the places of the batch's; `site` is of dropout."""
+        """`embed` of other tokens at the batch's positions; `site` is the dropout's."""
         with jax.named_scope("embed"):
             x_BTD = self._module(Embedding, embed)(
                 tokens,
@@ -277,9 +276,9 @@ class Decoder(Model):
     ) -> jax.Array:
         """A layer of the first stack; `kind` is its index modulo `config.period`, and dropout
         depends on `index`."""
-        return self._turn(self.parts[0], layer, x_BTD, batch, kind, index)[0]
+        return self._stack_layer(self.parts[0], layer, x_BTD, batch, kind, index)[0]
 
-    def _turn(
+    def _stack_layer(
         self,
         part: Part,
         layers: Params,
@@ -288,7 +287,7 @@ class Decoder(Model):
         kind: int,
         index: jax.Array | int,
     ) -> tuple[jax.Array, Sums]:
-        """A layer of a stack, which is one of the model or a few, and their sums."""
+        """One layer of a stack, which may be several of the model, and their sums."""
         if len(part.blocks) == 1:
             return self._layer(part.blocks[0], layers, x_BTD, batch, kind, index)
         found = []
@@ -320,7 +319,7 @@ class Decoder(Model):
         return block(x_BTD, batch, self.kernels, kind, **noise), {}
 
     def _drops(self, batch: Batch) -> bool:
-        """Whether activations are dropped: in a step, not in an evaluation."""
+        """Whether dropout is active: in a training step, not in an evaluation."""
         return self.settings.dropout > 0 and not isinstance(batch.noise, tuple)
 
     def _dropout(
@@ -330,11 +329,11 @@ class Decoder(Model):
         return lambda x, site: self.kernels.dropout(x, batch.noise, layer, site, rate)
 
     def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
-        """The sum over weighted tokens of loss, and of the negative log-likelihood in nats; in the
-        loss of a step also those of the modules that predict further tokens, `metrics`."""
+        """Sums over weighted tokens: loss and negative log-likelihood in nats; in training also
+        the losses of the MTP modules, named in `metrics`."""
         config, x_BTD = self.settings, stream["x"]
         with jax.named_scope("head"):
-            if not self._prediction_losses:  # the modules have applied it
+            if not self._prediction_losses:  # MTP modules have applied the norm
                 x_BTD = self._final_norm(self._borrowed_norm(head), x_BTD)
             loss, nll = self._cross_entropy(head, x_BTD, batch.targets, batch.weights)
             sums = {"loss": loss, "nll": nll}
@@ -360,8 +359,8 @@ class Decoder(Model):
 
     @property
     def can_decode(self) -> bool:
-        """Whether tokens can be drawn one after the other; experts that choose among all tokens of
-        a sequence see later ones."""
+        """Whether the model can generate: not with expert-choice routing, which sees later
+        tokens."""
         if self.settings.router == "expert_choice":
             return False
         return self.settings.causal and hasattr(type(self).block_type, "decode")
@@ -385,16 +384,16 @@ class Decoder(Model):
         shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x,
         lengths_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
-        """The stream after every layer, and the cache with these tokens in it.
+        """One decoding step: the stream after the last layer, and the cache with the new tokens.
 
         Args:
           params: of the whole model.
           tokens_BT: the next tokens of each sequence.
           positions_BT: their positions, which are also their slots in the cache.
-          shard: constrains the stream that enters each layer. Otherwise the partitioner would
-            shard d_model over fsdp, as the weights, and replicate keys and values to write them.
-          lengths_B: of each text with the tokens that are still to come, on which rotary positions
-            may depend; None is `rope_length` of the settings for all.
+          shard: constrains the stream that enters each layer. Without it the partitioner shards
+            d_model over fsdp, as the weights are, and replicates keys and values to write them.
+          lengths_B: final length of each text, on which rotary positions may depend; None is
+            `rope_length` of the settings for all.
         """
         rotary = rotary_for(self.settings, lengths_B)
         kernels = dataclasses.replace(self.kernels, rotary=rotary)
@@ -408,7 +407,7 @@ class Decoder(Model):
                 carry = block.decode(x_BTD, positions_BT, carry[1], index + i, kind, kernels)
             return carry
 
-        # The cache is carried, not scanned over: carried, it is updated in place.
+        # As a carry of the scan the cache is updated in place; as a scanned input it is copied.
         carry = x_BTD, cache
         for part in self.trunk:
             layers = params[part.name], part.layer(jnp.arange(part.num_layers))
@@ -417,7 +416,7 @@ class Decoder(Model):
         return carry
 
     def _borrowed_norm(self, head: Params) -> Params | None:
-        """The parameters of the final norm where it is not the head's own."""
+        """The final norm's parameters where the head borrows it from the embedding."""
         paths = {name: path for name, path in self.borrows.items() if FINAL_NORM in path}
         return {path[-1]: head[name] for name, path in paths.items()} or None
 
@@ -425,7 +424,7 @@ class Decoder(Model):
         return x_BTD if params is None else module_of(make_norm, self.settings, params)(x_BTD)
 
     def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
-        """What the output matrix takes, the matrix, and the other arguments of `logits`."""
+        """The output matrix's input, the matrix, and the other arguments of `logits`."""
         own = {name: value for name, value in head.items() if name not in self.borrows}
         module = self._module(type(self).head_type, own)
         tied = self.settings.tied_embeddings

@@ -1,4 +1,4 @@
-"""From tokens to the residual stream.
+"""Token embedding, with learned positions and token types.
 
 Letters: B batch, T time, S the times compared with, D embed.
 """
@@ -16,11 +16,11 @@ from jaxscale.models.lora import rows_of
 from jaxscale.models.weights import Weights
 
 TRAINING_MASKS = 0.15 * 0.8
-"""The share of tokens that ESM-2's training masked."""
+"""The fraction of tokens masked in ESM-2's training."""
 
 
 class Embedding(nnx.Module):
-    """Tokens, and learned positions and token types where there are any, to the residual stream."""
+    """Embeds tokens, and learned positions and token types if configured."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         weights = Weights(config, key)
@@ -31,7 +31,7 @@ class Embedding(nnx.Module):
         types = config.token_types
         self.token_types = weights.normal("token_types", "embed") if types else None
         self.norm = Norm(config, weights) if config.embedding_norm else None
-        # The modules that predict further tokens read what comes after it; the head borrows it.
+        # MTP modules read the normalised stream, so the norm is here and the head borrows it.
         shares = config.final_norm and config.prediction_depth
         self.final_norm = Norm(config, weights) if shares else None
         self.scale = math.sqrt(config.d_model) if config.scaled_embedding else None
@@ -74,12 +74,14 @@ class Embedding(nnx.Module):
 
 
 def dropped_scale(dropped_BT: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
-    """Factors of the embeddings, [batch, time, 1]: 0 of the dropped tokens, and of the others of a
-    text such that together they weigh as much as with the share dropped in training
-    (`token_dropout` of ESM-2, Lin et al. 2023). Without segments none counts as dropped."""
+    """ESM-2's token dropout (Lin et al. 2023): factors of the embeddings, [batch, time, 1].
+
+    Dropped tokens have 0. The others of a text are rescaled as if the fraction dropped in training
+    were dropped. Without segments the rescaling ignores how many are dropped.
+    """
     kept_BT = 1.0 - TRAINING_MASKS
     if segments_BT is not None:
-        # Compared, not scattered: tokens of a text may lie on several ranks, in any order.
+        # Comparisons, not a scatter: context parallelism spreads a text's tokens over ranks.
         same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
         length_BT = jnp.sum(same_BTS, axis=-1)
         left_BT = jnp.sum(same_BTS & ~dropped_BT[:, None, :], axis=-1)

@@ -1,9 +1,8 @@
-"""An encoder and a decoder that reads its output: T5 1.1, mT5, UMT5 (arXiv 1910.10683, 2010.11934,
-2304.09151).
+"""Encoder-decoder models: T5 1.1, mT5, UMT5 (arXiv 1910.10683, 2010.11934, 2304.09151).
 
-Its layers are in `encoder_decoder_block.py`.
+The layers are in `encoder_decoder_block.py`.
 
-Letters: as in `block.py`; T a place of the decoder, S of the encoder.
+Letters: as in `block.py`; T decoder time, S encoder time.
 """
 
 import dataclasses
@@ -45,21 +44,22 @@ from jaxscale.ops.loss import logits
 
 @dataclass(frozen=True)
 class EncoderDecoder(Model):
-    """An encoder-decoder as pure functions over its parameters: a `models.protocol.Model` of the
-    stacks "encoder", over {"encoded": [batch, source, d_model]}, and "decoder", over
-    {"x": [batch, seq, d_model]}, which reads what the encoder made.
+    """An encoder-decoder as pure functions over its parameters: a `models.protocol.Model`.
 
-    `Batch` holds the decoder's tokens; those of the encoder are its extra arrays. Both number the
-    same texts as the same segments.
+    The stack "encoder" has the stream {"encoded": [batch, source, d_model]}. The stack "decoder",
+    over {"x": [batch, seq, d_model]}, reads the encoder's output.
+
+    `Batch` has the decoder's tokens, and the encoder's as extra arrays. A text has the same
+    segment number in both.
     """
 
     settings: ModelConfig
     kernels: Kernels
-    can_decode = True  # once the encoder has read a text
+    can_decode = True  # after `encode`
 
     @property
     def stacks(self) -> tuple[Stack, Stack]:
-        """Encoder and decoder."""
+        """The encoder's and the decoder's stack."""
         table = {"bias": TABLE} if self.settings.relative_bias == "shared" else {}
         return (
             Stack(
@@ -83,13 +83,13 @@ class EncoderDecoder(Model):
 
     @property
     def borrows(self) -> Mapping[str, tuple[str, ...]]:
-        """A tied head uses the embedding."""
+        """A tied head uses the embedding's table."""
         tied = {"tied": ("embed", "tokens")} if self.settings.tied_embeddings else {}
         return {**tied, **borrowed_rows(self.settings)}
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """All but adapters, where there are some."""
+        """With LoRA, all parameters except adapters."""
         return frozen_names(self.axes) if self.settings.lora_rank else ()
 
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
@@ -98,7 +98,7 @@ class EncoderDecoder(Model):
         return dict.fromkeys(names, (seq_len, jnp.int32))
 
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
-        """Fresh parameters; they depend on the key alone. None stacks all layers in order."""
+        """Initial parameters, which depend on the key only; `rows` None stacks layers in order."""
         embed_key, head_key, *keys = jax.random.split(key, 4)
         params = {"embed": params_of(SharedEmbedding(self.settings, embed_key))}
         for stack, make, key in zip(self.stacks, (EncoderBlock, DecoderBlock), keys):
@@ -126,7 +126,7 @@ class EncoderDecoder(Model):
             return {"encoded": self._lookup(embed, tokens), **self._table(embed, "encoder_bias")}
 
     def enter_decoder(self, embed: Params, stream: Stream, batch: Batch) -> Stream:
-        """Embeds the decoder's tokens beside the encoder's output."""
+        """Embeds the decoder's tokens; passes the encoder's output on."""
         with jax.named_scope("embed"):
             return {
                 "x": self._lookup(embed, batch.tokens),
@@ -148,7 +148,7 @@ class EncoderDecoder(Model):
         return {"x": x}, {}
 
     def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
-        """The sum over weighted tokens of loss, and of the negative log-likelihood in nats."""
+        """Sums over weighted tokens: loss and negative log-likelihood in nats."""
         with jax.named_scope("head"):
             x_BTD, matrix, how = self._final(head, stream["x"])
             how["z_loss"] = self.settings.z_loss
@@ -175,9 +175,9 @@ class EncoderDecoder(Model):
         slots: int,
         shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x,
     ) -> CrossCache:
-        """What a decoder of at most `slots` tokens reads of the encoder's text, in each row one.
+        """Runs the encoder on one text per row and returns the decoder's cache of `slots` tokens.
 
-        Attention is in blocks, and keys and values are made once for all tokens to come.
+        The cross attention's keys and values are computed once, here.
 
         Args:
           params: of the whole model.
@@ -208,7 +208,7 @@ class EncoderDecoder(Model):
         shard: Callable[[jax.Array, tuple[str, ...]], jax.Array] = lambda x, axes: x,
         lengths_B: jax.Array | None = None,
     ) -> tuple[jax.Array, CrossCache]:
-        """`Decoder.decode`, with a cache that `encode` made; there are no rotary positions."""
+        """`Decoder.decode`, with a cache made by `encode`; `lengths_B` is unused."""
         del lengths_B
         embed = params["embed"]
         x_BTD = self._embedded(embed, tokens_BT, plain_lookup)
@@ -229,12 +229,12 @@ class EncoderDecoder(Model):
         return module_of(DecoderBlock, self.settings, weights)
 
     def _encoded(self, embed: Params, stream: Stream) -> jax.Array:
-        """The encoder's output, as the layers of the decoder read it."""
+        """The encoder's output after its final norm."""
         norm = module_of(SharedEmbedding, self.settings, embed).encoder_norm
         return self.kernels.shard(norm(stream["encoded"]), STREAM)
 
     def _final(self, head: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
-        """As that of `Decoder`."""
+        """As `Decoder._final`."""
         own = {name: value for name, value in head.items() if name not in self.borrows}
         module = module_of(Head, self.settings, own)
         size, tied = self.settings.vocab_size, self.settings.tied_embeddings
@@ -259,7 +259,7 @@ class EncoderDecoder(Model):
         return x_BTD
 
     def _table(self, embed: Params, name: str) -> Stream:
-        """The shared table, in float32 or wider whatever type the embedding has."""
+        """The shared table of position biases, in float32 or wider."""
         if name not in embed:
             return {}
         wide = jnp.promote_types(embed[name].dtype, jnp.float32)

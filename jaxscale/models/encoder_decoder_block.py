@@ -1,10 +1,10 @@
-"""The layers of an encoder and of a decoder that reads its output: T5 1.1, mT5, UMT5.
+"""Encoder and decoder layers of T5 1.1, mT5, UMT5: relative position bias and cross attention.
 
-Attention knows distances by a bias for each head and bucket of them, from one table for all layers
-of a stack (T5, mT5) or from one in each layer (UMT5); cross attention has none. Scores are not
-scaled: the initial queries are smaller instead, by the square root of head_dim.
+Self-attention has a learned bias per head and bucket of distances, from one table per stack (T5,
+mT5) or per layer (UMT5). Cross attention has no bias. Scores are not scaled: the initial query
+weights are smaller by the square root of head_dim instead.
 
-Letters: as in `block.py`; T a place of the decoder, S of the encoder, b a bucket of distances.
+Letters: as in `block.py`; T decoder time, S encoder time, b a bucket of distances.
 """
 
 from typing import Any, NamedTuple
@@ -31,19 +31,19 @@ TABLE = ("buckets", "heads")
 
 
 class CrossCache(NamedTuple):
-    """Keys and values for a decoder with an encoder; or the axes of each."""
+    """Key/value caches of a decoder with cross attention; or the logical axes of each."""
 
     own: Any  # a `Cache` of the decoder's tokens
-    cross: Any  # a `Cache` of the encoder's output: written once, and only read
+    cross: Any  # a `Cache` of the encoder's output, written once
     places: Any  # [batch, source]: 0 for a token of the encoder, -1 for padding
 
 
 class RelativeAttention(GroupedHeads):
-    """Self-attention with a bias for the distance between a query and a key."""
+    """Self-attention with a relative position bias."""
 
     def __init__(self, config: ModelConfig, weights: Weights):
         super().__init__(config, weights)
-        # Of scores that are not scaled, as T5's: divided by what the scale would have been.
+        # T5 does not scale scores: the scale is in the initial query weights.
         size = config.head_dim**-0.5 / config.attention_scale
         self.q = weights.normal("embed", "heads", "head_dim", scale=size)
         self.bias = weights.normal(*TABLE) if config.relative_bias == "layer" else None
@@ -57,7 +57,7 @@ class RelativeAttention(GroupedHeads):
         *,
         causal: bool,
     ) -> jax.Array:
-        """`bias_bN` is the table that all layers share, if they do."""
+        """`bias_bN` is the table shared by all layers, or None."""
         projected = self.project(
             x_BTD, segments_BT, 0, kernels.columns, kernels.rotary, kernels.key_heads
         )
@@ -71,7 +71,7 @@ class RelativeAttention(GroupedHeads):
         )
 
     def table(self, shared_bN: jax.Array | None) -> jax.Array | None:
-        """The layer's own table of biases, or the one that all layers share."""
+        """The layer's table of biases, or the shared one."""
         return shared_bN if self.bias is None else self.bias[...]
 
 
@@ -91,7 +91,7 @@ class CrossAttention(GroupedHeads):
         segments_BS: jax.Array,
         kernels: Kernels,
     ) -> jax.Array:
-        (q_BTNH,) = self.products(x_BTD, "q", kernels.columns, kernels.key_heads)
+        (q_BTNH,) = self.project_qkv(x_BTD, "q", kernels.columns, kernels.key_heads)
         projected = q_BTNH, *self.keys(encoded_BSD, kernels)
         return self.attend(
             tuple(map(named, projected, ("query", "key", "value"))),
@@ -103,16 +103,16 @@ class CrossAttention(GroupedHeads):
 
     def keys(self, encoded_BSD: jax.Array, kernels: Kernels) -> tuple[jax.Array, ...]:
         """Keys and values of the encoder's output."""
-        return self.products(encoded_BSD, "kv", kernels.columns, kernels.key_heads)
+        return self.project_qkv(encoded_BSD, "kv", kernels.columns, kernels.key_heads)
 
     def read(self, x_BTD: jax.Array, keys: Cache, places_BS: jax.Array) -> jax.Array:
-        """Attention to keys and values that `keys` computed before, by one row's text each.
+        """Attention to cached keys and values, one text per row.
 
         Args:
           places_BS: as in `CrossCache`.
         """
-        (q_BTNH,) = self.products(x_BTD, "q", columns, lambda x: x)
-        # To queries at place 0 every key at place 0 is visible, and padding is not.
+        (q_BTNH,) = self.project_qkv(x_BTD, "q", columns, lambda x: x)
+        # With every query at position 0, keys at 0 are visible and padding at -1 is not.
         places_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32)
         scale = self.config.attention_scale
         return self.join(decode_attention(q_BTNH, *keys, places_BT, places_BS, scale=scale))
@@ -180,8 +180,8 @@ class DecoderBlock(nnx.Module):
         layer: jax.Array,
         bias_bN: jax.Array | None,
     ) -> tuple[jax.Array, Cache]:
-        """The stream after the layer, of tokens that are added to the cache of layer `layer`, and
-        that cache.
+        """The stream after the layer for new tokens, and the self-attention cache with their keys
+        and values at layer `layer`.
 
         Args:
           cache: `own` of all layers, `cross` of this one.
@@ -199,7 +199,7 @@ class DecoderBlock(nnx.Module):
 
 
 class SharedEmbedding(nnx.Module):
-    """Tokens to both streams, the encoder's final norm, and tables that layers share."""
+    """Token table of encoder and decoder, the encoder's final norm, shared position biases."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         weights = Weights(config, key)

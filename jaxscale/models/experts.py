@@ -1,4 +1,4 @@
-"""Layers with experts: a router, and MLPs of which each token goes through a few.
+"""Mixture-of-experts (MoE) layers: a router, and MLPs of which each token uses a few.
 
 Letters: B batch, T time, D embed, F hidden features of an expert, K choices of a token, E experts,
 R rows that arrived at the experts of this rank, c ranks of context.
@@ -25,16 +25,16 @@ from jaxscale.ops.experts.routing import Router
 from jaxscale.ops.tensor_parallel import add_bias
 
 CHOICE = "expert_choice"
-"""The name, for remat policies, of the experts that tokens go to."""
+"""The checkpoint name, for remat policies, of the router's choices."""
 
 
 class Experts(nnx.Module):
-    """The sum of a token's experts, each times its gate, and of the shared expert."""
+    """Routed experts, each weighted by its gate, plus the shared expert."""
 
     def __init__(self, config: ModelConfig, weights: Weights):
         self.config = config
         self.router = weights.normal("embed", "routes")
-        # Wide: steps of `balance_rate` would be lost in rounding.
+        # In bfloat16 steps of `balance_rate` (0.001) would be lost in rounding.
         self.router_bias = weights.zeros("routes", wide=True) if config.router_bias else None
         self.logit_bias = weights.zeros("routes") if config.router_logit_bias else None
         self.up = weights.normal("experts", "embed", "expert_mlp")
@@ -53,8 +53,8 @@ class Experts(nnx.Module):
         kernels: Kernels,
         jitter: Callable[[jax.Array], jax.Array] = lambda x: x,
     ) -> tuple[jax.Array, Sums]:
-        """What the layer's experts add to the stream, and the sums of `expert_sums`; `jitter` is of
-        what the router reads."""
+        """The experts' output, and the sums of `expert_sums`; `jitter` is applied to the router's
+        input."""
         config = self.config
         valid_BT = batch.segments != 0
         routed = self._route(jitter(x_BTD), valid_BT, kernels.dispatch)
@@ -72,15 +72,14 @@ class Experts(nnx.Module):
         return y_BTD, sums
 
     def decode(self, x_BTD: jax.Array, kernels: Kernels) -> jax.Array:
-        """What the experts add to the stream of tokens without padding; nothing is
-        dropped."""
+        """The experts' output for tokens without padding; no token is dropped."""
         dispatch = Dispatch(matmul=kernels.dispatch.matmul, keeps_all=True)
         routed = self._route(x_BTD, jnp.ones(x_BTD.shape[:2], bool), dispatch)
         y_BTD, _ = self._through_experts(x_BTD, routed, dispatch)
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
     def _route(self, x_BTD: jax.Array, valid_BT: jax.Array, dispatch: Dispatch) -> "Routed":
-        """Where each token goes; padding goes nowhere."""
+        """The router: each token's experts and gates; no expert for padding."""
         router = router_of(self.config)
         with jax.named_scope("router"):
             logits_BTE = routing.router_logits(x_BTD, self.router[...])
@@ -103,14 +102,14 @@ class Experts(nnx.Module):
         router: Router,
         bias_E: jax.Array | None,
     ) -> jax.Array:
-        """The experts of each token, [B, T, K]; -1 means none."""
+        """The experts of each token, [B, T, K]; -1 is no expert."""
         if router.kind == "expert_choice":
             capacity = self._capacity(ranked_BTE.shape[1])
             ranked_BTE = jnp.where(valid_BT[..., None], ranked_BTE, -jnp.inf)
             return travel.over_sequences(
                 dispatch, lambda scores: routing.chosen_by_experts(scores, capacity), ranked_BTE
             )
-        # Sorting with every axis manual: the partitioner would gather all tokens first.
+        # top_k with every axis manual: the partitioner would all-gather the tokens first.
         choose = dispatch.manual(
             lambda scores_BTE, bias_E: routing.choose_experts(scores_BTE, router, bias_E),
             (dispatch.stream, dispatch.whole),
@@ -121,8 +120,9 @@ class Experts(nnx.Module):
     def _through_experts(
         self, x_BTD: jax.Array, routed: "Routed", dispatch: Dispatch
     ) -> tuple[jax.Array, list[travel.DispatchPlan]]:
-        """What the routed experts add, and where tokens went. Where halves travel by themselves,
-        nothing of one waits for the other: one's exchange can run beside the other's matmuls."""
+        """The routed experts' output, and the dispatch plans. With `overlap_experts` the two
+        halves of the sequences are independent: the all-to-all of one can overlap the matmuls of
+        the other."""
         parts = [dispatch.parts(array) for array in (x_BTD, routed.experts, routed.gates)]
         plans = [self._plan(experts_BTK, dispatch) for experts_BTK in parts[1]]
         added: list[jax.Array] = []
@@ -139,7 +139,7 @@ class Experts(nnx.Module):
         return travel.plan_dispatch(dispatch, experts_BTK, config.num_experts, capacity)
 
     def _capacity(self, seq_len: int) -> int:
-        """Tokens that an expert takes of a sequence; 0 means no limit."""
+        """Tokens of a sequence that an expert accepts; 0 is no limit."""
         config = self.config
         each = config.experts_per_token
         return travel.capacity_of(config.capacity_factor, seq_len, each, config.num_experts)
@@ -175,8 +175,8 @@ class Experts(nnx.Module):
                 )
                 hidden_cRF = tuple(map(jnp.add, hidden_cRF, added))
             active = activate(config, *hidden_cRF)
-            # The gate is on the features, not on the result: the gradient of gates then needs no
-            # result of experts to be kept.
+            # The gate scales the hidden features, not the output: its gradient then needs no saved
+            # output of the experts.
             active = (active.astype(gates_cR.dtype) * gates_cR[..., None]).astype(active.dtype)
             bias_ED = biases[0] if biases else None
             return expert_matmuls.expert_rows(
@@ -190,8 +190,8 @@ class Experts(nnx.Module):
     def _counts_to_balance(
         self, routed: "Routed", counts_BE: jax.Array, valid_BT: jax.Array, dispatch: Dispatch
     ) -> jax.Array:
-        """How many tokens of each row have each expert among their best scores, [B, E]: those that
-        chose it, `counts_BE`, where neither a bias nor groups have a say."""
+        """Tokens of each row with each expert among their best scores, [B, E]: equal to the chosen
+        `counts_BE` without router bias and groups."""
         config = self.config
         if not config.balance_weight or (self.router_bias is None and config.router_groups == 1):
             return counts_BE
@@ -202,11 +202,11 @@ class Experts(nnx.Module):
     def _loss(
         self, routed: "Routed", counts_BE: jax.Array, batch: Batch, kernels: Kernels
     ) -> jax.Array:
-        """The auxiliary losses, summed over the tokens that count in the loss."""
+        """The auxiliary losses (load balance, router z), summed over weighted tokens."""
         config, loss = self.config, jnp.zeros((), routed.scores.dtype)
         if config.balance_weight:
             if config.balance == "microbatch":
-                counts_BE = kernels.all_rows(jnp.sum(counts_BE, axis=0, keepdims=True))
+                counts_BE = kernels.sum_over_batch_ranks(jnp.sum(counts_BE, axis=0, keepdims=True))
             uneven_B = routing.load_balance(routed.scores, batch.segments != 0, counts_BE)
             loss += config.balance_weight * jnp.sum(uneven_B * jnp.sum(batch.weights, axis=1))
         if config.router_z_loss:
@@ -225,7 +225,7 @@ class Routed(NamedTuple):
 
 
 class ExpertBlock(Block):
-    """A layer with experts in the MLP's place."""
+    """A transformer block with experts in place of the MLP."""
 
     mlp_type = Experts
 
@@ -244,13 +244,13 @@ def router_of(config: ModelConfig) -> Router:
 
 
 def drops(config: ModelConfig) -> bool:
-    """Whether choices of tokens may be dropped; experts that choose take what they choose."""
+    """Whether tokens may be dropped; expert-choice routing drops none."""
     return config.capacity_factor > 0 and config.router != "expert_choice"
 
 
 def expert_sums(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The sums of a layer with experts: how many tokens chose each, how many choices were dropped,
-    and the auxiliary losses."""
+    """Shapes of an MoE layer's sums: tokens per expert ("load"), dropped choices, auxiliary
+    losses."""
     shapes: dict[str, tuple[int, ...]] = {"load": (config.num_experts,)}
     if drops(config):
         shapes["dropped"] = ()
@@ -260,16 +260,15 @@ def expert_sums(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def expert_metrics(sums: Sums) -> Sums:
-    """How evenly the experts of each layer are chosen: the coefficient of variation of how many
-    tokens chose each expert (0 is even), the share of experts that no token chose, and the share of
-    choices that were dropped.
+    """Load metrics of each MoE layer: the coefficient of variation of tokens per expert (0 is
+    even), the fraction of experts without tokens, and the fraction of dropped choices.
 
     Args:
       sums: of `expert_sums`, of all layers of each stack, by names such as "layers/load".
     """
 
-    def every(what: str) -> list[jax.Array]:
-        return [x for name, x in sums.items() if name.endswith(f"/{what}")]
+    def every(quantity: str) -> list[jax.Array]:
+        return [x for name, x in sums.items() if name.endswith(f"/{quantity}")]
 
     load_LE = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in every("load")])
     mean_L = jnp.maximum(jnp.mean(load_LE, axis=-1), 1e-9)

@@ -1,4 +1,4 @@
-"""A model's forward pass without a backward pass: for evaluation, and for notebooks."""
+"""Forward pass of a model without gradients, for evaluation and notebooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +39,7 @@ def apply_stack(
     batch: Batch,
     gather: Gather = lambda shards, part: shards,
 ) -> Stream:
-    """The stream after a stack, from that of the stack before it ({} for the first).
+    """Applies a stack to the stream of the stack before it ({} for the first).
 
     Args:
       embed: gathered.
@@ -59,8 +59,10 @@ def apply_stack(
 def scan_periods(
     function: Callable[[Any, Any, int], Any], carry: Any, layers: Any, period: int
 ) -> Any:
-    """The carry after `carry = function(carry, layer, kind)` for each of stacked layers, where kind
-    is index % period: a scan over whole periods, and the remainder after it."""
+    """Scan over stacked layers: `carry = function(carry, layer, kind)` with kind = index % period.
+
+    The scan's body is one period; layers after the last whole period follow unrolled.
+    """
 
     def one_layer(carry: Any, layer: Any) -> tuple[Any, None]:
         return function(carry, layer, 0), None

@@ -1,4 +1,4 @@
-"""From the residual stream to what the output matrix takes.
+"""Output head: final norm, optional transform, projection to the vocabulary.
 
 Letters: B batch, T time, D embed.
 """
@@ -14,8 +14,8 @@ from jaxscale.ops.tensor_parallel import add_bias
 
 
 class Head(nnx.Module):
-    """The final norm and the projection to the vocabulary; a tied head uses the embedding. A head
-    may transform the stream first, and have a bias, as BERT's."""
+    """Final norm and projection to the vocabulary; a tied head uses the embedding's table. As
+    BERT's, it may first transform the stream, and have a bias."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         weights = Weights(config, key)
@@ -33,7 +33,7 @@ class Head(nnx.Module):
             self.transform = self.output_bias = None
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """What the output matrix takes."""
+        """The input of the output matrix."""
         x_BTD = x_BTD if self.norm is None else self.norm(x_BTD)
         if self.transform is None:
             return x_BTD
@@ -42,5 +42,5 @@ class Head(nnx.Module):
 
 
 def make_norm(config: ModelConfig, key: jax.Array) -> Norm:
-    """A norm as wide as the stream."""
+    """A norm over d_model."""
     return Norm(config, Weights(config, key))

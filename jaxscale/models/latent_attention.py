@@ -1,9 +1,9 @@
-"""Multi-head latent attention: keys and values of all heads are made of a few features of a token
-(DeepSeek-V2, arXiv 2405.04434, section 2.1).
+"""Multi-head latent attention (MLA): keys and values are projected from a low-rank latent of each
+token (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
 Letters: B batch, T query time, S key time, D embed, N heads, H head_dim, V features of a head's
-values, R features that are rotated, h halves of them and r pairs (R = h * r), C kv_rank, Q
-query_rank or, where queries are made of the stream itself, D.
+values, R rotated features, h halves of them and r pairs (R = h * r), C kv_rank, Q query_rank or,
+without query compression, D.
 """
 
 from collections.abc import Callable
@@ -25,18 +25,17 @@ from jaxscale.ops.rope import rotary
 from jaxscale.ops.tensor_parallel import columns, linear, rows
 
 LatentCache = tuple[jax.Array]
-"""Compressed keys and values and rotated keys of every layer, [layers, batch, slots, 1, C + R]."""
+"""Latents and rotated keys of every layer, [layers, batch, slots, 1, C + R]."""
 
 NORM_EPS = 1e-6
-"""The epsilon of the norms inside, whatever the model's is: transformers passes none to these."""
+"""The epsilon of the latents' norms; as in transformers it does not follow the model's."""
 
 
 class MultiHeadLatentAttention(nnx.Module):
-    """Self-attention whose heads have a part of their own and a rotated part, of which the keys are
-    shared.
+    """Multi-head latent attention with decoupled RoPE: all heads share the rotated key.
 
-    The matrices out of the compressed features have their input dimension under the name "embed":
-    ZeRO shards it.
+    The input dimension of the matrices that expand latents is named "embed", so that ZeRO shards
+    it.
     """
 
     linear_weights: ClassVar = {  # as in `Stack`
@@ -66,17 +65,17 @@ class MultiHeadLatentAttention(nnx.Module):
         self.out = weights.normal("heads", "value_dim", "embed", residual=True)
 
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels, kind: int) -> jax.Array:
-        config, turn = self.config, rope_settings(self.config, kind)
+        config, rope = self.config, rope_settings(self.config, kind)
         from_BTQ, from_BTC, k_BTR = self._compressed(x_BTD, kernels.linear)
         parts = kernels.columns(from_BTQ, (self.q_plain[...], self.q_turned[...]))
-        q_BTNH = self._queries(parts, batch.positions, turn, rotary)
+        q_BTNH = self._queries(parts, batch.positions, rope, rotary)
         k_plain_BTN, v_BTNV = kernels.columns(from_BTC, (self.k_plain[...], self.v[...]))
         k_BTR = kernels.shard(k_BTR, ("batch", "seq", "head_dim"))
-        k_BT1R = rotary(k_BTR[:, :, None], batch.positions, **turn)
+        k_BT1R = rotary(k_BTR[:, :, None], batch.positions, **rope)
         shape = (*k_plain_BTN.shape[:3], config.rope_head_dim)
         k_BTNH = jnp.concatenate((k_plain_BTN, jnp.broadcast_to(k_BT1R, shape)), axis=-1)
         q_BTNH, k_BTNH, v_BTNV = map(named, (q_BTNH, k_BTNH, v_BTNV), ("query", "key", "value"))
-        # Kernels take values as wide as keys.
+        # The attention kernels need values as wide as keys.
         v_BTNH = jnp.pad(v_BTNV, ((0, 0),) * 3 + ((0, config.head_dim - config.value_dim),))
         heads = ("batch", "seq", "heads", "head_dim")
         o_BTNH = kernels.attend(
@@ -93,8 +92,8 @@ class MultiHeadLatentAttention(nnx.Module):
     def _compressed(
         self, x_BTD: jax.Array, linear: Callable = linear
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What queries are made of, what keys and values are made of, and the shared keys, not yet
-        rotated. Each rank of tensor compresses its own tokens."""
+        """The latents of queries and of keys and values, and the shared key before RoPE. Each rank
+        of tensor compresses its part of the tokens."""
         from_BTQ = x_BTD
         if self.config.query_rank:
             from_BTQ = linear(x_BTD, self.q_down[...])
@@ -108,13 +107,13 @@ class MultiHeadLatentAttention(nnx.Module):
         self,
         parts: tuple[jax.Array, ...],
         positions_BT: jax.Array,
-        turn: dict[str, Any],
+        rope: dict[str, Any],
         rotary: Callable,
     ) -> jax.Array:
-        """Both parts of the queries, the second rotated."""
-        plain_BTN, turned_BTNhr = parts
-        turned_BTNR = turned_BTNhr.reshape(*plain_BTN.shape[:3], -1)
-        return jnp.concatenate((plain_BTN, rotary(turned_BTNR, positions_BT, **turn)), axis=-1)
+        """The queries' plain part and their part with RoPE, concatenated."""
+        plain_BTN, rotated_BTNhr = parts
+        rotated_BTNR = rotated_BTNhr.reshape(*plain_BTN.shape[:3], -1)
+        return jnp.concatenate((plain_BTN, rotary(rotated_BTNR, positions_BT, **rope)), axis=-1)
 
     def decode(
         self,
@@ -125,17 +124,17 @@ class MultiHeadLatentAttention(nnx.Module):
         kind: int = 0,
         rotary: Callable = rotary,
     ) -> tuple[jax.Array, LatentCache]:
-        """Writes these tokens to the cache at their positions, and attends to all that it holds.
+        """Writes the tokens to the cache at their positions and attends to all cached tokens.
 
-        Keys and values stay compressed: a query is multiplied by its head's matrix of keys instead,
-        and the output by that of values, so that all heads read one key of C + R features.
+        Keys and values stay compressed. The key matrix of a head is applied to its query, the value
+        matrix to its output, so all heads read one key of C + R features.
         """
-        config, turn = self.config, rope_settings(self.config, kind)
+        config, rope = self.config, rope_settings(self.config, kind)
         from_BTQ, from_BTC, k_BTR = self._compressed(x_BTD)
-        plain_BTN, turned_BTNhr = columns(from_BTQ, (self.q_plain[...], self.q_turned[...]))
+        plain_BTN, rotated_BTNhr = columns(from_BTQ, (self.q_plain[...], self.q_turned[...]))
         into_BTNC = jnp.einsum("btnp,cnp->btnc", plain_BTN, self.k_plain[...])
-        q_BTNH = self._queries((into_BTNC, turned_BTNhr), positions_BT, turn, rotary)
-        k_BT1R = rotary(k_BTR[:, :, None], positions_BT, **turn)
+        q_BTNH = self._queries((into_BTNC, rotated_BTNhr), positions_BT, rope, rotary)
+        k_BT1R = rotary(k_BTR[:, :, None], positions_BT, **rope)
         new_BT1H = jnp.concatenate((from_BTC[:, :, None], k_BT1R), axis=-1)
         (old_LBS1H,) = cache
         rows_B1 = jnp.arange(x_BTD.shape[0])[:, None]
@@ -158,6 +157,6 @@ class MultiHeadLatentAttention(nnx.Module):
 
 
 def empty_latent_cache(config: ModelConfig, batch: int, slots: int) -> LatentCache:
-    """A cache of no token yet."""
+    """An empty cache."""
     width = config.kv_rank + config.rope_head_dim
     return (jnp.zeros((config.num_layers, batch, slots, 1, width), config.compute_dtype),)

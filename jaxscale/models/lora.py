@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): what is trained in place of the weights of a model.
+"""Low-rank adapters (LoRA, arXiv 2106.09685), trained in place of a model's weights.
 
-Letters: a the leading dimensions, c those that a matmul contracts, o those of its result, r rank.
+Letters: a leading dimensions, c contracted dimensions, o output dimensions, r rank.
 """
 
 import functools
@@ -20,20 +20,20 @@ from jaxscale.ops.tensor_parallel import linear
 from jaxscale.sharding.resolve import is_axes, leaf_name
 
 HEAD = "output"
-"""The name of a head's table, whose columns are tokens."""
-
+"""The name of the head's matrix, whose columns are tokens."""
 
 TIED_ROWS = "tied_lora"
 """The name of the embedding's `TokenRows` in a head that is tied to it."""
 
 
 class LowRank(nnx.Module):
-    """The adapter of a weight [*c, *o]: two matrices, [*c, r] and [r, *o], whose product times
-    `lora_alpha` over `lora_rank` is added to it. The second is zero at first, and with it the sum.
+    """The adapter of a weight [*c, *o]: matrices a [*c, r] and b [r, *o].
+
+    `lora_alpha / lora_rank` times their matmul is added to the weight. b is initially zero.
 
     Args:
-      axes: of the weight.
-      contracted: how many of them are c.
+      axes: logical axes of the weight.
+      contracted: the number of contracted dimensions.
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class LowRank(nnx.Module):
         self.contracted, self.scale = contracted, config.lora_alpha / config.lora_rank
 
     def __call__(self, x: jax.Array, heads: Callable = lambda b: b) -> jax.Array:
-        """[*a, *c] -> [*a, *o], to be added to the result of the weight's matmul.
+        """[*a, *c] -> [*a, *o], the term to add to the weight's matmul.
 
         Args:
           heads: `Kernels.key_heads`, for a weight of key/value heads.
         """
-        return self.product(x, self.a[...], heads(self.b[...]))
+        return self.matmul(x, self.a[...], heads(self.b[...]))
 
-    def product(self, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """The same with given matrices."""
+    def matmul(self, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        """The same with matrices from the caller."""
         return linear(self.scale * linear(x, a, contracted=self.contracted), b)
 
 
 class TokenRows(nnx.Module):
-    """What is trained of a table of tokens that is frozen: rows [lora_tokens, embed] that are added
-    to those of the tokens in `lora_tokens`. They are zero at first."""
+    """Trained rows of a frozen token table: [lora_tokens, embed], initially zero, added to the
+    rows of the tokens in `lora_tokens`."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.rows = weights.zeros("lora_tokens", "embed", wide=True)
@@ -70,7 +70,7 @@ class TokenRows(nnx.Module):
         lookup: Callable[[jax.Array, jax.Array, str, DTypeLike], jax.Array],
         dtype: DTypeLike,
     ) -> jax.Array:
-        """What is added to the embeddings of tokens, [batch, time, embed].
+        """The term to add to the token embeddings, [batch, time, embed].
 
         Args:
           lookup: `Kernels.lookup`.
@@ -81,21 +81,21 @@ class TokenRows(nnx.Module):
 
 
 def rows_of(config: ModelConfig, weights: Weights) -> TokenRows | None:
-    """The rows of a table of tokens, as `TokenRows`, where some are trained."""
+    """`TokenRows` of a token table, or None where no token is trained."""
     return TokenRows(config, weights) if config.trained_tokens else None
 
 
 def borrowed_rows(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """What a tied head borrows of the embedding's `TokenRows`, as `Model.borrows`."""
+    """The embedding's `TokenRows` as `Model.borrows` of a tied head."""
     tied = config.trained_tokens and config.tied_embeddings
     return {TIED_ROWS: ("embed", "tokens_lora", "rows")} if tied else {}
 
 
 def rows_in_head(config: ModelConfig, head: Mapping[str, Any]) -> dict[str, Any]:
-    """The rows that are added to the head's table, as arguments of `ops.loss.cross_entropy`.
+    """The head's trained token rows, as arguments of `ops.loss.cross_entropy`.
 
     Args:
-      head: as `Model.loss` has it.
+      head: as in `Model.loss`.
     """
     if not config.trained_tokens:
         return {}
@@ -106,14 +106,14 @@ def rows_in_head(config: ModelConfig, head: Mapping[str, Any]) -> dict[str, Any]
 def adapter_of(
     name: str, config: ModelConfig, weights: Weights, *axes: str, contracted: int = 1
 ) -> LowRank | None:
-    """The adapter of a weight, as `LowRank`, where `lora_targets` names it."""
+    """`LowRank` of a weight, or None unless `lora_targets` names it."""
     if name not in config.adapted_weights:
         return None
     return LowRank(config, weights, *axes, contracted=contracted)
 
 
 def frozen_names(axes: Any) -> tuple[str, ...]:
-    """The names of all parameters that are not an adapter's.
+    """The names of all parameters except adapters.
 
     Args:
       axes: `Model.axes`.
@@ -124,7 +124,7 @@ def frozen_names(axes: Any) -> tuple[str, ...]:
 
 
 def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree, of parameters or of their axes, without those of adapters."""
+    """A tree of parameters or axes without adapters."""
     return {
         name: without_adapters(leaf) if isinstance(leaf, Mapping) else leaf
         for name, leaf in params.items()
@@ -133,7 +133,7 @@ def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_adapters(params: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree without adapters, with those of another one."""
+    """A tree without adapters, plus the adapters of another tree."""
     joined = dict(params)
     for name, leaf in others.items():
         if name.endswith(ADAPTER):
@@ -144,7 +144,7 @@ def with_adapters(params: Mapping[str, Any], others: Mapping[str, Any]) -> dict[
 
 
 def only_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The adapters of a tree, at their places."""
+    """The adapters of a tree, at their paths."""
     return {
         name: leaf if name.endswith(ADAPTER) else only_adapters(leaf)
         for name, leaf in params.items()
@@ -153,8 +153,8 @@ def only_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_adapters(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of the model without adapters that computes the same: what they add is added
-    to their weights, in float32 or wider. Gives up the weights that are given.
+    """Merges adapters into their weights, in float32 or wider: the parameters of an equivalent
+    model without adapters. Donates the input weights.
 
     Args:
       config: of the model with adapters.
@@ -187,11 +187,11 @@ def _merged(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.
 
 
 def with_token_rows(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of the model that computes the same, with the rows of `lora_tokens` among its
-    adapters, and zeros in their place in the frozen tables. Gives up the tables that are given.
+    """Moves the rows of `lora_tokens` from the frozen tables, which get zeros, to the adapters:
+    the parameters of an equivalent model. Donates the input tables.
 
-    The adapters' rows are then those of the tokens themselves, as in the format of PEFT, and
-    decay to zero as other weights do.
+    As in PEFT's format the adapters then contain the tokens' full rows, and weight decay applies
+    to these.
 
     Args:
       params: on any layout.
@@ -208,7 +208,7 @@ def with_token_rows(config: ModelConfig, params: Mapping[str, Any]) -> dict[str,
 
 
 def _with_rows(name: str, table: jax.Array, rows: jax.Array, config: ModelConfig) -> jax.Array:
-    """A table, of the embedding [vocab, embed] or of the head [embed, vocab], with rows added."""
+    """Adds rows to a token table: the embedding [vocab, embed] or the head [embed, vocab]."""
     place = _places(name, config)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=table.sharding)
@@ -222,7 +222,7 @@ def _with_rows(name: str, table: jax.Array, rows: jax.Array, config: ModelConfig
 def _without_rows(
     name: str, table: jax.Array, rows: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Zeros in place of the rows of a table, and these added to `rows`."""
+    """Moves rows of a token table to `rows`; the table gets zeros."""
     place = _places(name, config)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(table.sharding, rows.sharding))
@@ -234,6 +234,6 @@ def _without_rows(
 
 
 def _places(name: str, config: ModelConfig) -> Any:
-    """The index of the rows of `lora_tokens` in a table of this name, of a head its columns."""
+    """The index of `lora_tokens` in a token table: rows of the embedding, columns of the head."""
     ids = np.asarray(config.trained_tokens)
     return (slice(None), ids) if name == HEAD else ids

@@ -1,4 +1,4 @@
-"""The rotary positions of a layer."""
+"""RoPE settings of a layer."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jaxscale.ops.rope import RopeScaling, rotary
 
 
 def rope_settings(config: ModelConfig, kind: int) -> dict[str, Any]:
-    """The keywords of `ops.rope.rotary` for a layer of a kind."""
+    """The keyword arguments of `ops.rope.rotary` for layers with index % period == kind."""
     settings: dict[str, Any] = {"theta": config.theta(kind), "rotary_dim": config.rotary_dim}
     scaling = config.scaling(kind)
     if scaling != "none":
@@ -33,13 +33,13 @@ def rope_settings(config: ModelConfig, kind: int) -> dict[str, Any]:
 
 
 def by_length(settings: Any) -> bool:
-    """Whether the rotary positions of a text depend on its length."""
+    """Whether RoPE frequencies depend on the length of the text."""
     return settings.rope_scaling in BY_LENGTH
 
 
 def for_width(model: Any, width: int) -> Any:
-    """The model with the rotary positions of rows of so many tokens, or of those of its run where
-    they are longer, whatever the rows hold."""
+    """The model with RoPE frequencies for rows of `width` tokens, or for its run's `rope_length` if
+    that is longer."""
     if not by_length(model.settings):
         return model
     length = max(width, model.settings.rope_length)
@@ -49,11 +49,10 @@ def for_width(model: Any, width: int) -> Any:
 
 
 def rotary_for(settings: Any, lengths_B: jax.Array | None) -> Callable[..., jax.Array]:
-    """`ops.rope.rotary` with the positions of each text by its own length, or by that of its run
-    where this is longer.
+    """`ops.rope.rotary` with frequencies by the length of each text, at least the run's.
 
     Args:
-      lengths_B: None is the run's for all texts.
+      lengths_B: None uses the run's `rope_length` for all texts.
     """
     if lengths_B is None or not by_length(settings):
         return rotary

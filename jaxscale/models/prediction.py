@@ -1,9 +1,9 @@
-"""Multi-token prediction: modules after the last layer that predict further tokens, in training
-only (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""Multi-token prediction (MTP) modules, in training only (DeepSeek-V3, arXiv 2412.19437, section
+2.2).
 
-Module k reads, at each token, the representation that module k - 1 has of it (module 0 is the
-model itself, after its final norm) and the embedding of the token k further on, and predicts the
-token after that one. Its representation ends with a norm of its own, and goes to the model's head.
+At each token, module k reads the representation of module k - 1 (module 0 is the model itself,
+after its final norm) and the embedding of the token k positions later, and predicts the token
+after that one. A separate norm follows each module; all use the model's head.
 
 Letters: B batch, T time, K modules, D embed.
 """
@@ -30,21 +30,21 @@ PREDICTION = "prediction"
 """The name of the modules' stack."""
 
 MERGE = "merge"
-"""Where its parameters have those of `Merge`, beside those of a layer."""
+"""The key of `Merge`'s parameters among those of a layer."""
 
 AHEAD: Axes = ("batch", "residual_seq", "depths", "embed")
-"""Logical axes of what the stack has for each module."""
+"""Logical axes of the stack's array with an entry per module."""
 
 
 class Merge(nnx.Module):
-    """What a module has beside its layer: norms of what it reads and of what it makes, and two
-    matrices, which are one of the concatenation."""
+    """The parts of an MTP module around its layer: input norms, output norm, and the projection of
+    the concatenated inputs, as two matrices."""
 
     def __init__(self, config: ModelConfig, key: jax.Array):
         weights = Weights(config, key)
         self.hidden_norm = Norm(config, weights)
         self.embedding_norm = Norm(config, weights)
-        half = math.sqrt(0.5)  # each matrix has half of the inputs
+        half = math.sqrt(0.5)  # two matrices of d_model inputs act as one of 2 * d_model
         self.hidden = weights.normal("embed", "transform", scale=half)
         self.embedding = weights.normal("embed", "transform", scale=half)
         self.output_norm = Norm(config, weights)
@@ -52,7 +52,7 @@ class Merge(nnx.Module):
     def __call__(
         self, hidden_BTD: jax.Array, embedding_BTD: jax.Array, linear: Callable = linear
     ) -> jax.Array:
-        """What the layer reads."""
+        """The layer's input."""
         merged_BTD = linear(self.hidden_norm(hidden_BTD), self.hidden[...])
         return merged_BTD + linear(self.embedding_norm(embedding_BTD), self.embedding[...])
 
@@ -65,19 +65,20 @@ def prediction_stack(
     kernels: Kernels,
     sums: Mapping[str, tuple[int, ...]],
 ) -> Stack:
-    """The modules, as layers of a stack over {"x": the model's representation, "ahead": [B, T, K,
-    D]}: of each module the embedding that it reads, and then what it makes.
+    """The MTP modules as a stack over {"x": the model's representation, "ahead": [B, T, K, D]}.
+
+    "ahead" has for each module first its input embedding, then its output.
 
     Args:
-      final_norm: from the parameters "embed" and the stream.
-      embed: from those, a batch, tokens, and the number of the module, from 1.
-      layer: one layer, from its weights, what it reads, a batch and the module's index.
+      final_norm: (parameters "embed", stream) -> stream.
+      embed: (parameters "embed", batch, tokens, module number from 1) -> stream.
+      layer: (weights, stream, batch, module index) -> stream and sums.
       sums: of a layer.
     """
     depth, shard = config.prediction_depth, kernels.shard
 
     def enter(params: Params, stream: Stream, batch: Batch) -> Stream:
-        tokens = [batch.targets]  # of a document's tokens those one further on
+        tokens = [batch.targets]  # a document's tokens one position later
         tokens += [batch.extras[f"targets_{k}"] for k in range(1, depth)]
         ahead = [embed(params, batch, one, 1 + k) for k, one in enumerate(tokens)]
         return {
@@ -122,8 +123,8 @@ def further_fields(depth: int, seq_len: int) -> dict[str, tuple[int, Any]]:
 
 
 def with_further_targets(batch: Batch, depth: int) -> Batch:
-    """A batch on the host with the targets of each module and their weights beside its own: the
-    target of module k is that of the token k further on, where this is of the same document."""
+    """Adds targets and weights of each MTP module to a batch on the host: for module k those k
+    positions later, within the same document."""
     seq_len, extras = batch.tokens.shape[1], dict(batch.extras)
     for k in range(1, 1 + depth):
         targets, weights = np.zeros_like(batch.targets), np.zeros_like(batch.weights)

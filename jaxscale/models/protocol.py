@@ -1,9 +1,9 @@
-"""What a model is to the step, the pipeline, the checkpoint and the planner.
+"""Model protocol: the interface of a model to the step, the pipeline, checkpoints and the planner.
 
-A model is a sequence of *stacks* of like layers over a *stream*. Each stack begins with `enter`:
-the first one's is the embedding, a later one's is what happens between two stacks. A head turns the
-last stack's stream into sums of losses. All are pure functions of gathered weights and of one
-micro-batch; none of them mentions a mesh axis.
+A model is a sequence of *stacks* of equal layers over a *stream*. Each stack begins with `enter`:
+the embedding in the first stack, a transition between two stacks in later ones. A head computes
+sums of losses from the last stack's stream. All are pure functions of gathered weights and one
+micro-batch, and do not mention mesh axes.
 
 Parameters have one canonical form, `{"embed": ..., <stack's name>: [layers, ...], "head": ...}`; a
 model with one stack calls it "layers".
@@ -23,19 +23,19 @@ from jaxscale.ops.array_stack import add, add_at
 
 Params = Any  # nested dictionaries of arrays
 Stream = dict[str, jax.Array]
-"""Float arrays of one micro-batch that go from layer to layer, and from rank to rank."""
+"""Float arrays of one micro-batch that layers, and pipeline ranks, pass to the next."""
 Sums = dict[str, jax.Array]
 """Sums over examples, in float32 or wider, by name. Only "loss" is differentiated."""
 Axes = tuple[str, ...]
 Rows = Mapping[str, np.ndarray]
-"""For each stack the layer in each of its rows, -1 for rows of zeros."""
+"""Stack name -> the layer in each row of its arrays, -1 for rows of zeros."""
 
 STREAM: Axes = ("batch", "residual_seq", "embed")
 """Logical axes of a residual stream."""
 
 
 class Layer(NamedTuple):
-    """Which layer of a stack a block computes."""
+    """The position of a layer in its stack."""
 
     index: Any  # int32 scalar, traced
     kind: int  # index % period, static
@@ -48,10 +48,10 @@ class Stack:
     - `enter(embed, stream, batch) -> stream`: from the parameters "embed" and the stream of the
       stack before ({} for the first) to the stream of this one.
     - `block(weights, stream, batch, layer) -> (carried, sums)`: one layer. It returns new values of
-      all `carried` arrays, and the sums that `sums` names.
+      all `carried` arrays, and the sums named in `sums`.
 
-    Settings of a layer that are static, such as a window, may repeat with a `period`: a loop over
-    layers has one period in its body.
+    Static settings of a layer, such as a window, may repeat with a `period`: the body of a loop
+    over layers is one period.
     """
 
     name: str
@@ -60,27 +60,26 @@ class Stack:
     block: Callable[[Params, Stream, Batch, Layer], tuple[Stream, Sums]]
     carried: Mapping[str, Axes] = field(default_factory=lambda: {"x": STREAM})
     shared: Mapping[str, Axes] = field(default_factory=dict)
-    """Arrays that every layer reads and none replaces, such as an encoder's output: they are kept
-    once for all layers, and their gradients are summed over them."""
+    """Arrays that every layer reads and none replaces, such as an encoder's output: stored once for
+    all layers, their gradients summed over the layers."""
     sums: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes of the sums of a layer. "loss", a scalar, is added to the loss over all layers (it
-    must be a sum over tokens as the head's is: an auxiliary loss is its coefficient times a mean
-    times the tokens counted); the others are reported as [num_layers, ...]."""
+    """Shapes of the sums of a layer. "loss", a scalar, is added to the loss over all layers. Like
+    the head's it must be a sum over tokens: an auxiliary loss is its coefficient times a mean times
+    the tokens counted. The others are reported as [num_layers, ...]."""
     period: int = 1
-    turn: int = 1
-    """Layers of the model, of several kinds, that are one of the stack."""
+    model_layers: int = 1
+    """Layers of the model in one layer of the stack, such as a dense and an MoE layer."""
     linear: Mapping[str, int] = field(default_factory=dict)
-    """Weights that nothing but `Kernels.columns`, `rows` and `linear` reads, by their paths in the
-    block's, such as "mlp/up", and how many of their first dimensions are contracted: a step may
-    quantise them before its micro-batches, and then the block is given a
-    `ops.matmul.QuantisedWeight` in their place."""
+    """Weights read only by `Kernels.columns`, `rows` and `linear`: path in the block, such as
+    "mlp/up" -> number of contracted leading dimensions. A step may quantise them once, before its
+    micro-batches, and then passes `ops.matmul.QuantisedWeight`s to the block."""
     tensors: tuple[str, ...] = ()
-    """Names that the block gives to its activations (`checkpoint_name`), for `layout.remat`."""
+    """Checkpoint names of the block's activations, for `layout.remat`."""
 
 
 class Model(abc.ABC):
-    """The base of a model that `make(settings, kernels)` returns, with defaults for what few models
-    have; hashable, since a model is static under jit."""
+    """Base class of the models that `make(settings, kernels)` returns, with defaults for optional
+    members; hashable, since a model is static under jit."""
 
     settings: Any
     """A frozen record that extends `ModelSettings`."""
@@ -90,44 +89,42 @@ class Model(abc.ABC):
     {"tied": ("embed", "tokens")}. Their gradients are added to the embedding's."""
 
     frozen: tuple[str, ...] = ()
-    """Names of parameters that no step changes, such as "layers/attention/base"."""
+    """Names of parameters that no gradient changes, such as "layers/attention/base"."""
 
     metrics: tuple[str, ...] = ()
-    """Names of the sums that `loss` returns besides "loss" and "nll"."""
+    """Names of the sums that `loss` returns in addition to "loss" and "nll"."""
 
     rules: Mapping[str, tuple[str, ...]] = {}
-    """The mesh axes of logical axes of its own: ("tensor",), or () for whole."""
+    """Mesh axes of the model's additional logical axes: ("tensor",), or () for replicated."""
 
     draws_noise: bool = False
-    """Whether its layers read `Batch.noise`, as dropout does: a step makes it, an evaluation
-    leaves it ()."""
+    """Whether layers read `Batch.noise`, as dropout does; it is () in an evaluation."""
 
     num_classes: int | None = None
-    """Classes that the head chooses from; None is the vocabulary."""
+    """The number of classes that the head scores; None is the vocabulary."""
 
     can_decode: bool = False
-    """Whether tokens can be drawn one after the other."""
+    """Whether the model can generate tokens."""
 
     adjust: Callable[[Params, Sums], Params] | None = None
-    """Follows the update of a step, for parameters that change by another rule than a gradient's,
-    which `frozen` should name: params, sums of the whole step -> params. The sums of layers are in
-    the order of the parameters' rows. With None what `frozen` names stays as it is, and checkpoints
-    share its files."""
+    """Update without gradients, (params, sums of the step) -> params, after the optimizer's, for
+    parameters that `frozen` names. The sums of layers are in the order of the parameters' rows.
+    With None frozen parameters are constant, and checkpoints share their files."""
 
     report: Callable[[Sums], Sums] | None = None
-    """From the sums of its layers to numbers for each layer, [layers] each, whose means become
-    metrics by these names; with None the sums are reported as they are."""
+    """Metrics from the sums of layers: [layers] each, averaged and logged by these names; with None
+    the sums are logged as they are."""
 
     @property
     def evaluated(self) -> "Model":
-        """The model without stacks that only training passes through, its last ones: of the same
-        parameters, and with a head that takes the stream of the stack before."""
+        """The model without its last, training-only stacks: the same parameters, and a head that
+        reads the stream of the stack before."""
         return self
 
     @property
     @abc.abstractmethod
     def stacks(self) -> tuple[Stack, ...]:
-        """In the order in which the stream passes them."""
+        """The stacks in the order of the forward pass."""
 
     @property
     @abc.abstractmethod
@@ -136,26 +133,25 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
-        """Fresh parameters, which depend on the key alone; None stacks all layers in order."""
+        """Initial parameters, which depend on the key only; `rows` None stacks layers in order."""
 
     @abc.abstractmethod
     def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
         """Sums over weighted tokens: "loss", which is minimised, "nll", the negative log-likelihood
-        in nats, and those of `metrics`."""
+        in nats, and the sums named in `metrics`."""
 
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
-        """The arrays of `Batch.extras` that the model reads, for sequences of a length: name ->
-        (length, type)."""
+        """The arrays of `Batch.extras` that the model reads: name -> (length, type)."""
         return {}
 
     def prepare(self, batch: Batch) -> Batch:
-        """A batch on the host with those `extras` that are made of other tokens' fields: on the
-        mesh neighbours may lie on different ranks."""
+        """Adds `extras` computed from neighbouring tokens to a batch on the host: on the mesh,
+        neighbours may be on different ranks."""
         return batch
 
 
 def head_params(model: Model, params: Params) -> Params:
-    """The `head` of `Model.loss`, from the parameters or from their tree of axes."""
+    """The `head` argument of `Model.loss`, from the tree of parameters or of axes."""
     return {**params["head"], **{name: _find(params, p) for name, p in model.borrows.items()}}
 
 
@@ -175,15 +171,15 @@ def _find(tree: Params, path: tuple[str, ...]) -> Params:
 
 
 def add_at_path(tree: Params, path: tuple[str, ...], more: jax.Array) -> Params:
-    """The tree with `more` added to the array at a path, in that array's type."""
+    """Adds `more` to the array at a path, in that array's type."""
     key, *rest = path
     old = tree[key]
     return {**tree, key: add_at_path(old, tuple(rest), more) if rest else add(old, more)}
 
 
 def sum_shapes(stack: Stack) -> dict[str, tuple[int, ...]]:
-    """The sums of a whole stack by their names in a step: "loss", and "layers/load" for its "load",
-    [num_layers, ...]."""
+    """Shapes of a stack's sums by their names in a step: "loss" (), and for "load" the name
+    "layers/load", [num_layers, ...]."""
     return {
         name if name == "loss" else f"{stack.name}/{name}": (
             () if name == "loss" else (stack.num_layers, *shape)
@@ -193,7 +189,7 @@ def sum_shapes(stack: Stack) -> dict[str, tuple[int, ...]]:
 
 
 def zero_sums(model: Model, dtype: Any) -> Sums:
-    """The sums of a step, of nothing yet."""
+    """Zeros for the sums of a step."""
     shapes = {"loss": (), "nll": (), **dict.fromkeys(model.metrics, ())}
     for stack in model.stacks:
         shapes |= sum_shapes(stack)
@@ -206,10 +202,10 @@ LayerFunction = Callable[[Params, Stream, Stream, tuple[Batch, Any]], tuple[tupl
 def layer_function(stack: Stack, kind: int = 0) -> LayerFunction:
     """`(weights, carried, shared, (batch, index)) -> ((carried, loss), sums)`: one layer of a kind.
 
-    The loss is None, and has no gradient, where the layers of the stack have none.
+    The loss is None if the stack's layers have no loss.
 
     Raises:
-      ValueError: the block returns other arrays or sums than its stack names.
+      ValueError: the block returns other arrays or sums than its stack declares.
     """
 
     def layer(weights: Params, carried: Stream, shared: Stream, context: tuple) -> tuple:
@@ -228,17 +224,17 @@ def _check_carried(stack: Stack, got: Stream, carried: Stream) -> None:
         found = getattr(got[name], "shape", None), getattr(got[name], "dtype", type(got[name]))
         if found != (given.shape, given.dtype):
             raise ValueError(
-                f"the block of stack {stack.name!r} is given {name!r} of shape {given.shape} and "
-                f"type {given.dtype}, and returns shape {found[0]} and type {found[1]}; they are "
-                "the same"
+                f"the block of stack {stack.name!r} returns {name!r} of shape {found[0]} and type "
+                f"{found[1]}, and was given shape {given.shape} and type {given.dtype}; return the "
+                "same shape and type"
             )
 
 
 def split_stream(stack: Stack, stream: Stream) -> tuple[Stream, Stream]:
-    """The arrays that the layers replace, and those that they only read.
+    """Splits a stream into the arrays that layers replace and the arrays that they only read.
 
     Raises:
-      ValueError: `enter` returned other arrays than the stack names.
+      ValueError: `enter` returned other arrays than the stack declares.
     """
     _check_names(
         f"`enter` of stack {stack.name!r} returns", stream, (*stack.carried, *stack.shared)
@@ -246,41 +242,41 @@ def split_stream(stack: Stack, stream: Stream) -> tuple[Stream, Stream]:
     return {n: stream[n] for n in stack.carried}, {n: stream[n] for n in stack.shared}
 
 
-def _check_names(what: str, got: Iterable[str], wanted: Iterable[str]) -> None:
+def _check_names(subject: str, got: Iterable[str], wanted: Iterable[str]) -> None:
     if set(got) != set(wanted):
-        raise ValueError(f"{what} {sorted(got)}; the stack names {sorted(wanted)}")
+        raise ValueError(f"{subject} {sorted(got)}; the stack declares {sorted(wanted)}")
 
 
 def _check_losses(model: Model, sums: Any) -> None:
-    """Refuses other sums than the model names, and those that are no scalars: silently they
-    would be trained, or reported, as other numbers."""
+    """Refuses undeclared sums and sums that are not scalars: they would silently change the loss
+    or the metrics."""
     name, wanted = f"{type(model).__name__}.loss", {"loss", "nll", *model.metrics}
     if not isinstance(sums, dict):
-        raise ValueError(f"{name} returns a {type(sums).__name__}; it returns sums by name")
+        raise ValueError(f"{name} returns a {type(sums).__name__}; return a dict of sums by name")
     if set(sums) != wanted:
         raise ValueError(
-            f"{name} returns the sums {sorted(sums)}; with those of its `metrics` they are "
+            f"{name} returns the sums {sorted(sums)}; with its `metrics` they must be "
             f"{sorted(wanted)}"
         )
     for key, value in sums.items():
         if jnp.shape(value) or jnp.result_type(value) not in (jnp.float32, jnp.float64):
             raise ValueError(
                 f"{name} returns {key!r} of shape {jnp.shape(value)} and type "
-                f"{jnp.result_type(value)}; it is a sum over tokens, a scalar in float32 or wider"
+                f"{jnp.result_type(value)}; return a sum over tokens, a scalar in float32 or wider"
             )
 
 
 def layer_functions(stack: Stack) -> list[LayerFunction]:
-    """The `layer_function` of each kind of layer in a period."""
+    """The `layer_function` of each position in the stack's period."""
     return [layer_function(stack, kind) for kind in range(stack.period)]
 
 
 def enter_gradients(
     stack: Stack, embed: Params, before: Stream, batch: Batch, dstream: Stream
 ) -> tuple[Params, Stream]:
-    """The gradients of the embedding and of the stream before a stack, from that of what enters.
+    """Backward pass of `Stack.enter`: gradients of the embedding and of the stream before.
 
-    The forward pass of the vjp is a lookup whose result is not used: XLA drops it.
+    The forward pass of the vjp is a lookup with an unused result, which XLA removes.
     """
     entered, pullback = jax.vjp(lambda embed, x: stack.enter(embed, x, batch), embed, before)
     return pullback(jax.tree.map(lambda d, x: d.astype(x.dtype), dstream, entered))
@@ -292,7 +288,7 @@ def head_gradients(
     """The loss sums of a micro-batch, and their gradients with respect to head and stream.
 
     Raises:
-      ValueError: the model returns other sums than it names, or ones that are not scalars in
+      ValueError: the model returns sums that it does not declare, or that are not scalars in
         float32 or wider.
     """
 
@@ -309,7 +305,7 @@ def head_gradients(
 def add_layer_sums(
     stack: Stack, sums: Sums, index: Any, loss: jax.Array | None, others: Sums
 ) -> Sums:
-    """Adds the sums of one layer to a stack's, which have the names of `sum_shapes`."""
+    """Adds the sums of one layer to those of its stack, named as in `sum_shapes`."""
     added = {} if loss is None else {"loss": add(sums["loss"], loss)}
     for name, value in others.items():
         key = f"{stack.name}/{name}"

@@ -1,5 +1,5 @@
-"""The layers of a decoder, dealt to stacks: those with experts apart from the first ones without,
-or in turns with others.
+"""Splits a decoder's layers into stacks of equal layers: dense layers before MoE layers, or a
+repeating pattern of both.
 
 Letters: L layers of a stack, E experts.
 """
@@ -24,53 +24,52 @@ from jaxscale.models.weights import stack_axes, stack_params
 class Part(NamedTuple):
     """Consecutive layers of a model that are one stack.
 
-    A layer of the stack is a turn of the model's: one layer, or where layers with and without
-    experts alternate (`expert_pattern`) several, whose parameters are in "layer_0", "layer_1" and
-    so on.
+    One layer of the stack is one layer of the model, or one repetition of `expert_pattern`, whose
+    layers have their parameters in "layer_0", "layer_1" and so on.
     """
 
     name: str  # of the stack
-    blocks: tuple[Any, ...]  # of a turn: modules, made by (settings, key)
+    blocks: tuple[Any, ...]  # of one layer of the stack: modules, made by (settings, key)
     first: int  # layers of the model before
     num_layers: int  # of the stack
 
     @property
     def paths(self) -> tuple[tuple[str, ...], ...]:
-        """Where the parameters of each layer of a turn are, in those of the turn."""
+        """For each block, the path of its parameters in a layer of the stack."""
         if len(self.blocks) == 1:
             return ((),)
         return tuple((f"layer_{i}",) for i in range(len(self.blocks)))
 
     @property
     def expert_paths(self) -> tuple[tuple[str, ...], ...]:
-        """Where the parameters of those layers of a turn are that have experts."""
+        """The `paths` of blocks with experts."""
         return tuple(path for path, one in zip(self.paths, self.blocks) if one is ExpertBlock)
 
     def layer(self, index: Any) -> Any:
-        """The layer of the model that begins turn `index`."""
+        """The index in the model of the first block in layer `index` of the stack."""
         index = index * len(self.blocks) if len(self.blocks) > 1 else index
         return self.first + index if self.first else index
 
 
 def trunk_parts(config: ModelConfig, block: Any) -> tuple[Part, ...]:
-    """The layers that a prediction of the next token goes through.
+    """The parts that predict the next token, without MTP modules.
 
     Args:
-      block: that of layers without experts.
+      block: the block of layers without experts.
     """
     if not config.num_experts:
         return (Part("layers", (block,), 0, config.num_layers),)
     dense, kinds = config.dense_layers, {"D": block, "E": ExpertBlock}
-    turn = tuple(kinds[letter] for letter in config.expert_pattern or "E")
-    turns = (config.num_layers - dense) // len(turn)
+    blocks = tuple(kinds[letter] for letter in config.expert_pattern or "E")
+    count = (config.num_layers - dense) // len(blocks)
     if not dense:
-        return (Part("layers", turn, 0, turns),)
-    return Part("dense_layers", (block,), 0, dense), Part("expert_layers", turn, dense, turns)
+        return (Part("layers", blocks, 0, count),)
+    return Part("dense_layers", (block,), 0, dense), Part("expert_layers", blocks, dense, count)
 
 
 def all_parts(config: ModelConfig, block: Any) -> tuple[Part, ...]:
-    """`trunk_parts` and the modules that predict further tokens, whose layers are as the last ones
-    of the model, with experts if it has some."""
+    """`trunk_parts` and the MTP modules, whose layers are as the model's last ones, with experts if
+    it has any."""
     trunk, depth = trunk_parts(config, block), config.prediction_depth
     if not depth:
         return trunk
@@ -79,7 +78,7 @@ def all_parts(config: ModelConfig, block: Any) -> tuple[Part, ...]:
 
 
 def part_params(part: Part, config: ModelConfig, key: jax.Array, rows: np.ndarray | None) -> Params:
-    """Fresh parameters of a stack; those of a layer of the model do not depend on its stack.
+    """Initial parameters of a stack; a layer's do not depend on how layers are split into stacks.
 
     Args:
       key: of all layers.
@@ -90,7 +89,7 @@ def part_params(part: Part, config: ModelConfig, key: jax.Array, rows: np.ndarra
         return stack_params(functools.partial(make, config), keys, rows)
 
     if part.name == PREDICTION:
-        # Keys of their own: the other parameters are those of the model without modules.
+        # Separate keys, so that the trunk's parameters are the same with and without MTP.
         keys = jax.random.split(jax.random.fold_in(key, 0), (2, part.num_layers))
         return {**stacked(part.blocks[0], keys[0]), MERGE: stacked(Merge, keys[1])}
     size = len(part.blocks)
@@ -112,23 +111,23 @@ def part_axes(part: Part, config: ModelConfig) -> Params:
 
 
 def part_linear(part: Part, config: ModelConfig) -> dict[str, int]:
-    """`Stack.linear` of a part's stack: of the package's own layers."""
+    """`Stack.linear` of a part's stack, for the package's built-in blocks."""
     attention: Any = MultiHeadLatentAttention if config.kv_rank else Attention
-    places = {Block: "mlp", ExpertBlock: "mlp/shared"}
+    mlps = {Block: "mlp", ExpertBlock: "mlp/shared"}
     found: dict[str, int] = {}
     for path, block in zip(part.paths, part.blocks):
-        if block in places:
-            for place, names in (
+        if block in mlps:
+            for module, names in (
                 ("attention", attention.linear_weights),
-                (places[block], MLP.linear_weights),
+                (mlps[block], MLP.linear_weights),
             ):
-                found |= {"/".join((*path, place, name)): n for name, n in names.items()}
+                found |= {"/".join((*path, module, name)): n for name, n in names.items()}
     return found
 
 
 def part_sums(part: Part, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The sums of a layer of a stack: of a turn of several, one for each of its layers with
-    experts, but for their loss."""
+    """Shapes of the sums of a stack's layer: with several blocks, one entry for each with experts,
+    except for the loss."""
     if not part.expert_paths:
         return {}
     more = (len(part.expert_paths),) if len(part.blocks) > 1 else ()
@@ -137,7 +136,7 @@ def part_sums(part: Part, config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def join_sums(found: Sequence[Sums]) -> Sums:
-    """The sums of a turn, from those of its layers with experts."""
+    """The sums of a stack's layer, from those of its blocks with experts."""
     joined = {name: jnp.stack([one[name] for one in found]) for name in found[0]}
     return {**joined, **({"loss": jnp.sum(joined["loss"])} if "loss" in joined else {})}
 
@@ -145,10 +144,10 @@ def join_sums(found: Sequence[Sums]) -> Sums:
 def adjust_biases(
     part: Part, params: Params, load: jax.Array, change: Callable[[jax.Array], jax.Array]
 ) -> Params:
-    """The parameters of a stack with `change(load_LE)` added to the biases of its routers.
+    """Adds `change(load_LE)` to the router biases of a stack.
 
     Args:
-      load: of a stack, in the order of its rows, as `part_sums` says.
+      load: of the stack, in the order of its rows, shaped as in `part_sums`.
     """
     for number, path in enumerate(part.expert_paths):
         load_LE = load[:, number] if path else load

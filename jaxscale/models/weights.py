@@ -1,4 +1,4 @@
-"""Initial parameters, the same on any layout and back end."""
+"""Parameter initialisation, bitwise the same on any layout and back end."""
 
 import functools
 import math
@@ -14,15 +14,15 @@ from jaxscale.config.model import ModelConfig
 from jaxscale.ops.random_bits import random_bits
 
 ADAPTERS = 2**32 - 1
-"""The number of the adapters' keys among those of a module: no parameter has it."""
+"""Folded into a module's key for the adapters' keys; no parameter's number is as large."""
 
 
 class Weights:
-    """Makes the parameters of one module: shape, scale and placement follow from the axes.
+    """Makes the parameters of one module: shape, scale and sharding follow from the logical axes.
 
     Args:
-      branches: sums into the residual stream by all layers of the stack; None is two by each.
-      sizes: of axes of one's own.
+      branches: residual branches in all layers of the stack; None is two per layer.
+      sizes: of custom axes.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Weights:
         self.depth_scale = 1 / math.sqrt(branches or 2 * config.num_layers)
         self.keys = nnx.RngStream(key, tag="params")
         if config.lora_rank:
-            # Of their own, so that a model has the same weights with adapters and without.
+            # Separate keys, so that a model has the same weights with and without adapters.
             self.adapter_keys = nnx.RngStream(jax.random.fold_in(key, ADAPTERS), tag="params")
 
     def normal(
@@ -69,8 +69,8 @@ class Weights:
         """A matrix.
 
         Args:
-          residual: marks those that write into the residual stream.
-          inputs: the size of "embed" where the matrix reads something else than the stream.
+          residual: whether the matrix writes into the residual stream.
+          inputs: the size of "embed" where the matrix does not read the stream.
         """
         shape = self.shape(axes)
         if inputs:
@@ -104,11 +104,11 @@ class Weights:
 
 
 def exact_normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
-    """Float32 draws from (nearly) a normal distribution, the same bits on any layout and back end.
+    """Nearly normal float32 numbers, with the same bits on any layout and back end.
 
-    The sum of four uniform 16-bit integers, which ends at 3.5 standard deviations, times one
-    constant: all exact but for one rounding. `jax.random.normal` goes through a polynomial whose
-    last bit depends on how the compiler cuts the array.
+    The sum of four uniform 16-bit integers (at most 3.5 standard deviations) times one constant:
+    exact except for one rounding. `jax.random.normal` evaluates a polynomial whose last bit depends
+    on how the compiler partitions the array.
     """
     first, second = ((words >> 16) + (words & 0xFFFF) for words in random_bits(key, 2, shape))
     centred = ((first + second).astype(jnp.int32) - 2 * 0xFFFF).astype(jnp.float32)
@@ -133,7 +133,7 @@ def axes_of(make: Make, config: ModelConfig) -> Any:
     """The tree of a module's parameters with the tuple of logical axes in place of each array.
 
     Raises:
-      ValueError: a parameter that does not name each of its dimensions.
+      ValueError: a parameter does not name each of its dimensions.
     """
 
     def axes(path: tuple, param: Any) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ def stack_params(
     Args:
       make: from a layer's key.
       keys: of every layer.
-      rows: the layer in each row, -1 for rows of zeros; None is all layers in order.
+      rows: the layer in each row, -1 for a row of zeros; None is all layers in order.
     """
     many = jax.vmap(lambda key: params_of(make(key)))
     if rows is None:
@@ -194,12 +194,12 @@ def _graph(make: Make, config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
         name = f"{type(module).__name__}.{'.'.join(map(str, path))}"
         if isinstance(value, nnx.Variable) and not isinstance(value, nnx.Param):
             raise ValueError(
-                f"{name} is an nnx.{type(value).__name__}; a module holds nnx.Param alone: nothing "
-                "else is kept from step to step, and dropout is model.dropout"
+                f"{name} is an nnx.{type(value).__name__}; use nnx.Param only: other variables are "
+                "not kept between steps, and dropout is set by model.dropout"
             )
         if isinstance(value, jax.Array | np.ndarray):
             raise ValueError(
-                f"{name} is an array; parameters are nnx.Param(array, axes=...), and constants are "
-                "made where they are used"
+                f"{name} is an array; make a parameter nnx.Param(array, axes=...), and a constant "
+                "where it is used"
             )
     return nnx.split(module, nnx.Param)

@@ -1,8 +1,8 @@
-"""Arrays stacked along leading dimensions: read, replace or add to the entry at one index, in place
-inside a loop.
+"""Arrays stacked along leading dimensions: in-place reads, writes and additions at an index, for
+loops.
 
-Indices count from 0; one below 0 reads the first entry (`FROM_ZERO`). JAX would compare each with 0
-and add the length to it, which was half of what was traced of ring attention.
+Indices count from 0; a negative index reads the first entry (`FROM_ZERO`). For negative indices JAX
+would trace a comparison and an addition each, which was half of ring attention's jaxpr.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def at(stack: Tree, *index: Index) -> Tree:
 
 
 def put(stack: Tree, entry: Tree, *index: Index) -> Tree:
-    """The stack with another entry at an index."""
+    """Replaces the entry at an index."""
 
     def one(x: jax.Array, value: jax.Array) -> jax.Array:
         value = value.reshape((*(1,) * len(index), *value.shape))
@@ -41,7 +41,7 @@ def put(stack: Tree, entry: Tree, *index: Index) -> Tree:
 
 
 def add(total: Tree, grads: Tree) -> Tree:
-    """A running sum in the type of `total`; None is an empty one."""
+    """A running sum in the type of `total`; None is an empty sum."""
     if total is None:
         return grads
     return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), total, grads)
@@ -53,7 +53,7 @@ def add_at(total: Tree, index: Index, grads: Tree) -> Tree:
 
 
 def add_rows(total: Tree, begin: Index, rows: Tree) -> Tree:
-    """Adds to the entries from `begin` on, as many as `rows` has."""
+    """Adds `rows` to as many entries, from `begin`."""
 
     def one(total: jax.Array, grad: jax.Array) -> jax.Array:
         before = jax.lax.dynamic_slice_in_dim(total, begin, len(grad), **FROM_ZERO)
@@ -64,10 +64,10 @@ def add_rows(total: Tree, begin: Index, rows: Tree) -> Tree:
 
 
 def after(index: Index, tree: Tree) -> jax.Array:
-    """An index that is known once the arrays are, from an element of each.
+    """Makes an index depend on arrays, so that users of the index run after them.
 
-    XLA removes barriers before it decides in which order kernels run: what needs constants alone
-    could run at any time. The barrier here keeps the elements out of what the index is used in.
+    XLA removes barriers before it schedules kernels, so a data dependence is needed: one element of
+    each array. The barrier here prevents fusion of these elements into users of the index.
     """
 
     def sign(x: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ def after(index: Index, tree: Tree) -> jax.Array:
         bits = jax.lax.bitcast_convert_type(x[(0,) * x.ndim], jnp.dtype(f"uint{width}"))
         return (bits >> (width - 1)).astype(jnp.int32)
 
-    # The second bit of a sum of signs shifted by two is 0, which no compiler looks for.
+    # Always 0: the second bit of a number shifted left by two. XLA does not simplify this away.
     known = sum(map(sign, jax.tree.leaves(tree)), jnp.zeros((), jnp.int32)) << 2 & 2
     return jax.lax.optimization_barrier(jnp.asarray(index, jnp.int32) + known)
 

@@ -1,12 +1,12 @@
-"""Matmuls with their collective in ring steps: a chunk is multiplied while others travel.
+"""Collective matmul: an all-gather or reduce-scatter as ring steps that overlap matmuls.
 
-An all-gather followed by matmuls, or matmuls followed by a reduce-scatter, wait for each other.
-Here each is a matmul for each rank's chunk, and permutations between neighbours, in both directions
-at a time, which run beside them (collective matmul: Wang et al., "Overlap communication with
-dependent computation via decomposition in large deep learning models", ASPLOS 2023). The steps are
-written out, so that XLA's scheduler sees all of them. It thinks that a permutation takes as long as
-several matmuls, would put most of them beside one, and merges matmuls with the same weights: so
-each chunk is made to wait for the matmuls of the one before.
+An all-gather followed by matmuls, or matmuls followed by a reduce-scatter, cannot overlap. Here
+each is one matmul per rank's chunk, overlapping permutations between neighbours in both directions
+(Wang et al., "Overlap communication with dependent computation via decomposition in large deep
+learning models", ASPLOS 2023). The steps are unrolled, so that XLA's scheduler sees all of them. It
+overestimates the time of a permutation, would overlap most matmuls with a single one, and merges
+matmuls with the same weights. Each chunk is therefore made to wait for the matmuls of the one
+before.
 
 All functions are for one rank, with the axis manual; `multiply` is `ops.matmul.matmul` with a type
 and a role. Shapes: B batch, T time, t a rank's part of T, D features of the residual stream, c
@@ -30,7 +30,7 @@ def gather_matmuls(
     o: int,
     multiply: Callable[..., Array] = matmul,
 ) -> tuple[Array, tuple[Array, ...]]:
-    """The gathered [B, T, D], and its matmuls with weights whose dimension `o` is D."""
+    """All-gathers x to [B, T, D] and multiplies it by weights with D as dimension `o`."""
     ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     arrived = {1: x_BtD, -1: x_BtD}
     made: list[Array] = []
@@ -42,7 +42,7 @@ def gather_matmuls(
         made = [multiply(chunk_BtD, weight, ([2], [o])) for weight in weights]
         parts = [chunk_BtD, *made]
         start = (rank - way * distance) % ranks * x_BtD.shape[1]
-        gathered = gathered or [_room(part, ranks) for part in parts]
+        gathered = gathered or [_empty_whole(part, ranks) for part in parts]
         gathered = [
             jax.lax.dynamic_update_slice_in_dim(whole, part, start, axis=1)
             for whole, part in zip(gathered, parts)
@@ -57,13 +57,13 @@ def matmuls_scatter(
     o: int,
     multiply: Callable[..., Array] = matmul,
 ) -> Array:
-    """The sum of matmuls [B, T, *c] x weight over ranks, of which each gets its part: [B, t, D].
+    """Sums matmuls [B, T, *c] x weight over ranks and scatters the result: [B, t, D].
 
-    Sums travel to the rank that gets them from both sides, and each rank on the way adds its own
-    part, in float32 or wider; they are rounded to the type of the result where they are sent.
+    Partial sums are sent to their rank from both sides. Each rank on the way adds its part, in
+    float32 or wider; messages are rounded to the type of the result.
 
     Args:
-      o: which dimension of the weights is D; c are all the others.
+      o: the dimension D of the weights; all others are c.
     """
     ranks, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     size, dtype = xs[0].shape[1] // ranks, jnp.result_type(*xs, *weights)
@@ -87,7 +87,7 @@ def matmuls_scatter(
 
 
 def _nearest_first(ranks: int) -> list[tuple[int, int]]:
-    """(distance, direction) of the chunks that travel to a rank, its own first.
+    """(distance, direction) of the chunks that a rank receives, after its local one.
 
     >>> _nearest_first(4)
     [(0, 1), (1, 1), (1, -1), (2, 1)]
@@ -97,24 +97,24 @@ def _nearest_first(ranks: int) -> list[tuple[int, int]]:
 
 
 def _shifted(x: Array, axis: str, way: int) -> Array:
-    """To the next rank, or with `way` -1 to the one before."""
+    """Sends x to the next rank, or with `way` -1 to the previous one."""
     ranks = jax.lax.axis_size(axis)
     return jax.lax.ppermute(x, axis, [(i, (i + way) % ranks) for i in range(ranks)])
 
 
-def _room(part: Array, ranks: int) -> Array:
-    """For the parts [B, t, ...] of all ranks."""
+def _empty_whole(part: Array, ranks: int) -> Array:
+    """An uninitialised array for the parts [B, t, ...] of all ranks."""
     return jax.lax.empty((part.shape[0], ranks * part.shape[1], *part.shape[2:]), part.dtype)
 
 
 def _zero_after(made: Sequence[Array]) -> Any:
-    """Zero, which is not known before the arrays are: XLA removes an optimization barrier before it
+    """Zero with a data dependence on the arrays, since XLA removes optimization barriers before it
     schedules."""
     return sum((x[(0,) * x.ndim] > jnp.inf).astype(jnp.int32) for x in made)
 
 
 def _after(made: Sequence[Array], x: Array) -> Array:
-    """x, once the arrays are there."""
+    """x with a data dependence on the arrays."""
     if not made:
         return x
     first = x[:1, :1, :1]

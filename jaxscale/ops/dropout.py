@@ -1,4 +1,4 @@
-"""Dropout, and other noise, that does not depend on the layout.
+"""Dropout and jitter with noise that does not depend on the layout.
 
 Shapes: B batch, T time, D features.
 """
@@ -16,21 +16,20 @@ def dropout(
     layer: Array | int,
     site: int,
     rate: float,
-    place_T: Array,
+    position_T: Array,
 ) -> Array:
     """Sets each value to zero with probability `rate`, and divides the others by `1 - rate`.
 
-    What is dropped is a function of the integers (noise of the example, layer, site, place,
-    feature): the same in every layout, in which a device computes the noise of its own values. The
-    backward pass computes it again, so that nothing is saved for it.
+    The mask is a function of the integers (noise of the example, layer, site, position, feature),
+    so it is the same in every layout. The backward pass recomputes it; no mask is saved.
 
     Args:
       noise_B: uint32, of each example.
       layer: its index in the model, traced or not; below 2**24.
-      site: tells the dropouts of one layer apart; 0 .. 255.
+      site: the number of the dropout in its layer; 0 .. 255.
       rate: from 0, which returns x itself, to below 1.
-      place_T: of each token in its sequence before the sequence is dealt to the ranks of context;
-        [T] or [B, T].
+      position_T: of each token in its sequence, before context parallelism reorders it; [T] or
+        [B, T].
 
     Raises:
       ValueError: a rate or a site out of range.
@@ -49,7 +48,7 @@ def dropout(
         kept_BTD = (x_BTD.astype(wide) * jnp.asarray(1 / (1 - rate), wide)).astype(x_BTD.dtype)
         return jnp.where(words >= threshold, kept_BTD, jnp.zeros_like(x_BTD))
 
-    return drop(x_BTD, noise_B, where, place_T)
+    return drop(x_BTD, noise_B, where, position_T)
 
 
 def jitter(
@@ -58,13 +57,13 @@ def jitter(
     layer: Array | int,
     site: int,
     width: float,
-    place_T: Array,
+    position_T: Array,
 ) -> Array:
-    """Multiplies each value by its own factor, evenly drawn between 1 - width and 1 + width, in
-    float32 or wider (Fedus et al., Switch Transformers, arXiv 2101.03961, section 2.4).
+    """Multiplies each value by a uniform factor between 1 - width and 1 + width, in float32 or
+    wider (Fedus et al., Switch Transformers, arXiv 2101.03961, section 2.4).
 
     Args:
-      noise_B, layer, site, place_T: of `dropout`.
+      noise_B, layer, site, position_T: as in `dropout`.
       width: from 0 to 1.
     """
     if not 0 <= width <= 1:
@@ -74,10 +73,10 @@ def jitter(
     def scale(x_BTD: Array, noise_B: Array, where: Array, place: Array) -> Array:
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
         words = _words(x_BTD.shape, noise_B, where, place)
-        even = (words >> 8).astype(wide) * 2.0**-23 - 1  # in steps that float32 has
+        even = (words >> 8).astype(wide) * 2.0**-23 - 1  # exact in float32
         return x_BTD.astype(wide) * (1 + width * even)
 
-    return scale(x_BTD, noise_B, _where(layer, site), place_T)
+    return scale(x_BTD, noise_B, _where(layer, site), position_T)
 
 
 SITES = 256
@@ -94,12 +93,12 @@ def _words(shape: tuple[int, ...], noise_B: Array, where: Array, place: Array) -
     """A random word for each value.
 
     Raises:
-      ValueError: there is no noise.
+      ValueError: the batch has no noise.
     """
     if isinstance(noise_B, tuple):
         raise ValueError(
-            "batch.noise is (), as in an evaluation; a step makes it for a model whose draws_noise "
-            "is True: set that, and drop nothing where batch.noise is ()"
+            "batch.noise is (), as in an evaluation; set draws_noise = True in the model to get "
+            "noise in training, and skip dropout where batch.noise is ()"
         )
     feature_D = jax.lax.broadcasted_iota(jnp.uint32, (1, 1, shape[2]), 2)
     place = jnp.broadcast_to(place, shape[:2]).astype(jnp.uint32)[:, :, None]
@@ -107,8 +106,8 @@ def _words(shape: tuple[int, ...], noise_B: Array, where: Array, place: Array) -
 
 
 def _hash(x: Array, y: Array, z: Array, w: Array) -> Array:
-    """A random word of 32 bits for four: the hash "pcg4d" (Jarzynski and Olano, Hash Functions for
-    GPU Rendering, Journal of Computer Graphics Techniques 9(3), 2020), its last result."""
+    """Hash of four 32-bit words: last result of pcg4d (Jarzynski and Olano, Hash Functions for GPU
+    Rendering, Journal of Computer Graphics Techniques 9(3), 2020)."""
     x, y, z, w = (v * jnp.uint32(1664525) + jnp.uint32(1013904223) for v in (x, y, z, w))
     x, y, z, w = _mix(x, y, z, w)
     x, y, z, w = (v ^ (v >> 16) for v in (x, y, z, w))

@@ -1,8 +1,8 @@
-"""Rows of a table by index, where tokens, and perhaps the table, are spread over mesh axes.
+"""Embedding lookup, with tokens, and optionally the table, sharded over mesh axes.
 
-The gradient of a row is a sum over all of its uses: thousands in a batch, for a common token. It is
-accumulated in float32 or wider whatever the types of the rows and of the table, since a bfloat16
-sum stops growing at about 256 times the size of its terms.
+The gradient of a row is a sum over all of its uses: thousands in a batch for a common token. It is
+accumulated in float32 or wider for all types of table, since a bfloat16 sum stops growing at about
+256 times the size of its terms.
 
 Letters: B batch, T time, D features, V rows (inside the local functions: this rank's share).
 """
@@ -16,10 +16,9 @@ from jaxscale.sharding.specs import manually
 
 
 def lookup(table_VD: jax.Array, indices_BT: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`table_VD[indices_BT]` in `dtype`, of a table that this device holds whole.
+    """`table_VD[indices_BT]` in `dtype`, of a table that is whole on this device.
 
-    The gradient has the type of the table: one that is wider than `dtype` receives the float32 sums
-    as they are.
+    The gradient has the type of the table; a float32 table gets the float32 sums unrounded.
     """
     num_rows, table_dtype = table_VD.shape[0], table_VD.dtype
 
@@ -45,30 +44,31 @@ def spread_lookup(
     features: str | None = None,
     scatters: bool = False,
 ) -> jax.Array:
-    """`lookup`, its T spread over `time`.
+    """`lookup` with T sharded over `time`, and optionally a sharded table.
 
-    Where the rows of the table are spread, each rank looks up the tokens whose row it has, adds
-    zeros for the rest, and a reduce-scatter over ranks leaves each its part of T (the
-    vocabulary-parallel embedding of Megatron-LM, arXiv 1909.08053, with the sequence sharded as in
-    arXiv 2205.05198).
-    Written by hand, in a region where every mesh axis is manual, because XLA's partitioner cannot
-    handle a gather of automatically sharded operands in a region where only some axes are.
+    With sharded rows this is Megatron-LM's vocabulary-parallel embedding (arXiv 1909.08053) with
+    the sequence sharded as in arXiv 2205.05198: each rank looks up the tokens whose rows it has,
+    takes zeros for the others, and a reduce-scatter gives each rank its part of T. Every mesh axis
+    is manual, because XLA's partitioner fails on a gather of automatically sharded operands in a
+    region where only some axes are manual.
 
     Args:
-      rows: the mesh axis that the table's first dimension is spread over, which must be the last
-        of `time`; None if it is not spread.
-      time: the mesh axes that the result's T is spread over, the slowest first; they divide it.
-      axes: every mesh axis that is still automatic here.
-      features: the mesh axis that D is spread over everywhere.
-      scatters: whether each rank of the other axes of `time`, which divide D, keeps its part of D
-        of the table's gradient, as of the state.
+      rows: the mesh axis that shards the table's first dimension, which must be the last of `time`;
+        None if its rows are not sharded.
+      time: the mesh axes that shard the result's T, the slowest first; they divide it.
+      axes: every mesh axis that is automatic here.
+      features: the mesh axis that shards D in all arrays.
+      scatters: whether the table's gradient is reduce-scattered along D over the other axes of
+        `time`, which divide D, as the optimizer's state is sharded.
     """
     num_rows, table_dtype = table_VD.shape[0], table_VD.dtype
-    together = tuple(axis for axis in time if axis != rows)  # over which indices are spread
+    together = tuple(axis for axis in time if axis != rows)  # shard the indices
     table, indices = PartitionSpec(rows, features), PartitionSpec(None, together)
     result = PartitionSpec(None, time, features)
     scatters = scatters and bool(together)
-    gradient = PartitionSpec(rows, together) if scatters else table
+    # Each rank of `features` scatters its part of D over the ranks of `together`.
+    parts = (features, *together) if features else together
+    gradient = PartitionSpec(rows, parts) if scatters else table
 
     def own(indices_BT: jax.Array, share: int, axis: str) -> tuple[jax.Array, jax.Array]:
         rows_BT = indices_BT - jax.lax.axis_index(axis) * share
@@ -109,8 +109,8 @@ def spread_lookup(
 
 
 def _sum_uses(num_rows: int, indices_BT: jax.Array, dx_BTD: jax.Array) -> jax.Array:
-    """For each row of a table the sum of its uses' gradients, in float32 or wider."""
+    """Sums the gradients of each row's uses, in float32 or wider."""
     wide = jnp.promote_types(dx_BTD.dtype, jnp.float32)
-    # Where the result is only added to a sum, XLA scatters into that sum and allocates no zeros.
+    # If the result is only added to an accumulator, XLA scatters into that and allocates no zeros.
     sums_VD = jnp.zeros((num_rows, dx_BTD.shape[-1]), wide)
     return sums_VD.at[indices_BT].add(dx_BTD.astype(wide))

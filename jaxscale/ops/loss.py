@@ -1,8 +1,7 @@
-"""Cross entropy that never materialises the logits of all tokens at once.
+"""Chunked cross entropy: the logits of all tokens never exist at once.
 
-Shapes: B batch, T time, N tokens (B * T), J chunks, C tokens of one chunk,
-D features, V vocabulary (inside the functions of one rank: its columns of the head), K tokens with
-rows of their own.
+Shapes: B batch, T time, N tokens (B * T), J chunks, C tokens of one chunk, D features, V vocabulary
+(inside the functions of one rank: its columns of the head), K tokens with trained rows.
 """
 
 import functools
@@ -34,33 +33,32 @@ with epy.lazy_imports():  # half a second, and only a GPU needs it
 
 
 class LossForm(NamedTuple):
-    """How a loss is computed, which changes nothing but its rounding."""
+    """The form of the computation, which affects only rounding, speed and memory."""
 
     chunk_tokens: int | None = None
-    """Tokens whose logits exist together; None is by `loss_chunk_tokens`."""
+    """Tokens of a chunk; None is `loss_chunk_tokens`."""
 
     platform: str = ""
     """Of the devices: on GPUs a chunk has at least as many tokens as features; on CPUs targets'
     logits are looked up."""
 
     accumulation_dtype: DTypeLike = jnp.float32
-    """Of the head's gradient while it is summed over chunks; widened to that of the softmax where
-    it is narrower."""
+    """Of the head's gradient, summed over chunks; at least as wide as the softmax."""
 
     spread: Spread | None = None
-    """How x and the head are spread over mesh axes: x as `spread.stream`, V over `spread.axis`,
-    which divides it, and D over `spread.features`, over which logits are summed. No token moves to
-    another rank of `spread.time`, over which the head's gradient is summed once, at the end."""
+    """Sharding of x and the head: x as `spread.stream`, V over `spread.axis`, which divides it, and
+    D over `spread.features`, over which logits are summed. Tokens stay on their rank of
+    `spread.time`, over which the head's gradient is summed once, at the end."""
 
     scatters: bool = False
-    """Whether each rank of `spread.time` keeps its part of D of that sum, as of the state."""
+    """Whether that sum is reduce-scattered along D, as the optimizer's state is sharded."""
 
     unroll: bool = False
     """Whether the loop over chunks is unrolled."""
 
     @property
     def ranks(self) -> str | None:
-        """The mesh axis over which the head's columns are spread."""
+        """The mesh axis that shards the head's columns."""
         return self.spread.axis if self.spread else None
 
 
@@ -91,32 +89,32 @@ def cross_entropy(
     ids: tuple[int, ...] = (),
     form: LossForm = PLAIN_FORM,
 ) -> tuple[Array, Array]:
-    """Sums weight * (nll + z_loss * log(Z)^2) over tokens, in nats.
+    """Cross entropy: sums weight * (nll + z_loss * log(Z)^2) over tokens, in nats.
 
-    Under differentiation one pass over chunks of tokens computes the loss and its gradients;
-    the backward pass only scales them. Matmuls take inputs in the type of `x_BTD` and
-    accumulate in float32 or wider, as does the softmax.
+    Under differentiation one pass over chunks of tokens computes the loss and its gradients; the
+    backward pass only scales them. Matmuls take inputs in the type of `x_BTD` and accumulate in
+    float32 or wider, as does the softmax.
 
-    Where the columns of the head are spread over ranks of tensor, each computes its logits of every
-    token (arXiv 1909.08053, section 3). For a chunk three numbers of each token cross: the maximum,
-    the sum and the target's logit. The gradient of x is reduce-scattered once, when all chunks are
-    done, in the type of x as between layers.
+    With the head's columns sharded over tensor, each rank computes its logits of every token (arXiv
+    1909.08053, section 3). Per chunk, three numbers of each token are reduced over ranks: maximum,
+    sum and target's logit. The gradient of x is reduce-scattered once, after all chunks, in the
+    type of x as between layers.
 
     Args:
-      head: [D, V], or [V, D] when `transposed` (an embedding that doubles as the head). Entries
-        from `vocab_size` on are padding: never predicted, their gradient is exactly zero. It may
-        be wider than `x_BTD`; its gradient is then not rounded to the narrower type.
+      head: [D, V], or [V, D] when `transposed` (tied embedding). Columns from `vocab_size` on are
+        padding: never predicted, with a gradient of exactly zero. The head may be wider than
+        `x_BTD`; its gradient is then not rounded to the narrower type.
       targets_BT: token ids below `vocab_size`.
-      weights_BT: the weight of each token; data, so no gradient flows to it.
+      weights_BT: the weight of each token; data without a gradient.
       bias_V: added to the logits, before the soft cap.
-      soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 means none.
+      soft_cap: logits become soft_cap * tanh(logits / soft_cap); 0 disables.
       z_loss: weight of log(Z)^2, which keeps the logits near zero (arXiv 2204.02311).
       rows_KD: added to the head's columns of the tokens `ids`; its gradient is computed without
         that of the head.
 
     Returns:
-      The loss, and the sum of weight * nll alone, through which no gradient flows. Both are
-      float32 scalars, or float64 where the inputs are.
+      The loss, and the sum of weight * nll without a gradient. Both are float32 scalars, or float64
+      if the inputs are.
     """
     if form.chunk_tokens is not None and form.chunk_tokens < 1:
         raise ValueError(f"chunk_tokens = {form.chunk_tokens} must be at least 1, or None")
@@ -139,7 +137,8 @@ def logits(
     rows_KD: Array | None = None,
     ids: tuple[int, ...] = (),
 ) -> Array:
-    """Logits of every token, float32 or wider, [..., vocab_size]; arguments of `cross_entropy`."""
+    """Logits of every token, in float32 or wider, [..., vocab_size]; arguments as in
+    `cross_entropy`."""
     added = None if rows_KD is None else (rows_KD, ids)
     raw_BTV = _project(x_BTD, head, bias_V, transposed, added)[..., :vocab_size]
     return soft_cap * jnp.tanh(raw_BTV / soft_cap) if soft_cap else raw_BTV
@@ -150,7 +149,7 @@ def _softmax_dtype(x: Array) -> jnp.dtype:
 
 
 def _chunk_size(num_tokens: int, most: int) -> int:
-    """Tokens of a chunk, chosen so that the last chunk is as full as the others can be."""
+    """Tokens of a chunk, at most `most`, with little padding in the last chunk."""
     num_chunks = -(-num_tokens // most)
     return -(-num_tokens // num_chunks)
 
@@ -164,10 +163,10 @@ def _project(
     first: Any = 0,
     spread: Spread | None = None,
 ) -> Array:
-    """Logits, accumulated in float32 or wider, over ranks that have other features too.
+    """Logits, accumulated in float32 or wider, and summed over ranks of features.
 
     Args:
-      added: rows [K, D], and the tokens whose columns of the head they are added to.
+      added: rows [K, D] and the tokens whose columns of the head they add to.
       first: the token of the head's first column.
     """
     contract = "...D,VD->...V" if transposed else "...D,DV->...V"
@@ -177,7 +176,8 @@ def _project(
     if added:
         rows_KD, ids = added
         raw_CK = _project(x_CD, rows_KD, None, transposed=True)
-        # Not scattered: on CPUs a stage of a pipeline that scatters does not return (jax 0.12).
+        # A one-hot matmul, not a scatter: with XLA:CPU (jax 0.12) a pipeline stage that scatters
+        # here does not return.
         raw_CV += _matmul("...K,KV->...V", raw_CK, _is_token(ids, first, raw_CV))
     if spread:
         (raw_CV,) = spread.summed([raw_CV])
@@ -185,13 +185,13 @@ def _project(
 
 
 def _is_token(ids: tuple[int, ...], first: Any, like_CV: Array) -> Array:
-    """[K, V] with a 1 in the column of each of these tokens, in a type."""
+    """[K, V], one-hot in the column of each token, in the type of the logits."""
     columns_V = first + jnp.arange(like_CV.shape[-1])
     return (jnp.asarray(ids)[:, None] == columns_V).astype(like_CV.dtype)
 
 
 def _matmul(contract: str, *operands: Array) -> Array:
-    """Accumulated in float32 or wider, its operands not rounded."""
+    """Matmul at the highest precision, accumulated in float32 or wider."""
     dtype = _softmax_dtype(operands[0])
     return jnp.einsum(contract, *operands, precision="highest", preferred_element_type=dtype)
 
@@ -199,8 +199,7 @@ def _matmul(contract: str, *operands: Array) -> Array:
 def _chunk_loss(
     static: _Static, arrays: LossArrays, x_CD: Array, targets_C: Array, weights_C: Array
 ):
-    """The loss and nll of one chunk of the arrays, and a function that returns the gradient for its
-    logits."""
+    """The loss and nll of one chunk, and a function for the gradient of its logits."""
     form, columns = static.form, arrays.head.shape[0 if static.transposed else 1]
     first = first_id(form.spread, columns)
     added = None if arrays.rows_KD is None else (arrays.rows_KD, static.ids)
@@ -214,8 +213,9 @@ def _chunk_loss(
     is_target_CV = ids_V == targets_C[:, None]
     padded = columns * (jax.lax.axis_size(ranks) if ranks else 1) > static.vocab_size
     is_real_V = ids_V < static.vocab_size if padded else None
-    # Looked up on CPUs, which compare more slowly than they exponentiate. Elsewhere a comparison is
-    # part of a pass over the logits that is made anyway; and another rank may have the target's.
+    # The targets' logits are gathered on CPUs, where comparing all columns takes longer than the
+    # exponentials. Elsewhere the comparison is fused into a pass over the logits. With sharded
+    # columns another rank may have the target's.
     looks_up = form.platform == "cpu" and not ranks
     places = jnp.arange(targets_C.size), targets_C
     if _has_kernel(static, raw_CV):
@@ -243,6 +243,7 @@ def _chunk_loss(
             grad_CV = jnp.where(is_real_V, grad_CV, 0)
         if not looks_up:
             return grad_CV
+        # The target's -1 is scattered in: in the elementwise form XLA would compare all columns.
         of_target_C = gradient(target_C, log_z_C, weights_C, 1)
         return grad_CV.at[places].set(of_target_C, mode="promise_in_bounds", unique_indices=True)
 
@@ -251,8 +252,8 @@ def _chunk_loss(
 
 
 def _has_kernel(static: _Static, raw_CV: Array) -> bool:
-    """Whether `loss_kernel.py` reduces these logits: on GPUs, of float32, of as many as its offsets
-    count, and where the compiler, which cannot partition a kernel, has no axis to do so."""
+    """Whether `loss_kernel.py` reduces these logits: float32 on GPUs, fewer than 2**31, and with no
+    automatic mesh axis, since the compiler cannot partition a kernel."""
     mesh = jax.sharding.get_abstract_mesh()
     automatic = [size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes]
     return (
@@ -260,13 +261,13 @@ def _has_kernel(static: _Static, raw_CV: Array) -> bool:
         and raw_CV.dtype == jnp.float32
         and raw_CV.size < 2**31
         and math.prod(automatic) == 1
-        # JAX means to drop this back end, and then XLA's reduction serves.
+        # JAX (0.11, 0.12) calls Pallas's Triton back end deprecated. Without it XLA reduces.
         and importlib.util.find_spec("jax.experimental.pallas.triton") is not None
     )
 
 
 def _reduced_by_kernel(static: _Static, raw_CV: Array, targets_C: Array) -> tuple[Array, Array]:
-    """log Z and the target's logit of each token from one pass over logits that are not capped."""
+    """log Z and the target's logit of each token from one pass over uncapped logits."""
     columns = raw_CV.shape[-1]
     first = first_id(static.form.spread, columns)
     end = jnp.clip(static.vocab_size - first, 0, columns)
@@ -278,14 +279,14 @@ def _reduced_by_kernel(static: _Static, raw_CV: Array, targets_C: Array) -> tupl
 def _reduced_at_once(
     logits_CV: Array, is_target_CV: Array, is_real_V: Array | None
 ) -> tuple[Array, Array]:
-    """log Z and the target's logit of each token from one pass over the logits: a running maximum,
-    and the sum of exponentials relative to it (arXiv 1805.02867, section 3). XLA for GPUs makes two
-    passes of `logsumexp`, one for each."""
+    """log Z and the target's logit of each token in one pass over the logits: online softmax, a
+    running maximum and the sum of exponentials relative to it (arXiv 1805.02867, section 3)."""
 
+    # XLA for GPUs compiles `logsumexp` to two passes, for the maximum and for the sum.
     def joined(one, other):
         (most, total, target), (most_2, total_2, target_2) = one, other
         new = jnp.maximum(most, most_2)
-        # Also where both are -inf, as of nothing but padding.
+        # Where both are -inf, as in padding, their difference would be nan.
         scale, scale_2 = (jnp.exp(jnp.where(m == new, 0, m - new)) for m in (most, most_2))
         return new, total * scale + total_2 * scale_2, target + target_2
 
@@ -299,8 +300,8 @@ def _reduced_at_once(
 
 
 def _chunks(form: LossForm, vocab: int, *arrays_BT: Array) -> list[Array]:
-    """[B, T, ...] -> [chunks, C, ...], x first; the last chunk is padded with zeros, of weight
-    zero."""
+    """[B, T, ...] -> [chunks, C, ...], x first; the last chunk is padded with zeros, weight zero
+    included."""
     features = arrays_BT[0].shape[-1] if form.platform == "gpu" else 0
     most = form.chunk_tokens or int(loss_chunk_tokens(vocab, features))
     flat = [array.reshape(-1, *array.shape[2:]) for array in arrays_BT]
@@ -315,7 +316,7 @@ def _chunks(form: LossForm, vocab: int, *arrays_BT: Array) -> list[Array]:
 
 
 def _narrow(arrays: LossArrays) -> LossArrays:
-    """The head in the type of x, as matmuls take it."""
+    """Casts the head to the type of x, for matmuls."""
     return arrays._replace(head=arrays.head.astype(arrays.x_BTD.dtype))
 
 
@@ -349,11 +350,12 @@ def _loss_forward(static: _Static, arrays: LossArrays):
     run = on_ranks(form.spread, local, transposed=static.transposed, summed=summed)
     sums, gradients = run(_narrow(arrays))
     trained = arrays.head, arrays.bias_V, arrays.rows_KD
+    # The backward pass needs only the types of these; as residuals the arrays would stay alive.
     return sums, (*gradients, jax.tree.map(lambda x: jnp.zeros((), x.dtype), trained))
 
 
 def _local_gradients(static: _Static, arrays: LossArrays):
-    """(loss, nll) and their gradients for x, the head as [D, V], the bias and the rows, on one
+    """(loss, nll) and the gradients of x, the head as [D, V], the bias and the rows, on one
     rank."""
     form, (x_BTD, head, bias_V, rows_KD, targets_BT, weights_BT) = static.form, arrays
     matmul = functools.partial(jnp.einsum, preferred_element_type=_softmax_dtype(x_BTD))
@@ -361,15 +363,15 @@ def _local_gradients(static: _Static, arrays: LossArrays):
     shape_DV = head.shape[::-1] if static.transposed else head.shape
     x_BTD = gather_tokens(form.spread, x_BTD)
     x_JCD, targets_JC, weights_JC = _chunks(form, shape_DV[1], x_BTD, targets_BT, weights_BT)
-    # The head's gradient is summed as [D, V] with x transposed beforehand: a matmul that contracts
-    # the first dimension of its left operand is two to three times slower on a CPU.
+    # x is transposed once for the head's gradient, [D, C] x [C, V]: XLA:CPU's matmul is two to
+    # three times slower if it contracts the first dimension of its left operand.
     x_JDC = jnp.swapaxes(x_JCD, 1, 2)
 
     def step(carry, chunk):
         x_CD, x_DC, targets_C, weights_C = chunk
         if form.platform == "gpu":
-            # A matmul that reads a slice of a larger array, as XLA can have it, is one whose kernel
-            # it does not choose by timing: on an H200 the three took 15 % longer.
+            # XLA for GPUs may fuse the slice of a larger array into a matmul, whose kernel it then
+            # does not autotune: on an H200 the three matmuls took 15 % longer.
             x_CD, x_DC = map(jax.lax.optimization_barrier, (x_CD, x_DC))
         loss_sum, nll_sum, grad_head_DV, grad_bias_V, grad_rows_KD = carry
         loss, nll, logits_gradient = _chunk_loss(static, arrays, x_CD, targets_C, weights_C)
@@ -400,12 +402,13 @@ def _local_gradients(static: _Static, arrays: LossArrays):
         unroll=form.unroll,
     )
     loss, nll, grad_head_DV, grad_bias_V, grad_rows_KD = carry
+    # Sums over ranks follow the loop, so that each is one collective and not one per chunk.
     if form.scatters:
         time = form.spread.time if form.spread else ()
         grad_head_DV = jax.lax.psum_scatter(grad_head_DV, time, scatter_dimension=0, tiled=True)
     else:
         grad_head_DV = over_time(form.spread, grad_head_DV)
-    if form.ranks:  # each has added to its own columns
+    if form.ranks:  # each rank has the contribution of its columns
         grad_rows_KD = jax.lax.psum(grad_rows_KD, form.ranks)
     loss, nll, grad_bias_V, grad_rows_KD = over_time(
         form.spread, (loss, nll, grad_bias_V, grad_rows_KD)
@@ -420,8 +423,8 @@ def _loss_backward(static: _Static, residuals, cotangents):
     scale = cotangents[0]
     grad_head = (grad_head_DV * scale).astype(like_head.dtype)
     if static.transposed:
-        # XLA would fold this transpose into the matmul of a single chunk, and its CPU back end has
-        # no matmul from bfloat16 to float32 that reads its left operand by columns.
+        # With a single chunk XLA would fold the transpose into the matmul, and XLA:CPU has no
+        # bfloat16 to float32 matmul that reads its left operand by columns.
         grad_head = jax.lax.optimization_barrier(grad_head).T
     grad_bias_V, grad_rows_KD = (
         None if like is None else (grad * scale).astype(like.dtype)

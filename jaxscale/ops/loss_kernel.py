@@ -1,10 +1,10 @@
-"""log Z and the target's logit of each token from one pass over float32 logits: a Pallas kernel
-for GPUs, written for Triton.
+"""Loss kernel in Pallas for GPUs: log Z and the target's logit of each token from one pass over
+float32 logits.
 
-A program reads one row of logits, 16 bytes with an instruction, and computes one exponential of
-each. XLA's reduction with three results takes 2.5 times as long as reading the logits once does
-(llama32_1b on an H200). Like every Pallas kernel it knows nothing of meshes: on several devices
-call it where every axis is manual, or of size 1. For Ampere and later.
+A program reads one row of logits, 16 bytes per instruction, and computes one exponential per logit.
+XLA's reduction with three results takes 2.5 times as long as one read of the logits (llama32_1b on
+an H200). On several devices call it where every mesh axis is manual, or of size 1. Triton back end,
+for Ampere and later.
 
 Shapes: C tokens of a chunk, V vocabulary (the columns of the head on a rank), v columns of a block.
 """
@@ -21,15 +21,15 @@ from jax.experimental.pallas import triton
 
 
 class LogitBlock(NamedTuple):
-    """What a program reads at a time, and its warps of 32 threads. A thread holds as many maxima
-    and sums as it has logits of a block."""
+    """Columns of a block and warps of 32 threads of a program. A thread has one maximum and one sum
+    for each of its logits in a block."""
 
     columns: int
     warps: int
 
 
 BLOCK = LogitBlock(4096, 8)
-"""On an H200 2,048 x 128,256 logits take 263 us; with 2,048 columns 270, with 8,192 columns 364
+"""On an H200 2,048 x 128,256 logits take 263 us; 270 us with 2,048 columns, 364 us with 8,192
 (`tools/bench/loss.py`)."""
 
 
@@ -43,15 +43,15 @@ def log_z_and_target(
     interpret: bool = False,
 ) -> tuple[Array, Array]:
     """log(sum(exp(logit))) over the columns before `end`, and the logit of column `targets_C`, 0
-    where that is not among them. Of no columns, or of -inf alone, log Z is -inf; with a nan or +inf
-    among them it is nan.
+    where that is not before `end`. Without columns, or with -inf only, log Z is -inf; with any nan
+    or +inf it is nan.
 
     Args:
       end: the first column of the padding.
-      soft_cap: as in `loss.cross_entropy`; 0 means none.
+      soft_cap: as in `loss.cross_entropy`; 0 disables.
     """
     rows, columns = logits_CV.shape
-    # A power of two, as Triton needs, and no wider than a row.
+    # Triton needs a power of two, and the block must not be wider than a row.
     width = min(block.columns, 2 ** (columns.bit_length() - 1))
     number = pl.BlockSpec((None,), lambda i: (i,))
     log_z_C, target_C = pl.pallas_call(
@@ -74,8 +74,8 @@ def log_z_and_target(
 def _row(
     width: int, soft_cap: float, logits_ref, column_ref, end_ref, log_z_ref, target_ref
 ) -> None:
-    """One token. Each lane of a block has a maximum and a sum of its own, which are joined at the
-    end: threads do not wait for each other in between."""
+    """One token. Each lane of a block has a separate maximum and sum, joined at the end: threads do
+    not synchronise in between."""
     column, end = column_ref[...], end_ref[0]
 
     def capped(x: Array) -> Array:
@@ -83,8 +83,8 @@ def _row(
 
     def joined(sums: tuple[Array, Array], x_v: Array) -> tuple[Array, Array]:
         high_v, total_v = sums
-        # Relative to the new maximum the exponential of one of the two is 1. Their distance takes
-        # a nan into the sum: a GPU's maximum would pass it over.
+        # Relative to the new maximum, one of the two exponentials is 1, so one call suffices. The
+        # difference carries a nan into the sum; a GPU's maximum instruction drops it.
         other_v = _exp(-jnp.abs(x_v - high_v))
         total_v = jnp.where(x_v > high_v, total_v * other_v + 1, total_v + other_v)
         return jnp.maximum(high_v, x_v), total_v
@@ -92,7 +92,7 @@ def _row(
     def visit(j: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         return joined(sums, capped(logits_ref[pl.ds(j * width, width)]))
 
-    # Not -inf, from which the distance of a logit of -inf would be nan.
+    # Not -inf: the difference to a logit of -inf would be nan.
     zero_v = jnp.zeros(width, log_z_ref.dtype)
     begin = zero_v + jnp.finfo(zero_v.dtype).min, zero_v
     whole = end // width
@@ -107,5 +107,6 @@ def _row(
 
 
 def _exp(x: Array) -> Array:
-    """One instruction of a GPU raises 2 to a power, a row of them e."""
+    """exp(x) as a power of two."""
+    # GPUs have an instruction for powers of two; exp is several instructions.
     return jnp.exp2(x * math.log2(math.e))

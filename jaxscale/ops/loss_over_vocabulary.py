@@ -1,4 +1,4 @@
-"""The loss over mesh axes: columns of the head over ranks of tensor, tokens over ranks of time.
+"""Vocabulary-parallel loss: collectives of the loss over tensor (columns) and time (tokens).
 
 Letters as in `loss.py`.
 """
@@ -15,7 +15,7 @@ from jaxscale.ops.tensor_parallel import Spread
 
 
 class LossArrays(NamedTuple):
-    """What a loss is of, as `cross_entropy` has them; or the specs of each."""
+    """The array arguments of `cross_entropy`; or the spec of each."""
 
     x_BTD: Any
     head: Any
@@ -28,12 +28,12 @@ class LossArrays(NamedTuple):
 def on_ranks(
     spread: Spread | None, local: Callable, *, transposed: bool, summed: PartitionSpec | None = None
 ) -> Callable[[LossArrays], Any]:
-    """`local`, which returns the loss and nll, or these and gradients, on each rank's part of its
+    """Runs `local`, which returns (loss, nll) or these and gradients, on each rank's part of the
     arrays.
 
     Args:
       transposed: whether the head is [V, D].
-      summed: how the gradient of the head is spread; None where there are no gradients.
+      summed: the spec of the head's gradient; None without gradients.
     """
     if spread is None:
         return local
@@ -48,7 +48,7 @@ def on_ranks(
 
 
 def head_gradient_spec(spread: Spread | None, scatters: bool) -> PartitionSpec:
-    """How the gradient of the head, [D, V], is spread."""
+    """The spec of the head's gradient, [D, V]."""
     if spread is None:
         return PartitionSpec()
     return PartitionSpec(spread.time, spread.axis) if scatters else spread.weight(2, o=0)
@@ -60,28 +60,32 @@ def first_id(spread: Spread | None, columns: int) -> Any:
 
 
 def over_columns(spread: Spread | None, log_z_C: Array, target_C: Array) -> tuple[Array, Array]:
-    """Both over the columns of all ranks. One of nothing but padding has a `log_z_C` of -inf."""
+    """Combines log Z and targets' logits over the columns of all ranks."""
     if not (spread and spread.axis):
         return log_z_C, target_C
+    # Log-sum-exp relative to the maximum over ranks. A rank with padding columns only has -inf,
+    # which counts as exp(-inf) = 0; the target's logit is 0 on all ranks except one.
     most_C = jax.lax.pmax(log_z_C, spread.axis)
     total_C, target_C = jax.lax.psum((jnp.exp(log_z_C - most_C), target_C), spread.axis)
     return most_C + jnp.log(total_C), target_C
 
 
 def over_time(spread: Spread | None, sums: Any) -> Any:
-    """Sums over this rank's tokens, summed over the ranks that have others."""
+    """All-reduces sums over tokens to sums over the tokens of all ranks."""
     return jax.lax.psum(sums, spread.time) if spread and spread.time else sums
 
 
 def gather_tokens(spread: Spread | None, x_BTD: Array) -> Array:
-    """Every token whose logits this rank has columns of."""
+    """All-gathers tokens over the ranks that divide the vocabulary."""
     if not (spread and spread.axis):
         return x_BTD
+    # Before the loop over chunks: one collective for all of them, which then compute without any
+    # but the sums of `over_columns`.
     return jax.lax.all_gather(x_BTD, spread.axis, axis=1, tiled=True)
 
 
 def scatter_tokens(spread: Spread | None, x_BTD: Array) -> Array:
-    """Sums over ranks, each of which gets its part of T."""
+    """Reduce-scatters over the ranks that divide the vocabulary, along T."""
     if not (spread and spread.axis):
         return x_BTD
     return jax.lax.psum_scatter(x_BTD, spread.axis, scatter_dimension=1, tiled=True)

@@ -1,24 +1,24 @@
-"""Matmuls with weights in the compute type, or with both operands quantised to 8 bits.
+"""Matmuls with weights, in the compute type or with 8-bit operands (float8, int8).
 
 `float8` is e4m3 for activations and weights and e5m2 for gradients of outputs (arXiv 2209.05433),
-in all three matmuls of a weight, each operand times one power of two that brings its largest
-magnitude into the upper half of the type's range ("current scaling": the scale is of this very
-array). A power of two changes no significand: whatever the array's other elements are, an element
-rounds as it would alone, unless it is 2^14 times smaller than the largest (e5m2: 2^29). So layouts,
-which differ in the arrays that are scaled together, agree but for such elements.
+in all three matmuls of a weight. Each operand is multiplied by a power of two that scales its
+largest magnitude to the upper half of the type's range ("current scaling": from the array itself).
+A power of two does not change significands: an element rounds independently of the others, unless
+it is 2^14 times smaller than the largest (e5m2: 2^29). Layouts scale different arrays together, so
+they agree except for such elements.
 
-`int8` is for what has no such exponents: each row and column has a scale of its own along what is
-contracted, whatever the layout. A weight's gradient, contracted over tokens, stays in the compute
-type: scales over tokens would depend on the layout, and small gradients would round to zero.
+`int8` has no exponents: each row and column has a separate scale along the contracted dimension,
+independent of the layout. A weight's gradient, contracted over tokens, stays in the compute type:
+its scales would depend on the layout, and small gradients would round to zero.
 
-The operands of 8 bits enter `dot_general` themselves, and the result is scaled: XLA folds the scale
-into the matmul, where it would not fold a quantised array that is scaled back before (on Hopper the
-matmul silently stays in bfloat16).
+`dot_general` takes the 8-bit operands and its result is scaled: XLA folds that scale into the
+matmul. It does not recognise a quantised array that is scaled back before the matmul (on Hopper
+such a matmul silently stays in bfloat16).
 
-Hopper's tensor cores add products of float8 with about 14 bits. XLA has cuBLAS move such sums to
-float32 every few terms, except where both operands have the precision DEFAULT, which is faster
-(openxla/xla#6599). As in Flax (`flax.linen.fp8_ops`), forward matmuls are DEFAULT, and those of
-gradients HIGHEST: a weight's has as many terms as there are tokens.
+Hopper's tensor cores accumulate float8 matmuls with about 14 bits. XLA makes cuBLAS move such sums
+to float32 every few terms, except if both operands have precision DEFAULT, which is faster
+(openxla/xla#6599). As in Flax (`flax.linen.fp8_ops`), forward matmuls are DEFAULT and gradients
+HIGHEST: a weight's gradient has as many terms as there are tokens.
 """
 
 from collections.abc import Sequence
@@ -44,22 +44,21 @@ OPERANDS: dict[tuple[str, str], tuple[Any, Any]] = {
     ("int8", FORWARD): (jnp.int8, jnp.int8),
     ("int8", INPUT_GRADIENT): (jnp.int8, jnp.int8),
 }
-"""The types of both operands by `model.matmul_dtype` and matmul; the others stay as they are."""
+"""(`model.matmul_dtype`, matmul) -> types of both operands; other matmuls are not quantised."""
 
 FLOAT8_PRECISION = {
     FORWARD: jax.lax.Precision.DEFAULT,
     INPUT_GRADIENT: jax.lax.Precision.HIGHEST,
     WEIGHT_GRADIENT: jax.lax.Precision.HIGHEST,
 }
-"""The precision in which sums of float8 products are accumulated; it leaves the operands as they
-are."""
+"""The precision of float8 accumulation; operands are not affected."""
 
 WEIGHT_SCALE = "weight_scale"
-"""The name, for remat policies, of a weight's scale: one number, which the backward pass would find
-again by reading the weight once more."""
+"""The checkpoint name of a weight's scale. Every remat policy saves this one number: to recompute
+it the backward pass would read the weight again."""
 
 _LARGEST_SCALE = 2.0**100
-"""The scale of arrays that are all but zero: float32 holds it and its inverse."""
+"""The largest scale, for arrays near zero: float32 represents it and its inverse."""
 
 
 class Scaled(NamedTuple):
@@ -72,17 +71,17 @@ class Scaled(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A weight [*c, *o] and what its matmuls of float8 read of it, for a step that multiplies by it
-    several times: its maximum, two arrays of float8 and one transpose are made once.
+    """A weight [*c, *o] quantised once, for a step that multiplies by it several times: maximum,
+    two float8 arrays and a transpose are computed once.
 
-    Modules read it as a weight: `linear` and its like take either. Gradients have the same form,
-    and are in `weight`.
+    Modules use it as a weight: `linear`, `columns` and `rows` accept both. Gradients have the same
+    form, in `weight`.
     """
 
-    weight: Array  # in the compute type; no matmul reads it, and the compiler drops it
+    weight: Array  # in the compute type; no matmul reads it, so the compiler removes it
     forward: Array  # [*o, *c]: Hopper multiplies float8 along the last dimension alone
     backward: Array  # [*c, *o]
-    unit: Array  # of both, as of `Scaled`
+    unit: Array  # of both arrays, as in `Scaled`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -104,7 +103,7 @@ def is_quantised(x: Any) -> bool:
 
 
 def quantised_weight(weight: Array, contracted: int) -> QuantisedWeight:
-    """The weight [*c, *o] for matmuls of float8, with `contracted` dimensions c."""
+    """Quantises a weight [*c, *o] for float8 matmuls, with `contracted` dimensions c."""
     dtype = OPERANDS["float8", FORWARD][1]
     values, unit = scaled_float8(weight, dtype)
     order = (*range(contracted, weight.ndim), *range(contracted))
@@ -123,20 +122,19 @@ def matmul(
     as_laid_out: bool = False,
     of_y: Array | None = None,
 ) -> Array:
-    """[*a, *c] x [*c, *o] -> [*a, *o] for any places of c, as `jax.lax.dot_general` has them.
+    """[*a, *c] x [*c, *o] -> [*a, *o], with c at any dimensions, as in `jax.lax.dot_general`.
 
     Args:
       y: with `dtype` "float8" it may be quantised already.
       contracted: the dimensions c of x and of y.
-      dtype: `model.matmul_dtype`; "" multiplies the operands as they are.
-      role: of FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT.
-      over: a manual mesh axis that c is spread over, so that its ranks find the same scales where
-        these are along c.
-      result: the type of the result; None is that of the operands, or of x beside a quantised y.
+      dtype: `model.matmul_dtype`; "" keeps the operands' types.
+      role: FORWARD, INPUT_GRADIENT or WEIGHT_GRADIENT.
+      over: a manual mesh axis that shards c, so that its ranks use the same int8 scales.
+      result: the type of the result; None is that of the operands, or of x if y is quantised.
       as_laid_out: whether a float8 y keeps the order of its dimensions in memory. Hopper multiplies
-        along the last dimension, and XLA would transpose what y is made of: in a loop over layers
-        the parameters of all of them at once, in float32.
-      of_y: the scale of a float8 y, where it is known.
+        float8 along the last dimension, for which XLA would transpose y's source: in a loop over
+        layers the float32 parameters of all layers at once.
+      of_y: the scale of a float8 y, if known.
     """
     dims: Any = (contracted, ((), ()))
     types = OPERANDS.get((dtype, role))
@@ -149,51 +147,51 @@ def matmul(
         y, unit_y = y if isinstance(y, Scaled) else scaled_float8(y, types[1], of_y)
         if as_laid_out:
             y = by_rows(y)
-        product = jax.lax.dot_general(
+        scaled = jax.lax.dot_general(
             x, y, dims, precision=FLOAT8_PRECISION[role], preferred_element_type=result
         )
-        return product * (unit_x * unit_y).astype(result)
+        return scaled * (unit_x * unit_y).astype(result)
     (x, unit_x), (y, unit_y) = (scaled_int8(a, c, over) for a, c in zip((x, y), contracted))
-    product = jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.int32)
+    scaled = jax.lax.dot_general(x, y, dims, preferred_element_type=jnp.int32)
     wide = jnp.promote_types(result, jnp.float32)
     unit_x = unit_x.reshape(*unit_x.shape, *(1,) * unit_y.ndim)
-    return (product.astype(wide) * (unit_x * unit_y).astype(wide)).astype(result)
+    return (scaled.astype(wide) * (unit_x * unit_y).astype(wide)).astype(result)
 
 
 def by_rows(x: Array) -> Array:
-    """The array with its dimensions in order in memory, the last one contiguous."""
+    """Constrains an array to row-major layout in memory."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def weight_scale(weight: Array, dtype: str) -> Array | None:
-    """The scale of a weight in its forward and its input gradient's matmul, by the name
-    WEIGHT_SCALE; None where `dtype` has none for a whole array."""
+    """The scale of a weight in its forward and input gradient matmuls, with the checkpoint name
+    WEIGHT_SCALE; None unless `dtype` scales whole arrays."""
     if dtype != "float8":
         return None
     return named(float8_scale(weight, OPERANDS[dtype, FORWARD][1]), WEIGHT_SCALE)
 
 
 def scaled_float8(x: Array, dtype: Any, scale: Array | None = None) -> Scaled:
-    """The array times its scale, in `dtype`.
+    """Quantises an array to float8: the array times its scale, in `dtype`.
 
     An infinity or NaN anywhere makes the unit infinite or NaN.
 
     Args:
-      scale: `float8_scale(x, dtype)`, where it is known.
+      scale: `float8_scale(x, dtype)`, if known.
     """
     scale = float8_scale(x, dtype) if scale is None else scale
     return Scaled((x.astype(_wide(x)) * scale).astype(dtype), 1 / scale)
 
 
 def float8_scale(x: Array, dtype: Any) -> Array:
-    """The power of two, in float32, that brings the largest magnitude of an array into the upper
-    half of the range of `dtype`."""
+    """The power of two, in float32, that scales the largest magnitude of an array to the upper half
+    of the range of `dtype`."""
     return _power_of_two(float(jnp.finfo(dtype).max) / _largest(x))
 
 
 def scaled_int8(x: Array, contracted: Sequence[int], over: str | None) -> tuple[Array, Array]:
-    """The array over its steps, rounded to int8, and the steps, in float32 or wider, one for each
-    place of the dimensions that are not contracted: a 127th of the largest magnitude there."""
+    """Quantises an array to int8: the array divided by its steps, rounded, and the steps in float32
+    or wider. A step is a 127th of the largest magnitude along the contracted dimensions."""
     kept = [dim for dim in range(x.ndim) if dim not in contracted]
     wide = x.astype(_wide(x))
     largest = jnp.max(jnp.abs(wide), axis=tuple(contracted), keepdims=True)
@@ -204,15 +202,15 @@ def scaled_int8(x: Array, contracted: Sequence[int], over: str | None) -> tuple[
 
 
 def _largest(x: Array) -> Array:
-    """The largest magnitude in float32, NaN if there is one."""
-    # Row by row first: XLA for GPUs finds those in the kernel that writes x, or in the one that
-    # reads it anyway. Without the barrier it would make one reduction of both.
+    """The largest magnitude in float32; NaN if any element is."""
+    # Maxima of rows first, which XLA for GPUs fuses into the kernel that writes x or one that reads
+    # it anyway. Without the barrier it would merge the two reductions.
     rows = jax.lax.optimization_barrier(jnp.max(jnp.abs(x), axis=-1))
     return jnp.max(rows).astype(jnp.float32)
 
 
 def _power_of_two(x: Array) -> Array:
-    """The largest power of two up to a float32 that is not negative: of its bits, since exp2 and
+    """The largest power of two not above a non-negative float32, from its exponent bits: exp2 and
     log2 are not exact on every back end."""
     x = jnp.minimum(x, _LARGEST_SCALE)
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000

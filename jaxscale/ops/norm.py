@@ -1,6 +1,6 @@
-"""Normalisation over the last dimensions.
+"""RMSNorm and LayerNorm over the last dimensions.
 
-Shapes: B batch, T time, D features; any leading dimensions do.
+Shapes: B batch, T time, D features; any leading dimensions are allowed.
 """
 
 import functools
@@ -9,22 +9,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-# The backward pass recomputes the statistics from the input: saved, they and the arrays derived
-# from them would be three float32 arrays of the input's size for each norm.
+# The backward pass recomputes the statistics from the input: JAX would otherwise save three float32
+# arrays of the input's size for each norm.
 _recompute = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
 def rms_norm(
     x_BTD: Array, scale_D: Array, *, eps: float = 1e-5, offset: float = 0.0, num_dims: int = 1
 ) -> Array:
-    """Divides by the root mean square and scales (arXiv 1910.07467).
+    """RMSNorm: divides by the root mean square and scales (arXiv 1910.07467).
 
-    Statistics are in float32, or in the input's type where that is wider; the result has the
-    type of `x_BTD`. Only the arguments are saved for the backward pass.
+    Statistics are in float32 or wider; the result has the type of `x_BTD`. Only the arguments are
+    saved for the backward pass.
 
     Args:
       offset: added to the scale.
-      num_dims: the last dimensions that are normalised together; those of `scale_D`.
+      num_dims: number of last dimensions normalised together; those of `scale_D`.
     """
 
     @_recompute
@@ -37,7 +37,8 @@ def rms_norm(
 
 
 def layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array, *, eps: float = 1e-5) -> Array:
-    """Subtracts the mean, divides by the standard deviation, scales and shifts (arXiv 1607.06450).
+    """LayerNorm: subtracts the mean, divides by the standard deviation, scales and shifts (arXiv
+    1607.06450).
 
     Types as in `rms_norm`.
     """

@@ -1,4 +1,4 @@
-"""Rotary positions.
+"""Rotary position embedding (RoPE), with context extension (YaRN, LongRoPE, NTK) and a TPU kernel.
 
 Shapes: B batch, T time, N heads, H head_dim, h pairs (H / 2).
 """
@@ -16,15 +16,15 @@ from jaxscale.ops.sizes import LANES
 
 
 class RopeScaling(NamedTuple):
-    """How frequencies change for a context that is `factor` times the original one.
+    """Scaling of RoPE frequencies for a context `factor` times the original one.
 
-    Kinds: "linear" lowers all (arXiv 2306.15595). "llama3" and "yarn" (arXiv 2309.00071) lower
-    those with fewer than `low_turns` turns in the original context, keep those with more than
-    `high_turns`, and go from one to the other in between: "llama3" linearly in turns, "yarn" in the
-    number of the feature. "longrope" (arXiv 2402.13753) divides each by one of `short_factors`, or
-    of `long_factors` for texts beyond the original context. "dynamic" (NTK-aware scaling, as in
-    transformers) raises theta with the length of such texts. "yarn" and "longrope" also scale
-    queries and keys by `attention_factor`, for which 0 is 1 + ln(factor) / 10 and
+    "linear" divides all frequencies (arXiv 2306.15595). "llama3" and "yarn" (arXiv 2309.00071)
+    divide frequencies with fewer than `low_turns` rotations in the original context, keep those
+    with more than `high_turns`, and interpolate in between: "llama3" in the number of rotations,
+    "yarn" in the feature's index. "longrope" (arXiv 2402.13753) divides each frequency by one of
+    `short_factors`, or of `long_factors` for texts beyond the original context. "dynamic"
+    (NTK-aware scaling, as in transformers) raises theta with the length of such texts. "yarn" and
+    "longrope" also scale queries and keys by `attention_factor`; 0 is 1 + ln(factor) / 10 and
     sqrt(1 + ln(factor) / ln(original_context)).
     """
 
@@ -34,14 +34,14 @@ class RopeScaling(NamedTuple):
     low_turns: float = 1.0
     high_turns: float = 4.0
     attention_factor: float = 0.0
-    truncate: bool = True  # the bounds of "yarn" to whole features
+    truncate: bool = True  # rounds the bounds of "yarn" to whole features
     short_factors: tuple[float, ...] = ()  # of "longrope", one for each pair of features
     long_factors: tuple[float, ...] = ()
-    length: int = 0  # of a text, for "longrope" and "dynamic"
+    length: int = 0  # of the text, for "longrope" and "dynamic"
 
     @property
     def multiplier(self) -> float:
-        """What queries and keys are multiplied by."""
+        """The factor of queries and keys."""
         if self.kind == "yarn":
             return self.attention_factor or 1 + 0.1 * math.log(self.factor)
         if self.kind == "longrope":
@@ -60,47 +60,47 @@ def rotary(
     factor: float = 1.0,
     lengths_B: Array | None = None,
 ) -> Array:
-    """Rotates pairs of features by an angle proportional to the position (arXiv 2104.09864).
+    """RoPE: rotates pairs of features by an angle proportional to the position (arXiv 2104.09864).
 
-    Feature i of the first half is paired with feature i of the second half, as in the Llama
-    checkpoints of Hugging Face. Computed in float32, or in the input's type where that is wider.
+    Feature i of the first half is paired with feature i of the second half, as in Hugging Face's
+    Llama checkpoints. Computed in float32 or wider.
 
     Args:
       theta: base of the geometric series of wavelengths.
-      rotary_dim: the first features, which are rotated; 0 is all.
+      rotary_dim: the number of leading features to rotate; 0 is all.
       factor: of the result, before it is rounded to the input's type.
       lengths_B: of each row's text, in place of `scaling.length`.
     """
     head_dim = x_BTNH.shape[-1]
     rotary_dim = rotary_dim or head_dim
     frequencies = _frequencies(rotary_dim, theta, scaling, lengths_B)
-    turned_factor = factor * (scaling.multiplier if scaling else 1.0)
+    rotated_factor = factor * (scaling.multiplier if scaling else 1.0)
 
     # The backward pass recomputes the angles, so that they are not saved for every layer.
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def turn(x_BTNH: Array, positions_BT: Array) -> Array:
+    def rotate(x_BTNH: Array, positions_BT: Array) -> Array:
         dtype = jnp.promote_types(x_BTNH.dtype, jnp.float32)
         angles_BT1h = positions_BT.astype(dtype)[..., None, None] * frequencies.astype(dtype)
-        cos_BT1h = turned_factor * jnp.cos(angles_BT1h)
-        sin_BT1h = turned_factor * jnp.sin(angles_BT1h)
+        cos_BT1h = rotated_factor * jnp.cos(angles_BT1h)
+        sin_BT1h = rotated_factor * jnp.sin(angles_BT1h)
         cos_BT1H = jnp.concatenate((cos_BT1h, cos_BT1h), axis=-1)
         sin_BT1H = jnp.concatenate((-sin_BT1h, sin_BT1h), axis=-1)
-        # On whole heads, with the halves exchanged: a TPU would write separate halves to memory.
+        # Whole heads with exchanged halves: XLA for TPUs would write separate halves to memory.
         first_BTNh, second_BTNh = jnp.split(x_BTNH, 2, axis=-1)
         partner_BTNH = jnp.concatenate((second_BTNh, first_BTNh), axis=-1).astype(dtype)
-        turned_BTNH = x_BTNH.astype(dtype) * cos_BT1H + partner_BTNH * sin_BT1H
-        return turned_BTNH.astype(x_BTNH.dtype)
+        rotated_BTNH = x_BTNH.astype(dtype) * cos_BT1H + partner_BTNH * sin_BT1H
+        return rotated_BTNH.astype(x_BTNH.dtype)
 
     if rotary_dim == head_dim:
-        return turn(x_BTNH, positions_BT)
+        return rotate(x_BTNH, positions_BT)
     rest = x_BTNH[..., rotary_dim:]
     if factor != 1:
         rest = (factor * rest.astype(jnp.promote_types(rest.dtype, jnp.float32))).astype(rest.dtype)
-    return jnp.concatenate((turn(x_BTNH[..., :rotary_dim], positions_BT), rest), axis=-1)
+    return jnp.concatenate((rotate(x_BTNH[..., :rotary_dim], positions_BT), rest), axis=-1)
 
 
 _BLOCK_BYTES = 2 * 2**20
-"""Bytes of the values that the kernel holds at a time, in float32: a fraction of VMEM."""
+"""Bytes of a kernel's block in float32: a fraction of VMEM."""
 
 
 def rotary_on_tpu(
@@ -113,11 +113,11 @@ def rotary_on_tpu(
     factor: float = 1.0,
     interpret: bool = False,
 ) -> Array:
-    """`rotary` as a Pallas kernel, for heads of `LANES` features and T a multiple of it.
+    """`rotary` as a Pallas kernel, for heads of `LANES` features and T a multiple of `LANES`.
 
-    It reads and writes each value once, forward and backward, where XLA for TPUs writes the halves
-    of all heads to memory first, which is 4 % of its estimated time for a layer of Llama 2 7B. Like
-    every Pallas kernel it needs all mesh axes manual. A part of a head is rotated by `rotary`.
+    It reads and writes each value once, forward and backward. XLA for TPUs writes the halves of all
+    heads to memory first, 4 % of its estimated time for a layer of Llama 2 7B. Like every Pallas
+    kernel it needs all mesh axes manual. Partly rotated heads fall back to `rotary`.
     """
     if rotary_dim != LANES:
         return rotary(
@@ -128,35 +128,35 @@ def rotary_on_tpu(
             rotary_dim=rotary_dim,
             factor=factor,
         )
-    turned_factor = factor * (scaling.multiplier if scaling else 1.0)
+    rotated_factor = factor * (scaling.multiplier if scaling else 1.0)
     frequencies_h = _frequencies(LANES, theta, scaling).astype(np.float32)
 
     def tables(positions_BT: Array) -> tuple[Array, Array]:
         angles_BTh = positions_BT.astype(jnp.float32)[..., None] * frequencies_h
-        cos_BTh = turned_factor * jnp.cos(angles_BTh)
-        sin_BTh = turned_factor * jnp.sin(angles_BTh)
+        cos_BTh = rotated_factor * jnp.cos(angles_BTh)
+        sin_BTh = rotated_factor * jnp.sin(angles_BTh)
         cos_BTH = jnp.concatenate((cos_BTh, cos_BTh), axis=-1)
         return cos_BTH, jnp.concatenate((-sin_BTh, sin_BTh), axis=-1)
 
     @jax.custom_vjp
-    def turn(x_BNTH: Array, positions_BT: Array) -> Array:
-        return _turn(x_BNTH, *tables(positions_BT), interpret)
+    def rotate(x_BNTH: Array, positions_BT: Array) -> Array:
+        return _rotate(x_BNTH, *tables(positions_BT), interpret)
 
     def forward(x_BNTH: Array, positions_BT: Array) -> tuple[Array, Array]:
-        return turn(x_BNTH, positions_BT), positions_BT
+        return rotate(x_BNTH, positions_BT), positions_BT
 
     def backward(positions_BT: Array, dy_BNTH: Array) -> tuple[Array, None]:
         cos_BTH, sin_BTH = tables(positions_BT)
-        return _turn(dy_BNTH, cos_BTH, -sin_BTH, interpret), None
+        return _rotate(dy_BNTH, cos_BTH, -sin_BTH, interpret), None
 
-    turn.defvjp(forward, backward)
+    rotate.defvjp(forward, backward)
     # Heads before time, as the attention kernel needs them: the matmuls write them in this layout.
-    return jnp.swapaxes(turn(jnp.swapaxes(x_BTNH, 1, 2), positions_BT), 1, 2)
+    return jnp.swapaxes(rotate(jnp.swapaxes(x_BTNH, 1, 2), positions_BT), 1, 2)
 
 
-def _turn(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array, interpret: bool) -> Array:
+def _rotate(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array, interpret: bool) -> Array:
     """x * cos + (x with its halves exchanged) * sin."""
-    # Half a second to import, and only a TPU needs it.
+    # Imported here: half a second, and only a TPU needs it.
     from jax.experimental import pallas as pl  # noqa: PLC0415
     from jax.experimental.pallas import tpu as pltpu  # noqa: PLC0415
 
@@ -187,8 +187,8 @@ def _turn(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array, interpret: bool) -> Arr
 def _frequencies(
     rotary_dim: int, theta: float, scaling: RopeScaling | None, lengths_B: Array | None = None
 ) -> Any:
-    """Radians per position for each pair of features: [h] in float64, or for scalings that depend
-    on the lengths of texts, where these are given, [B, 1, 1, h]."""
+    """Radians per position for each pair of features: [h] in float64; with `lengths_B` and a
+    scaling by the length of the text, [B, 1, 1, h]."""
     frequencies = theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim)
     if scaling is None:
         return frequencies
@@ -200,16 +200,16 @@ def _frequencies(
         lengths_B111 = lengths_B.astype(float)[:, None, None, None]
         return _frequencies_for(lengths_B111, frequencies, scaling)
     if scaling.kind == "llama3":
-        turns = scaling.original_context * frequencies / (2 * math.pi)
+        rotations = scaling.original_context * frequencies / (2 * math.pi)
         span = scaling.high_turns - scaling.low_turns
-        keep = np.clip((turns - scaling.low_turns) / span, 0, 1)
+        keep = np.clip((rotations - scaling.low_turns) / span, 0, 1)
     else:
         keep = 1 - _yarn_ramp(rotary_dim, theta, scaling)
     return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
 def _frequencies_for(length: Any, frequencies_h: np.ndarray, scaling: RopeScaling) -> Any:
-    """Those of texts of a length, a number or an array of NumPy or JAX."""
+    """Frequencies for texts of a length, an array of NumPy or JAX."""
     xp, beyond = length.__array_namespace__(), length / scaling.original_context
     if scaling.kind == "longrope":
         factors = np.array(scaling.long_factors), np.array(scaling.short_factors)
@@ -221,10 +221,10 @@ def _frequencies_for(length: Any, frequencies_h: np.ndarray, scaling: RopeScalin
 
 
 def _yarn_ramp(rotary_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """0 for the pairs that keep their frequency, 1 for those that are scaled."""
+    """YaRN's ramp: 0 for pairs that keep their frequency, 1 for scaled pairs."""
 
-    def pair_with(turns: float) -> float:
-        waves = scaling.original_context / (turns * 2 * math.pi)
+    def pair_with(rotations: float) -> float:
+        waves = scaling.original_context / (rotations * 2 * math.pi)
         return rotary_dim * math.log(waves) / (2 * math.log(theta))
 
     first, last = pair_with(scaling.high_turns), pair_with(scaling.low_turns)

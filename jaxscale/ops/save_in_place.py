@@ -1,11 +1,10 @@
-"""Residuals written into the arrays of all layers where a layer makes them.
+"""In-place residuals: a layer writes them directly into the arrays of all layers.
 
-Written at the end of a layer, each would be copied there from the array that its consumers read. An
-XLA for GPUs that leaves matmuls to cuBLAS has a matmul write its result straight into a slice of a
-larger array, and read its operands from one: but only where the slice is written at a place that
-the loop's counter tells, and nothing else reads the result. (Else it multiplies twice.) So what
-follows in the layer reads each residual from the slice, behind a barrier, without which XLA would
-see that it is what has just been written.
+Written at the end of a layer, each residual would be copied from the array that its consumers read.
+With matmuls left to cuBLAS, XLA for GPUs makes a matmul write its result into a slice of a larger
+array, and read operands from a slice, if the slice's index is the loop counter and nothing else
+reads the result (otherwise it multiplies twice). Later operations of the layer therefore read each
+residual from the slice, behind a barrier that hides from XLA that the value was just written.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ Tree = Any
 Index = int | jax.Array
 
 CHECKPOINTS = ("remat2", "checkpoint")
-"""Names of the primitive of `jax.checkpoint` in versions of JAX."""
+"""Names of the primitive of `jax.checkpoint` in different versions of JAX."""
 
 
 def save_in_place(
@@ -30,20 +29,20 @@ def save_in_place(
     saved: Sequence[jax.Array],
     index: Index,
 ) -> tuple[Tree, list[jax.Array]]:
-    """`function(x) -> (y, residuals)`, of one micro-batch.
+    """Runs `function(x) -> (y, residuals)` of one layer and micro-batch, residuals in place.
 
     Args:
       saved: for each residual an array [layers, 1, ...].
-      index: the layer's, the counter of a loop.
+      index: of the layer; a loop counter.
 
     Returns:
-      y, and `saved` with the residuals.
+      y, and `saved` with the residuals written.
     """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(x)
     y_tree, num_outputs = jax.tree.structure(shapes[0]), len(jax.tree.leaves(shapes[0]))
     outputs = closed.jaxpr.outvars
     same = dict(_same_values(closed.jaxpr))
-    place = {}  # of a value among the residuals
+    place = {}  # value -> index among the residuals
     for number, residual in enumerate(outputs[num_outputs:]):
         if isinstance(residual, Var):
             place.setdefault(same.get(residual, residual), number)
@@ -69,7 +68,7 @@ def save_in_place(
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[tuple[Any, list[Var]]]:
-    """Each with those of its results that something reads."""
+    """Equations with the results of each that are read."""
     wanted = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
     needed = []
     for equation in reversed(jaxpr.eqns):
@@ -81,7 +80,7 @@ def _equations(jaxpr: Jaxpr) -> Iterator[tuple[Any, list[Var]]]:
 def _evaluate(
     closed: Any, equation: Any, results: list[Var], read: Callable[[Any], Any]
 ) -> list[Any]:
-    """One equation of a closed jaxpr, as a function of its own: which keeps the names of scopes."""
+    """Evaluates one equation of a closed jaxpr as a separate jaxpr, which keeps named scopes."""
     given = list(dict.fromkeys(atom for atom in equation.invars if isinstance(atom, Var)))
     alone = closed.jaxpr.replace(
         constvars=(),
@@ -95,7 +94,7 @@ def _evaluate(
 
 
 def _same_values(jaxpr: Jaxpr) -> Iterator[tuple[Var, Var]]:
-    """Results that are an earlier value: (result, value)."""
+    """Results equal to an earlier value: (result, value)."""
     same: dict[Var, Var] = {}
     for equation in jaxpr.eqns:
         for result, source in _passed_through(equation):
@@ -105,7 +104,7 @@ def _same_values(jaxpr: Jaxpr) -> Iterator[tuple[Var, Var]]:
 
 
 def _passed_through(equation: Any) -> Iterator[tuple[Var, Any]]:
-    """Results of an equation that are one of its operands: (result, operand)."""
+    """Results of an equation equal to one of its operands: (result, operand)."""
     name, params = equation.primitive.name, equation.params
     if name == "name" or (name == "reduce_precision" and _keeps_precision(equation)):
         yield equation.outvars[0], equation.invars[0]
@@ -119,8 +118,8 @@ def _passed_through(equation: Any) -> Iterator[tuple[Var, Any]]:
 
 
 def _keeps_precision(equation: Any) -> bool:
-    """Whether it rounds to the type that its operand has: a checkpoint policy adds it to what is
-    saved."""
+    """Whether a `reduce_precision` keeps the operand's type, as checkpoint policies add to saved
+    values."""
     info = jnp.finfo(equation.invars[0].aval.dtype)
     bits = equation.params["exponent_bits"], equation.params["mantissa_bits"]
     return bits == (info.nexp, info.nmant)

@@ -1,8 +1,8 @@
-"""A VJP as two functions: forward now, backward once the weights are gathered again.
+"""VJP split into two functions: forward, and backward with weights gathered again.
 
-Reverse-mode differentiation of a scan would save each layer's weights among its residuals. A step
-that gathers weights layer by layer must not: here the residuals exclude the arrays that the caller
-passes to the backward pass again.
+Reverse-mode differentiation of a scan saves each layer's weights among its residuals. A step that
+gathers weights layer by layer must not save them: here the residuals exclude the arrays that the
+caller passes to the backward pass again.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ Tree = Any
 def split_vjp(
     function: Callable[[Tree, Tree, Tree, Tree], tuple[Tree, Tree]],
 ) -> tuple[Callable[..., tuple[Tree, Tree, list]], Callable[..., tuple[Tree, Tree, Tree]]]:
-    """The forward and the backward pass of `function(weights, x, shared, context) -> (y, sums)`, as
-    two functions; the sums have no gradient.
+    """Forward and backward pass of `function(weights, x, shared, context) -> (y, sums)` as two
+    functions; the sums have no gradient.
 
     Returns:
-      `forward(weights, x, shared, context) -> (y, sums, residuals)`, where `residuals` lists the
-      arrays that the backward pass needs besides weights, shared, context and constants; and
+      `forward(weights, x, shared, context) -> (y, sums, residuals)`, with the list of arrays that
+      the backward pass needs in addition to weights, shared, context and constants; and
       `backward(weights, shared, context, residuals, dy) -> (dweights, dx, dshared)`. Trace forward
       before backward.
     """
@@ -36,16 +36,16 @@ def split_vjp(
             shared,
             has_aux=True,
         )
-        # What vjp returns is a pytree of residuals; those that are the caller's own arrays are
-        # recognised by identity, which no transformation of values could do as safely.
+        # The pullback is a pytree of residuals. Identity, and no comparison of values, tells which
+        # of its leaves are the caller's arrays.
         leaves, treedef = jax.tree.flatten(pullback)
-        # NumPy's arrays are constants of the function, such as the frequencies of rotary positions.
-        # Saved for each layer they would hide from the compiler that what it makes of them, and of
-        # the context, is the same in all layers.
+        # NumPy arrays are constants of the function, such as RoPE's frequencies. If saved for each
+        # layer, they would hide from XLA that values computed from them and the context are the
+        # same in all layers.
         constants = [leaf for leaf in leaves if isinstance(leaf, np.ndarray)]
         given = [*jax.tree.leaves((weights, shared, context)), *constants]
         origin = [next((i for i, g in enumerate(given) if g is leaf), None) for leaf in leaves]
-        assert not structure or structure[0][1] == origin, "layers of a kind differ in residuals"
+        assert not structure or structure[0][1] == origin, "traces of one layer differ in residuals"
         structure[:] = [(treedef, origin, constants)]
         return y, sums, [leaf for leaf, place in zip(leaves, origin) if place is None]
 

@@ -1,7 +1,7 @@
-"""Matmuls with weights, whose gradients are laid out as the weights are.
+"""Tensor-parallel matmuls (columns, rows), with weights' gradients sharded as the weights.
 
-Shapes: B batch, T time, D features of the residual stream. Letters in comments: a the leading
-dimensions of x, c those that are contracted, o the outputs.
+Shapes: B batch, T time, D features of the residual stream. Letters in comments: a leading
+dimensions of x, c contracted dimensions, o outputs.
 """
 
 import functools
@@ -36,18 +36,18 @@ Weight = Array | QuantisedWeight
 def linear(
     x: Array, weight: Weight, *, contracted: int = 1, dtype: str = "", platform: str = ""
 ) -> Array:
-    """[*a, *c] x [*c, *o] -> [*a, *o].
+    """Matmul with a weight, [*a, *c] x [*c, *o] -> [*a, *o].
 
-    JAX would differentiate a matmul by its right operand as (dy^T x)^T. XLA's CPU back end then
+    JAX differentiates a matmul by its right operand as (dy^T x)^T. XLA's CPU back end then
     transposes dy, repeating the elementwise work that produced it, and in bfloat16 falls back to a
-    matmul that is ten times slower and sums in bfloat16; x^T dy has none of these costs.
+    matmul that is ten times slower and sums in bfloat16. The gradient here is x^T dy.
 
     Args:
-      contracted: how many dimensions c has.
+      contracted: the number of contracted dimensions.
       dtype: `model.matmul_dtype`.
       platform: of the devices. On "cpu" the weight's gradient has the form that XLA computes
-        fastest, for which dimensions a must be whole on each device; on "gpu" float8 weights keep
-        their order in memory.
+        fastest, which needs whole dimensions a on each device; on "gpu" float8 weights keep their
+        order in memory.
     """
     return _linear(_Matmul(contracted, dtype, platform), x, weight)
 
@@ -63,13 +63,13 @@ def columns(
     """Matmuls out of the residual stream: [B, T, D] x [D, *o] -> [B, T, *o] for each weight.
 
     Args:
-      side_by_side: whether narrow weights, such as those of queries, keys and values, have their
-        gradients from two matmuls with all of them: the gradient of x is one sum, where that of
-        several is written, and read again, for each.
+      side_by_side: whether narrow weights, such as those of queries, keys and values, are
+        concatenated in the backward pass. Its two matmuls give all gradients; the gradient of x is
+        then not written and read again for each weight.
     """
     how = _Matmul(1, dtype, platform)
-    alike = len({isinstance(weight, QuantisedWeight) for weight in weights}) == 1
-    if side_by_side and alike and _are_narrow(weights):
+    same_type = len({isinstance(weight, QuantisedWeight) for weight in weights}) == 1
+    if side_by_side and same_type and _are_narrow(weights):
         return _side_by_side(how, x_BTD, tuple(weights))
     return tuple(_linear(how, x_BTD, weight) for weight in weights)
 
@@ -80,17 +80,17 @@ def rows(x_BT: Array, weight: Weight, *, dtype: str = "", platform: str = "") ->
 
 
 def add_bias(x: Array, bias: Array) -> Array:
-    """[*a, *o] + [*o], the bias in the type of x.
+    """[*a, *o] + [*o], with the bias in the type of x.
 
-    The bias's gradient is a sum over every token. It is accumulated in float32 or wider, where the
-    derivative of a plain sum would add up in the type of x.
+    The bias's gradient, a sum over all tokens, is accumulated in float32 or wider; JAX's derivative
+    of the addition would accumulate in the type of x.
     """
     wide = jnp.broadcast_to(bias.astype(jnp.promote_types(x.dtype, jnp.float32)), x.shape)
     return x + wide.astype(x.dtype)
 
 
 class _Matmul(NamedTuple):
-    """How `linear` multiplies: its arguments."""
+    """Static arguments of `linear`."""
 
     contracted: int
     dtype: str
@@ -98,32 +98,33 @@ class _Matmul(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Weights spread over a mesh axis: the first dimension of o in `columns`, of c in `rows`.
+    """Tensor parallelism: weights sharded over a mesh axis, along o in `columns`, along c in
+    `rows`.
 
-    T of the residual stream is sharded over that axis. The stream is gathered before the matmuls
-    out of it, and the result of a matmul back into it is reduce-scattered over ranks (tensor
-    parallelism, arXiv 1909.08053, with the sequence parallel parts of arXiv 2205.05198, section
-    4.2). For use where some mesh axes are still automatic.
+    T of the residual stream is sharded over the same axis. The stream is all-gathered before
+    matmuls out of it, and the result of a matmul back into it is reduce-scattered (arXiv
+    1909.08053, with sequence parallelism, arXiv 2205.05198, section 4.2). For use where some mesh
+    axes are automatic.
 
-    With `features`, D of the stream and of the weights is spread over a second axis (arXiv
-    2305.13525), and what lies between the two matmuls is the same on all ranks of that one: the
-    results of matmuls out of the stream are summed over it, and so are, in the backward pass, the
-    gradients of what a matmul back into the stream takes. The gathered stream is saved then, so
-    that each all-reduce over `axis` in that paper is one gather and one scatter here.
+    With `features`, D of stream and weights is sharded over a second axis (arXiv 2305.13525), over
+    which activations between the two matmuls are replicated. The results of matmuls out of the
+    stream are summed over that axis; in the backward pass so are the gradients of inputs of matmuls
+    into the stream. The gathered stream is then saved, so that each all-reduce over `axis` in that
+    paper is one gather and one scatter here.
     """
 
-    axis: str | None  # None: over `features` alone
-    time: tuple[str, ...]  # mesh axes that T is spread over everywhere
-    axes: tuple[str, ...]  # all that are automatic
+    axis: str | None  # None: over `features` only
+    time: tuple[str, ...]  # mesh axes that shard T in all arrays
+    axes: tuple[str, ...]  # all automatic axes
     features: str | None = None
-    ring: bool = False  # whether gathers and scatters are steps beside the matmuls
+    ring: bool = False  # whether gathers and scatters are ring steps that overlap matmuls
     recomputes: bool = False  # whether the backward pass begins with a forward pass of the layer
     dtype: str = ""  # `model.matmul_dtype`
 
     @property
     def saves_gathered(self) -> bool:
-        """Whether the gathered stream is kept for the backward pass; in a layer that is recomputed
-        first it is there. XLA sees by itself that two gathers are one, but not two rings."""
+        """Whether the gathered stream is saved for the backward pass. In a recomputed layer it is
+        available anyway: XLA merges two equal gathers, but not two rings."""
         return self.features is not None or (self.ring and self.recomputes)
 
     @property
@@ -133,12 +134,12 @@ class Spread(NamedTuple):
 
     @property
     def gathered(self) -> PartitionSpec:
-        """The spec of the stream where T is whole over `axis`."""
+        """The spec of the stream gathered over `axis`."""
         return self._stream(None)
 
     @property
     def hidden(self) -> PartitionSpec:
-        """The spec of what lies between the matmuls."""
+        """The spec of activations between the two matmuls."""
         return PartitionSpec(None, self.time, self.axis)
 
     def _stream(self, axis: str | None) -> PartitionSpec:
@@ -146,12 +147,12 @@ class Spread(NamedTuple):
         return PartitionSpec(None, time, *filter(None, [self.features]))
 
     def weight(self, ndim: int, o: int) -> PartitionSpec:
-        """The spec of a weight with D as its dimension `o`: the first, or the last."""
+        """The spec of a weight with D as dimension `o`, the first or the last."""
         hidden = [self.axis] + [None] * (ndim - 2)
         return PartitionSpec(*([self.features, *hidden] if o == 0 else [*hidden, self.features]))
 
     def summed(self, xs: Sequence[Array]) -> Sequence[Array]:
-        """Arrays, summed over the ranks that have different features."""
+        """Sums arrays over `features`."""
         return jax.lax.psum(xs, self.features) if self.features else xs
 
     def manual(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
@@ -159,19 +160,20 @@ class Spread(NamedTuple):
         return manually(function, self.axes, in_specs, out_specs)
 
 
-# By hand, since the compiler all-reduces the partial results of each matmul separately, three times
-# for queries, keys and values, and saves the gathered activations for the backward pass.
+# Written by hand: XLA's partitioner all-reduces the partial results of each matmul separately,
+# three times for queries, keys and values, and saves the gathered activations for the backward
+# pass.
 
 
 def spread_columns(x_BTD: Array, weights: Sequence[Array], spread: Spread) -> tuple[Array, ...]:
-    """`columns` with spread weights. Each rank saves its part of T for the backward pass, which
-    gathers it again unless features are spread too, and sums gradients over the matmuls before it
-    sums them over ranks."""
+    """`columns` with sharded weights. Each rank saves its part of T; the backward pass gathers it
+    again, unless features are sharded, too, and sums gradients over matmuls before it reduces them
+    over ranks."""
     return _spread_columns(spread, x_BTD, tuple(weights))
 
 
 def spread_rows(x_BT: Array, weight: Array, spread: Spread) -> Array:
-    """`rows` with spread weights."""
+    """`rows` with a sharded weight."""
     return _spread_rows(spread, x_BT, weight)
 
 
@@ -182,12 +184,11 @@ def _weight_gradient(x: Array, dy: Array, leading: int, dtype: str) -> Array:
 
 
 def _for_cpu(x: Array, dy: Array, leading: int) -> tuple[Array, Array, int]:
-    """The operands of `_weight_gradient`, and its `leading`, as XLA for CPUs multiplies them
-    fastest.
+    """The arguments of `_weight_gradient` in the form that XLA for CPUs multiplies fastest.
 
-    It transposes x element by element, repeating the elementwise work that produced it; the barrier
-    leaves it the transpose. A float32 matmul takes a left operand by columns where one dimension is
-    contracted; in bfloat16 that form would be computed in float32, which is slower.
+    Without the barrier XLA fuses the transpose of x with the elementwise work that produced it, and
+    repeats that work. A float32 matmul can read its left operand by columns if one dimension is
+    contracted; in bfloat16 this form would be computed in float32, which is slower.
     """
     x = jax.lax.optimization_barrier(x)
     if x.dtype.itemsize < 4:
@@ -229,7 +230,7 @@ _linear.defvjp(_forward, _backward)
 
 
 def _gradient_of(weight: Weight, grad: Array) -> Weight:
-    """The gradient of a weight in the form of the weight."""
+    """The gradient of a weight, in the weight's form."""
     if not isinstance(weight, QuantisedWeight):
         return grad
     others = weight.forward, weight.backward, weight.unit
@@ -237,21 +238,21 @@ def _gradient_of(weight: Weight, grad: Array) -> Weight:
 
 
 def _by_rows(how: _Matmul, x: Array) -> Array:
-    """x with its dimensions in order in memory, on GPUs: the gradient of a weight takes it by
-    columns, and XLA would lay out whole streams so, norms of which take 1.8 times as long."""
+    """Constrains x to row-major layout on GPUs. A weight's gradient reads x by columns, and XLA
+    would lay out whole streams so, with which a norm's kernel takes 1.8 times as long."""
     return by_rows(x) if how.platform == "gpu" else x
 
 
 def _are_narrow(weights: Sequence[Weight]) -> bool:
-    """Whether gradients side by side pay: they save writing and reading a gradient of x for all
-    weights but one, and cost at most the reading of all outputs' gradients. XLA would compute for
-    each what the gradients of several have in common, as those of gate and up."""
+    """Whether to fuse the weights' gradient matmuls. This saves writing and reading a gradient of x
+    for all weights except one, and costs at most a read of all outputs' gradients. Not for wide
+    weights such as gate and up: XLA would repeat elementwise work shared by their gradients."""
     features, outputs = weights[0].shape[0], sum(map(_outputs, weights))
     return outputs < 2 * (len(weights) - 1) * features
 
 
 def _outputs(weight: Weight) -> int:
-    """Of a weight [D, *o]."""
+    """Output features of a weight [D, *o]."""
     return math.prod(weight.shape[1:])
 
 
@@ -267,7 +268,7 @@ def _side_by_side_forward(how: _Matmul, x: Array, weights: tuple[Weight, ...]):
 
 def _side_by_side_backward(how: _Matmul, residuals, dys: tuple[Array, ...]):
     x, weights, scales = residuals
-    # Without the barrier XLA writes them side by side twice, once for each matmul.
+    # Without the barrier XLA for GPUs writes the concatenation twice, once for each matmul.
     dy = jax.lax.optimization_barrier(
         jnp.concatenate([dy.reshape(*x.shape[:-1], -1) for dy in dys], -1)
     )
@@ -284,21 +285,22 @@ def _side_by_side_backward(how: _Matmul, residuals, dys: tuple[Array, ...]):
 def _joined(
     how: _Matmul, weights: Sequence[Weight], scales: Sequence[Any]
 ) -> tuple[Array | Scaled, Array | None]:
-    """Weights [D, *o] side by side, all quantised or none, for the gradient of x, and the scale of
-    all, where they are not quantised yet."""
+    """Concatenated weights [D, *o], all quantised or none, for the gradient of x; and their common
+    scale, if they are not quantised yet."""
     plain = [weight for weight in weights if not isinstance(weight, QuantisedWeight)]
     quantised = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
     if plain:
         scale = functools.reduce(jnp.minimum, scales) if how.dtype == "float8" else None
         return _flat(plain), scale
     unit = functools.reduce(jnp.maximum, [weight.unit for weight in quantised])
-    # Powers of two: but for numbers that become 2^14 times smaller than the largest, exact.
+    # The ratio is a power of two, so rescaling is exact, except for numbers that become 2^14 times
+    # smaller than the largest.
     parts = [weight.backward.astype(jnp.float32) * (weight.unit / unit) for weight in quantised]
     return Scaled(_flat(parts).astype(OPERANDS["float8", INPUT_GRADIENT][1]), unit), None
 
 
 def _flat(weights: Sequence[Array]) -> Array:
-    """Weights [D, *o] side by side."""
+    """Concatenates weights [D, *o] along their outputs."""
     return jnp.concatenate([weight.reshape(weight.shape[0], -1) for weight in weights], -1)
 
 
@@ -306,7 +308,7 @@ _side_by_side.defvjp(_side_by_side_forward, _side_by_side_backward)
 
 
 def _gathered(spread: Spread, x_BTD: Array) -> Array:
-    """The stream, as one rank of `axis` needs it: T whole."""
+    """The stream gathered over `axis`: T whole."""
     if spread.ring:
         return _gathered_matmuls(spread, x_BTD, (), o=0, role=FORWARD)[0]
     if spread.axis is None:
@@ -321,21 +323,21 @@ def _gathered(spread: Spread, x_BTD: Array) -> Array:
 def _scattered(
     spread: Spread, xs: Sequence[Array], weights: Sequence[Array], o: int, role: str
 ) -> Array:
-    """The sum of matmuls [B, T, *c] x weight, over ranks too, each of which gets its part of T.
+    """The sum of matmuls [B, T, *c] x weight, reduce-scattered over `axis` along T.
 
     Args:
-      o: which dimension of the weights is that of the result; c are all the others.
+      o: the output dimension of the weights; all others are c.
     """
-    product = functools.partial(matmul, dtype=spread.dtype, role=role, over=spread.axis)
+    multiply = functools.partial(matmul, dtype=spread.dtype, role=role, over=spread.axis)
 
     def local(xs: Sequence[Array], weights: Sequence[Array]) -> Array:
         if spread.axis and spread.ring:
-            return matmuls_scatter(xs, weights, axis=spread.axis, o=o, multiply=product)
-        products = [
-            product(x, weight, (range(2, x.ndim), [c for c in range(weight.ndim) if c != o]))
+            return matmuls_scatter(xs, weights, axis=spread.axis, o=o, multiply=multiply)
+        terms = [
+            multiply(x, weight, (range(2, x.ndim), [c for c in range(weight.ndim) if c != o]))
             for x, weight in zip(xs, weights)
         ]
-        total: Any = sum(products)
+        total: Any = sum(terms)
         if spread.axis is None:
             return total
         return jax.lax.psum_scatter(total, spread.axis, scatter_dimension=1, tiled=True)
@@ -347,16 +349,16 @@ def _scattered(
 def _gathered_matmuls(
     spread: Spread, x_BTD: Array, weights: Sequence[Array], o: int, role: str
 ) -> tuple[Array, tuple[Array, ...]]:
-    """The gathered stream, and its matmuls [B, T, D] x weight, summed over ranks of `features`.
+    """The gathered stream, and its matmuls [B, T, D] x weight, summed over `features`.
 
     Args:
-      o: which dimension of the weights is D.
+      o: the dimension D of the weights.
     """
     if spread.axis is None or not spread.ring:
         whole_BTD = _gathered(spread, x_BTD)
         return whole_BTD, _projected(spread, whole_BTD, weights, o, role)
-    product = functools.partial(matmul, dtype=spread.dtype, role=role)
-    local = functools.partial(gather_matmuls, axis=spread.axis, o=o, multiply=product)
+    multiply = functools.partial(matmul, dtype=spread.dtype, role=role)
+    local = functools.partial(gather_matmuls, axis=spread.axis, o=o, multiply=multiply)
     specs = (spread.stream, tuple(spread.weight(weight.ndim, o) for weight in weights))
     results = (spread.gathered, (spread.hidden,) * len(weights))
     return spread.manual(local, specs, results)(x_BTD, tuple(weights))
@@ -365,19 +367,19 @@ def _gathered_matmuls(
 def _projected(
     spread: Spread, x_BTD: Array, weights: Sequence[Array], o: int, role: str
 ) -> tuple[Array, ...]:
-    """Matmuls with a gathered stream, [B, T, D] x weight, summed over ranks of `features`.
+    """Matmuls with a gathered stream, [B, T, D] x weight, summed over `features`.
 
     Args:
-      o: which dimension of the weights is D.
+      o: the dimension D of the weights.
     """
-    product = functools.partial(matmul, dtype=spread.dtype, role=role)
+    multiply = functools.partial(matmul, dtype=spread.dtype, role=role)
 
     def local(x_BTD: Array, weights: Sequence[Array]) -> Sequence[Array]:
-        over = functools.partial(product, over=spread.features)
+        over = functools.partial(multiply, over=spread.features)
         return spread.summed([over(x_BTD, weight, ([2], [o])) for weight in weights])
 
     if spread.features is None:
-        return tuple(product(x_BTD, weight, ([2], [o])) for weight in weights)
+        return tuple(multiply(x_BTD, weight, ([2], [o])) for weight in weights)
     specs = [spread.weight(weight.ndim, o) for weight in weights]
     return tuple(
         spread.manual(local, (spread.gathered, specs), spread.hidden)(x_BTD, list(weights))

@@ -1,11 +1,11 @@
-"""A block's backward pass as two operations: B, the gradient of its input, and W, of its weights.
+"""Splits a block's backward pass for zero-bubble pipelines: B is the gradient of the input, W the
+gradient of the weights (arXiv 2401.10241).
 
-The model's code does not know of it. The passes are traced once. Of the backward pass, what the
-gradient of the input needs is B, the rest is W, and the values that B computes and W reads are
-saved in between (zero bubble pipeline parallelism, arXiv 2401.10241, has the two operations).
+Models need no changes: the split is made in the jaxpr of a traced layer. B has the equations that
+the input's gradient needs, W the rest. Values that B computes and W reads are saved in between.
 
-Residuals are saved by F in two parts: those that B is the last to read, and those that W reads too.
-Weights are never saved, since the backward pass has them, nor is what does not depend on the input.
+F saves residuals in two parts: one last read by B, one that W reads, too. Weights are never
+saved, since the backward pass has them, nor are values that do not depend on the input.
 """
 
 import itertools
@@ -32,16 +32,17 @@ Tree = Any
 Shapes = list[jax.ShapeDtypeStruct]
 
 CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
-"""Equations that only group others."""
+"""Primitives of calls, which are inlined."""
 
-PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add")
-"""Equations that W is for and that are not recomputed; also those with others inside, as loops."""
+MATMUL_PRIMITIVES = ("dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add")
+"""Primitives that belong to W and are not recomputed; so do equations with a jaxpr, such as
+loops."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The operations of a layer, `function(weights, x, shared, context) -> ((y, loss), sums)`, y
-    being like x (see `models.protocol.layer_function`).
+    """The operations of a layer, `function(weights, x, shared, context) -> ((y, loss), sums)`, with
+    y shaped as x (see `models.protocol.layer_function`).
 
     - `forward(weights, x, shared, context) -> ((y, loss), sums, residuals_b, residuals_w)`
     - `input_gradient(weights, shared, context, residuals_b, residuals_w, dy)
@@ -49,7 +50,7 @@ class Split:
     - `weight_gradient(shared, context, residuals_w, saved) -> dweights`: W
 
     `residuals_b`, `residuals_w` and `saved` are lists of arrays, of the shapes given here;
-    `names_b` and `names_w` are the names that `checkpoint_name` gave those of F, "" without one.
+    `names_b` and `names_w` are the checkpoint names of the residuals, "" without one.
     """
 
     forward: Callable[..., tuple[Tree, Tree, list, list]]
@@ -63,12 +64,12 @@ class Split:
 
 
 def split(function: Callable, weights: Tree, x: Tree, shared: Tree, context: Tree) -> Split:
-    """Traces a layer for arguments of these shapes and types."""
+    """Traces a layer for these argument shapes and splits its backward pass."""
     forward, kept, names, backward = _passes(function, weights, x, shared, context)
     program = TracedFunction.of(backward, weights, shared, context, kept, x)
     weights_in, shared_in, context_in, kept_in, dy = program.inputs
     dweights = program.outputs[: len(weights_in)]
-    gradients = program.outputs[len(weights_in) :]  # of x and of what is shared
+    gradients = program.outputs[len(weights_in) :]  # of x and of shared arrays
     b_wanted, w_eqns = _divide(program, dweights, gradients)
     w_reads = _given(w_eqns, dweights)
     b_eqns = program.needed(b_wanted)
@@ -110,7 +111,7 @@ def split(function: Callable, weights: Tree, x: Tree, shared: Tree, context: Tre
 
 
 def forward_only(function: Callable) -> Split:
-    """Without residuals, for evaluation."""
+    """A layer's forward pass without residuals, for evaluation."""
 
     def forward(weights: Tree, x: Tree, shared: Tree, context: Tree) -> tuple:
         return *function(weights, x, shared, context), [], []
@@ -122,9 +123,9 @@ def forward_only(function: Callable) -> Split:
 
 
 def _passes(function: Callable, weights: Tree, x: Tree, shared: Tree, context: Tree):
-    """`forward(weights, x, shared, context) -> ((y, loss), sums, kept)`, the shapes and the names
-    of the residuals `kept`, and `backward(weights, shared, context, kept, dy)
-    -> (dweights, dx, dshared)`. Residuals that do not depend on x or what is shared are
+    """`forward(weights, x, shared, context) -> ((y, loss), sums, kept)`, the shapes and names of
+    the residuals `kept`, and `backward(weights, shared, context, kept, dy)
+    -> (dweights, dx, dshared)`. Residuals that depend on neither x nor shared arrays are
     recomputed."""
     vjp_forward, vjp_backward = split_vjp(function)
     program = TracedFunction.of(vjp_forward, weights, x, shared, context)
@@ -167,20 +168,20 @@ def _divide(
 ) -> tuple[list, list[JaxprEqn]]:
     """The outputs of B, and the equations of W."""
     weights_in, shared_in, context_in, kept_in, dy = program.inputs
-    # Values that follow from residuals without a matmul are cheaper to recompute than to save.
+    # Elementwise functions of residuals are cheaper to recompute in W than to save.
     cheap = {*shared_in, *context_in, *kept_in}
     for eqn in program.eqns:
-        if not _is_product(eqn) and all(v in cheap for v in _variables(eqn.invars)):
+        if not _is_matmul(eqn) and all(v in cheap for v in _variables(eqn.invars)):
             cheap |= set(eqn.outvars)
 
     def rest(b_wanted: list, wanted: list) -> list[JaxprEqn]:
         made = {v for eqn in program.needed(b_wanted) for v in eqn.outvars}
-        return program.needed(wanted, at_hand=(made | set(dy)) - cheap)
+        return program.needed(wanted, available=(made | set(dy)) - cheap)
 
-    # B computes the gradients of scales and biases too: sums of values that it has, and that would
-    # take more memory if W needed them.
+    # B also computes the gradients of scales and biases: they are sums of values that B has, which
+    # would need more memory if they were saved for W.
     b_wanted = [*gradients]
-    b_wanted += [v for v in dweights if not any(map(_is_product, rest(gradients, [v])))]
+    b_wanted += [v for v in dweights if not any(map(_is_matmul, rest(gradients, [v])))]
     while True:
         w_eqns = rest(b_wanted, dweights)
         reading = [e for e in w_eqns if not set(weights_in).isdisjoint(_variables(e.invars))]
@@ -191,13 +192,13 @@ def _divide(
 
 @dataclass(frozen=True)
 class TracedFunction:
-    """A traced function, its calls inlined: equations, and the variables of its arguments."""
+    """A traced function with inlined calls."""
 
     eqns: list[JaxprEqn]
-    inputs: list[list]  # of each argument, the variables of its leaves
+    inputs: list[list]  # for each argument, the variables of its leaves
     outputs: list
     constants: dict
-    names: dict  # of variables that `checkpoint_name` was given
+    names: dict  # variable -> checkpoint name
 
     @classmethod
     def of(cls, function: Callable, *args: Tree) -> "TracedFunction":
@@ -210,10 +211,14 @@ class TracedFunction:
         eqns, outputs, names = _without_names(flat.jaxpr)
         return cls(eqns, inputs, outputs, constants, names)
 
-    def needed(self, wanted: Iterable, at_hand: Iterable = ()) -> list[JaxprEqn]:
-        """The equations that some variables need; of those with others inside, the needed parts."""
-        at_hand = set(at_hand)
-        missing, found = set(_variables(wanted)) - at_hand, []
+    def needed(self, wanted: Iterable, available: Iterable = ()) -> list[JaxprEqn]:
+        """The equations that compute some variables; equations with a jaxpr without unused parts.
+
+        Args:
+          available: variables that need not be computed.
+        """
+        available = set(available)
+        missing, found = set(_variables(wanted)) - available, []
         for eqn in reversed(self.eqns):
             used = [v in missing for v in eqn.outvars]
             if not any(used):
@@ -221,7 +226,7 @@ class TracedFunction:
             if not all(used):
                 eqn = _part(eqn, used)
             missing -= set(eqn.outvars)
-            missing |= set(_variables(eqn.invars)) - at_hand
+            missing |= set(_variables(eqn.invars)) - available
             found.append(eqn)
         return found[::-1]
 
@@ -236,7 +241,7 @@ class TracedFunction:
     def run(
         self, eqns: list[JaxprEqn], given: Sequence[list], values: Sequence[Tree], wanted: list
     ) -> list:
-        """The values of the wanted variables, from those of the given ones."""
+        """Evaluates equations: the values of `wanted`, from those of `given`."""
         known = dict(self.constants)
         for variables, value in zip(given, values, strict=True):
             known |= dict(zip(variables, jax.tree.leaves(value), strict=True))
@@ -244,8 +249,8 @@ class TracedFunction:
 
 
 def _without_names(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list, dict]:
-    """The equations and outputs, each variable that a name was given in place of the named copy,
-    so that none is saved twice; and the names."""
+    """The equations and outputs without `checkpoint_name`'s copies, so that no value is saved
+    twice; and the names."""
     named, names, eqns = {}, {}, []
 
     def first(atoms: Iterable) -> list:
@@ -261,7 +266,7 @@ def _without_names(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list, dict]:
 
 
 def _inline(traced: Any, args: Sequence) -> list:
-    """Evaluates a traced function; tracing this gives a program without calls."""
+    """Evaluates a traced function; tracing this inlines its calls."""
     known = dict(zip((*traced.jaxpr.constvars, *traced.jaxpr.invars), (*traced.consts, *args)))
     for eqn in traced.jaxpr.eqns:
         if eqn.primitive.name in CALLS:
@@ -282,7 +287,7 @@ def _evaluate(eqns: list[JaxprEqn], known: Mapping, wanted: Sequence) -> list:
 
 
 def _part(eqn: JaxprEqn, used: Sequence[bool]) -> JaxprEqn:
-    """An equation without what only its unused results need, where it has equations inside."""
+    """An equation without unused results: dead code elimination in its jaxpr."""
     wanted = [v for v, is_used in zip(eqn.outvars, used) if is_used]
     (part,) = partial_eval.dce_jaxpr(_jaxpr([eqn], wanted), [True] * len(wanted))[0].eqns
     return part
@@ -297,8 +302,10 @@ def _read(known: Mapping, atom: Any) -> Any:
     return atom.val if isinstance(atom, Literal) else known[atom]
 
 
-def _is_product(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in PRODUCTS or any(True for _ in jaxprs_in_params(eqn.params))
+def _is_matmul(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in MATMUL_PRIMITIVES or any(
+        True for _ in jaxprs_in_params(eqn.params)
+    )
 
 
 def _variables(atoms: Iterable) -> Iterable:
@@ -306,7 +313,7 @@ def _variables(atoms: Iterable) -> Iterable:
 
 
 def _given(eqns: Iterable[JaxprEqn], wanted: Iterable) -> list:
-    """The variables that equations read and do not compute."""
+    """The free variables of equations: read and not computed by them."""
     made = {v for eqn in eqns for v in eqn.outvars}
     read = itertools.chain(*(eqn.invars for eqn in eqns), wanted)
     return [v for v in dict.fromkeys(_variables(read)) if v not in made]

@@ -1,8 +1,8 @@
-"""The table as the executor scans it: a row for each tick, and slots for the values in between.
+"""Buffer slots: compiles a table to the program that the executor scans, a row per tick.
 
-A value that one operation writes and a later one reads is in a slot of a buffer in between. Slots
-are assigned by interval colouring on every rank, the lowest free one first; a buffer has as many as
-any rank needs at once. NumPy only.
+A value between the operation that writes it and the last that reads it has a slot of a buffer.
+Slots are assigned by interval colouring on every rank, the lowest free one first; a buffer has as
+many as any rank needs at once. NumPy only.
 """
 
 import heapq
@@ -16,22 +16,22 @@ from jaxscale.pipeline_schedules.operations import NOP, B, F, R, W, X
 
 @dataclass(frozen=True, eq=False)
 class TickProgram:
-    """What each rank does in each tick.
+    """The operation of each rank in each tick, and its buffer slots.
 
-    Every column is int32 [ticks, ranks, lanes]; there are 2 lanes only where a schedule overlaps
-    a forward with a backward in one tick. -1 stands for nothing.
+    Every column is int32 [ticks, ranks, lanes]; there are 2 lanes only where a schedule overlaps a
+    forward with a backward in one tick. -1 is none.
 
-    - `kind` (NOP where idle), `microbatch`, `stage`, `segment`, `direction`; `chunk`, the stage's
-      index among the rank's own, in that direction. Where some passes are recomputed, an F that
-      saves its residuals is an R without an `input`: it does the same, from the inbox.
-    - Slots that the operation reads or writes, by buffer. `inbox`: the activation that F reads,
-      the gradient that B or X reads; those of the last stage read the output of their own F. The
-      first stage reads tokens. `input`: written by F for its R. `residual_b`: written by
-      F, or by R, for B or X. `residual_w`: likewise, for W too. `cotangent`: written by B for W.
-    - `from_left`, `from_right`, `from_self`: the inbox slot in which to put, when the tick ends,
-      the result of the neighbour (the ranks are a ring) or of the rank itself in this lane; where
-      nothing is to be received it is the slot after the last, so that a receiver need not branch.
-    - `gather`: 1 where a rank that holds the gathered weights of one chunk at a time gathers them.
+    - `kind` (NOP if idle), `microbatch`, `stage`, `segment`, `direction`; `chunk`, the stage's
+      index on its rank, in that direction. If some passes are recomputed, an F that saves its
+      residuals is an R without an `input`: it does the same, from the inbox.
+    - Slots that the operation reads or writes, by buffer. `inbox`: the activation for F, the
+      gradient for B or X; in the last stage, the output of its F. The first stage reads tokens.
+      `input`: written by F for its R. `residual_b`: written by F or R, for B or X. `residual_w`:
+      written by F or R, for W, too. `cotangent`: written by B for W.
+    - `from_left`, `from_right`, `from_self`: the inbox slot for the result of the neighbour (the
+      ranks are a ring), or of the rank itself, at the end of the tick. If nothing is received it is
+      the slot after the last, so that a receiver does not branch.
+    - `gather`: 1 where a rank gathers the weights of a chunk, if it stores one chunk's at a time.
       `reduce`: 1 where the weight gradients of a chunk are complete, until the rank's next
       operations on it.
     """
@@ -41,7 +41,7 @@ class TickProgram:
 
 
 def make_program(table: Table) -> TickProgram:
-    """Assigns slots and spreads the operations over [ticks, ranks, lanes]."""
+    """Assigns slots and arranges the operations as [ticks, ranks, lanes]."""
     ops = table.ops
     cell = table.tick, ops.rank, ops.paired
     shape = table.ticks, table.order.ranks, 1 + int(ops.paired.max())
@@ -78,7 +78,7 @@ def make_program(table: Table) -> TickProgram:
 
 
 def count_slots(table: Table) -> dict[str, np.ndarray]:
-    """How many slots of each buffer each rank uses at once, int [ranks], without assigning them. A
+    """The slots of each buffer that each rank uses at once, int [ranks], without assigning them. A
     buffer has the maximum over ranks."""
     counts = {}
     for name, users in _users(table).items():
@@ -92,8 +92,8 @@ def count_slots(table: Table) -> dict[str, np.ndarray]:
 
 
 def _users(table: Table) -> dict[str, tuple[np.ndarray, ...]]:
-    """For each buffer the operations that use a value in it, int [values] each: its writer, then
-    its readers, the last one at the end."""
+    """For each buffer the operations that use its values, int [values] each: the writer, then the
+    readers in order."""
     kind, stage, needs = table.ops.kind, table.ops.stage, table.needs
     received = np.flatnonzero((kind == B) | (kind == X) | ((kind == F) & (stage > 0)))
     recompute = np.flatnonzero(kind == R)
@@ -103,7 +103,7 @@ def _users(table: Table) -> dict[str, tuple[np.ndarray, ...]]:
     maker = np.where(needs[:, 1] >= 0, needs[:, 1], needs[:, 0])[backward]
     last = np.arange(len(kind))
     last[needs[weight, 0]] = weight
-    # The backward of the last stage reads the output of its own F.
+    # The backward of the last stage reads the output of the same pass's F.
     sender = np.where((kind == F) | (stage == table.order.stages - 1), needs[:, 0], needs[:, 2])
     return {
         "inbox": (sender[received], received),
@@ -117,7 +117,7 @@ def _users(table: Table) -> dict[str, tuple[np.ndarray, ...]]:
 def _receives(
     table: Table, sender: np.ndarray, reader: np.ndarray, inbox: np.ndarray, nowhere: int
 ) -> dict[str, np.ndarray]:
-    """The columns with the slot where each rank puts what it receives at the end of a tick."""
+    """The columns with the slot of each rank's received message at the end of a tick."""
     rank, paired, tick = table.ops.rank, table.ops.paired, table.tick
     hop = (rank[reader] - rank[sender]) % table.order.ranks
     channel = np.where(hop == 0, "from_self", np.where(hop == 1, "from_left", "from_right"))
@@ -130,18 +130,21 @@ def _receives(
 
 
 def gathers(table: Table) -> np.ndarray:
-    """int [N], 1 where an operation needs the weights of another chunk than the one before it."""
+    """int [N], 1 where an operation is of another chunk than the rank's previous one, so that
+    weights are gathered."""
     return _changes(table, np.flatnonzero(table.ops.kind != W), ahead=False)
 
 
 def reduces(table: Table) -> np.ndarray:
-    """int [N], 1 where the next operation that makes weight gradients is of another chunk."""
+    """int [N], 1 where the rank's next weight gradient is of another chunk, so that this chunk's
+    are reduced."""
     makers = np.flatnonzero((table.ops.kind == W) | (table.ops.kind == X))
     return _changes(table, makers, ahead=True)
 
 
 def _changes(table: Table, among: np.ndarray, ahead: bool) -> np.ndarray:
-    """int [N], 1 for operations in `among` whose next or previous one there is of another chunk."""
+    """int [N], 1 for operations in `among` whose next (`ahead`) or previous one is of another
+    chunk."""
     ops = table.ops
     chunk = np.stack([ops.rank, ops.direction, ops.stage])[:, among]
     differs = (chunk[:, 1:] != chunk[:, :-1]).any(axis=0)
@@ -153,8 +156,8 @@ def _changes(table: Table, among: np.ndarray, ahead: bool) -> np.ndarray:
 
 
 def _colour(rank: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """int [values], slots such that no two values share one on a rank in any tick from low to
-    high, and no rank uses more than it must."""
+    """Interval colouring, int [values]: slots that no two values share on a rank in any tick from
+    low to high, as few as possible on each rank."""
     slots = np.zeros(len(rank), np.int64)
     for r in np.unique(rank):
         free: list[int] = []
@@ -163,7 +166,7 @@ def _colour(rank: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         for n in mine[np.argsort(low[mine], kind="stable")].tolist():
             while taken and taken[0][0] < low[n]:
                 heapq.heappush(free, heapq.heappop(taken)[1])
-            # Every slot so far is either free or taken.
+            # Every slot so far is free or taken, so the next new one is len(taken).
             slot = heapq.heappop(free) if free else len(taken)
             heapq.heappush(taken, (int(high[n]), slot))
             slots[n] = slot

@@ -1,4 +1,4 @@
-"""Timelines as text and as pictures: a row for each rank, time to the right."""
+"""Pipeline timelines as text and as pictures: a row per rank, time to the right."""
 
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ IDLE = "#ececee"
 CELL_INCHES = 0.25  # of the shortest operation
 MARGIN_INCHES = 1.3  # for the names of the ranks
 MOST_INCHES = 60  # of a picture
-SMALLEST_POINTS = 4.5  # of a number that can be read
+SMALLEST_POINTS = 4.5  # of a legible number
 
 
 def timeline_text(table: Table, start: np.ndarray, duration: np.ndarray, columns: int = 0) -> str:
@@ -28,11 +28,11 @@ def timeline_text(table: Table, start: np.ndarray, duration: np.ndarray, columns
 
     `F3` forward of micro-batch 3, `b3` input gradient, `w3` weight gradient, `X3==` both, `r3`
     recompute; then the segment as a letter, the chunk of the rank as a superscript, `^` for the
-    direction that enters at the last rank, `+` before what overlaps with the cell before it.
+    direction that enters at the last rank, `+` before a cell that overlaps with the previous one.
 
     Args:
-      table: what runs.
-      start, duration: float [N], when and how long.
+      table: of the operations.
+      start, duration: float [N], times of the operations.
       columns: of the terminal, to fold long lines into blocks; 0 never folds.
     """
     labels = [_label(table, n) for n in range(len(start))]
@@ -44,11 +44,11 @@ def timeline_text(table: Table, start: np.ndarray, duration: np.ndarray, columns
         cell = label.ljust(width).ljust(high[n] - low[n], "=")
         lines[table.ops.rank[n]][low[n] : high[n]] = cell[: high[n] - low[n]]
     names = [f"rank {r}".ljust(len(f"rank {len(lines)}")) for r in range(len(lines))]
-    room = columns - len(names[0]) - 3
-    room = high.max() if columns <= 0 else max(width, room // width * width)
+    length = columns - len(names[0]) - 3
+    length = high.max() if columns <= 0 else max(width, length // width * width)
     return "\n\n".join(
-        "\n".join(f"{name} |{''.join(line[at : at + room])}|" for name, line in zip(names, lines))
-        for at in range(0, high.max(), room)
+        "\n".join(f"{name} |{''.join(line[at : at + length])}|" for name, line in zip(names, lines))
+        for at in range(0, high.max(), length)
     )
 
 
@@ -62,18 +62,18 @@ def _label(table: Table, n: int) -> str:
 
 
 def _scale(duration: np.ndarray) -> float:
-    """Cells per unit of time, so that all but very short operations fill one."""
+    """Cells per unit of time, so that all except very short operations fill one."""
     return 1 / duration[duration >= duration.max() / 4].min()
 
 
 def write_png(path: str, table: Table, run: Run, title: str) -> None:
-    """Draws the run, as soon as possible, to a PNG file.
+    """Draws a run, with operations as early as possible, to a PNG file.
 
-    Colours show kinds; later chunks of a rank are lighter; micro-batches that enter at the last
-    rank are darker; a frame joins an overlapped pair. Numbers are micro-batches, letters sequence
-    chunks.
+    Colours are types of operation; later chunks of a rank are lighter; micro-batches that enter at
+    the last rank are darker; a frame joins an overlapped pair. Numbers are micro-batches, letters
+    sequence chunks.
     """
-    # Slow to import, and only a picture needs it.
+    # Imported here: slow, and only a picture needs it.
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     ranks = table.order.ranks
@@ -100,7 +100,7 @@ def write_png(path: str, table: Table, run: Run, title: str) -> None:
 
 
 def draw_operations(axes: "Axes", table: Table, run: Run, cell_points: float) -> None:
-    """Boxes with numbers, where `cell_points`, the width of a cell, has room for them."""
+    """Draws boxes, with numbers if they fit into `cell_points`, the width of a cell."""
     order, ops = table.order, table.ops
     later = (ops.stage // order.ranks) / max(1, order.virtual_stages - 1)
     colors = [_color(*of) for of in zip(ops.kind.tolist(), later, ops.direction)]
@@ -137,7 +137,7 @@ def draw_operations(axes: "Axes", table: Table, run: Run, cell_points: float) ->
 
 
 def legend(table: Table) -> "list[Patch]":
-    """A patch for each colour that a table's operations have."""
+    """A patch for each colour of a table's operations."""
     from matplotlib.patches import Patch  # noqa: PLC0415
 
     order, ops = table.order, table.ops

@@ -1,17 +1,15 @@
-"""The executor: one scan over the ticks of a table, for any schedule.
+"""Pipeline executor: one scan over the ticks of a table, for any schedule.
 
 For use in a `shard_map` in which pipeline, data and fsdp are manual. In a tick each rank does the
-one operation that its column of the table names, then sends the result to its neighbours. Which
-operation that is depends on data: each kind is a loop of zero or one trips (`when`). A conditional
-would copy the buffers that it carries, every tick; loops update them in place.
+operation in its column of the table, then sends the result to its neighbours. The operation depends
+on data: each of F, R, B, W and X is a loop of zero or one trips (`when`).
 
-Buffers, by the table's names, in slots: `inbox`, received and not read yet; `input`, what R
-recomputes from; and for each layer of a chunk the arrays of `split`: `residual_b` from F to B,
-`residual_w` from F to W, `cotangent` from B to W. Where a model has several stacks, or layers that
-share arrays, `received` is the stream that a chunk's forward pass began with, from F to W.
+Buffers, in slots by the table's names: `inbox`, received and not read yet; `input`, from which R
+recomputes; and for each layer of a chunk the arrays of `split`: `residual_b` from F to B,
+`residual_w` from F to W, `cotangent` from B to W. For models with several stacks, or layers with
+shared arrays, `received` is the input stream of a chunk's forward pass, from F to W.
 
-What ranks send each other is the union of all stacks' streams, zeros where a stage's stack has no
-such array.
+Messages are the union of all stacks' streams, with zeros for arrays that a stage's stack lacks.
 """
 
 import functools
@@ -60,21 +58,23 @@ def execute(
     *,
     row_major: bool = False,
 ) -> tuple[Sums, Tree]:
-    """Runs a step's table: the sums of this rank, and its gradients, summed over micro-batches and
-    not yet over ranks.
+    """Runs a step's table: this rank's sums and gradients, summed over micro-batches, not ranks.
 
     Args:
-      remat: puts a layer under a remat policy.
-      params: of this rank, the layers of a stack stacked as `stages` says.
+      remat: applies the remat policy to a layer.
+      params: of this rank, with layers in the order of `stages.layer_of_row`.
       batches: fields [micro-batches, batch, time].
       columns: of `stages.program`, [ticks, 1, 1] each.
       chunks: of `stages`, [1, chunks] each.
-      row_major: whether to ask for buffers in the order of their dimensions; a TPU's compiler
-        would choose an order for each loop, and copy the buffers from one to the other.
+      row_major: whether buffers are constrained to row-major layout, for TPUs.
     """
     rank = Rank.of(model, zero, stages, params, batches, chunks, remat=remat, row_major=row_major)
     state = _run(rank, rank.initial_state(rank.accumulators(params)), columns)
     if state.pending is not None and rank.has_one_chunk:
+        # After the last tick: one reduction a step. In the ticks, XLA for TPUs moved the reduction
+        # out of the loops and carried two more sets of whole gradients through them (llama2_7b,
+        # 1F1B on v5p: 31.0 GB of temporaries in place of 22.8). On GPUs a loop with a collective
+        # cannot be in a CUDA graph, so that the host would read its condition in every tick.
         for part in rank.parts:
             state = _reduce(rank, state, 0, part)
     outer_grads = return_borrowed(model, state.grads["embed"], state.grads["head"])
@@ -90,8 +90,8 @@ def execute_forward(
     columns: Columns,
     chunks: Chunks,
 ) -> Sums:
-    """The sums of this rank, from forward passes only. The arguments are those of `execute`, with
-    `columns` of `stages.forward_program`."""
+    """This rank's sums from forward passes only; arguments as in `execute`, with `columns` of
+    `stages.forward_program`."""
     rank = Rank.of(model, zero, stages, params, batches, chunks)
     return _run(rank, rank.initial_state({}), columns).sums
 
@@ -105,7 +105,7 @@ def buffers(
     batches: Batch,
     chunks: Chunks,
 ) -> dict[str, Tree]:
-    """The buffers and sums that a rank carries between ticks, empty: for their sizes."""
+    """Empty buffers and accumulators of a rank, for their sizes."""
     rank = Rank.of(model, zero, stages, params, batches, chunks, remat=remat)
     state = rank.initial_state(rank.accumulators(params))
     weights = rank.only_chunk or state.weights
@@ -113,13 +113,15 @@ def buffers(
 
 
 def _run(rank: Rank, state: State, columns: Columns) -> State:
-    """All ticks."""
+    """Scans over all ticks."""
     rows = {name: jnp.asarray(column).reshape(-1) for name, column in columns.items()}
     return jax.lax.scan(lambda state, row: (_tick(rank, state, row), None), state, rows)[0]
 
 
 def _tick(rank: Rank, state: State, row: Row) -> State:
-    """One tick."""
+    """One tick: gather, operation, reduction, messages."""
+    # Operations that the table lacks are not traced: every loop's condition is evaluated in every
+    # tick, on GPUs without CUDA graphs by the host, which waits for the device.
     kinds = np.unique(rank.program.columns["kind"])
     operations = {
         F: functools.partial(_forward, rank),
@@ -158,13 +160,14 @@ def _forward(rank: Rank, state: State, row: Row) -> State:
     received = at(state.buffers["inbox"], row["inbox"])
     stream = rank.entered(received, row)
     if R in rank.program.columns["kind"]:
+        # An F that saves residuals is an R without an `input` in the table (`make_program`).
         return _chunk_forward(rank, state, row, received, stream, saves_residuals=False)
     state = _chunk_forward(rank, state, row, received, stream, saves_residuals=True)
     return state if state.grads else _add_losses(rank, state, row)
 
 
 def _add_losses(rank: Rank, state: State, row: Row) -> State:
-    """Without a backward pass, the losses are computed in the last stage's F."""
+    """Adds the losses in the last stage's F, for evaluation."""
     batch, last = at(rank.batches, row["microbatch"]), rank.stages.table.order.stages - 1
 
     def losses(sums: Sums) -> Sums:
@@ -175,7 +178,7 @@ def _add_losses(rank: Rank, state: State, row: Row) -> State:
 
 
 def _recompute(rank: Rank, state: State, row: Row) -> State:
-    """From the input that its F saved; or the F itself, where it saves its residuals."""
+    """R: recomputes from the input saved by F; without an `input`, an F that saves residuals."""
     kept = at(state.buffers["input"], row["input"])
     columns, first = rank.program.columns, row["input"] < 0
     some_save = ((columns["kind"] == R) & (columns["input"] < 0)).any()
@@ -211,21 +214,23 @@ def _weight_gradient(rank: Rank, state: State, row: Row) -> State:
             return rank.add_gradients(state, row, part, index, dweights)
 
         state = rank.each_layer(row, part, one, state)
+    # W is the only operation that does not write the message itself.
     return _in_order(state, row["kind"] == W)
 
 
-def _in_order(state: State, holds: jax.Array) -> State:
-    """The state, with the message rewritten by an operation that leaves it as it is.
+def _in_order(state: State, is_running: jax.Array) -> State:
+    """Rewrites the message, unchanged, so that a send waits for an operation.
 
-    The operations and the sends of a tick all write or read the message, so every rank reaches
-    their collectives in one order. XLA:CPU (jaxlib 0.12) needs that: it starts a send while a loop
-    that shares no buffer with it still runs, even after an `optimization_barrier`, which it drops
-    before it schedules. Two ranks of a tensor group then paired different collectives.
+    The operations and sends of a tick all write or read the message, so every rank reaches their
+    collectives in the same order.
 
     Args:
-      holds: true whenever the operation runs, which the compiler cannot know.
+      is_running: true whenever the operation runs, which the compiler cannot know.
     """
-    made = jax.tree.map(lambda x: jnp.where(holds, x, jnp.zeros_like(x)), state.made)
+    # XLA:CPU (jaxlib 0.12) starts a send while a loop that shares no buffer with it is running. It
+    # drops an `optimization_barrier` before it schedules. Two ranks of a tensor group then paired
+    # different collectives.
+    made = jax.tree.map(lambda x: jnp.where(is_running, x, jnp.zeros_like(x)), state.made)
     return state._replace(made=made)
 
 
@@ -235,7 +240,7 @@ def _gather(rank: Rank, state: State, row: Row, part: StackPart) -> State:
 
 
 def _reduce(rank: Rank, state: State, begin: Index, part: StackPart) -> State:
-    """Reduces the gradients of the chunk whose first row among the stack's is `begin`."""
+    """Reduces the gradients of the chunk with first row `begin` in its stack."""
     pending, name = state.pending[part.name], part.name
     shards = rank.zero.reduce(pending, rank.zero.axes[name])
     grads = {**state.grads, name: add_rows(state.grads[name], begin, shards)}
@@ -244,13 +249,15 @@ def _reduce(rank: Rank, state: State, begin: Index, part: StackPart) -> State:
 
 
 def _pass_on(rank: Rank, state: State, row: Row) -> State:
-    """Sends the tick's result to both neighbours; each stores it in the slot of its table."""
+    """Sends the tick's result to both neighbours, which store it in the slots of their table."""
     columns, inbox = rank.program.columns, state.buffers["inbox"]
     ranks, nowhere = columns["kind"].shape[1], rank.program.slots["inbox"]
     for name, hop in (("from_left", 1), ("from_right", -1), ("from_self", 0)):
         receivers = np.flatnonzero((columns[name] != nowhere).any(axis=(0, 2)))
         if not len(receivers):
             continue
+        # Only pairs that the table uses at all: 1F1B has no message from the last rank to the
+        # first. Unused messages of a tick go to the slot after the last, without a branch.
         pairs = [((r - hop) % ranks, r) for r in receivers.tolist()]
         received = jax.lax.ppermute(state.made, "pipeline", pairs) if hop else state.made
         inbox = put(inbox, received, row[name])
@@ -266,12 +273,12 @@ def _chunk_forward(
     saves_residuals: bool,
     again: jax.Array | bool = False,
 ) -> State:
-    """A chunk, forward.
+    """Forward pass of a chunk.
 
     Args:
-      stream: what enters its layers.
-      saves_residuals: otherwise it saves what R recomputes them from.
-      again: whether this repeats a forward pass, whose sums have been counted.
+      stream: the input of its layers.
+      saves_residuals: False saves the input, for R.
+      again: whether this repeats a forward pass, whose sums are counted already.
     """
     batch = at(rank.batches, row["microbatch"])
     begins = received if rank.keeps_received else stream
@@ -289,8 +296,8 @@ def _chunk_forward(
             (x, loss), sums, residuals_b, residuals_w = split.forward(weights, x, shared, context)
             state = rank.count_sums(state, part, context[1], loss, sums, again)
             if not saves_residuals:
-                # In every layer: on a CPU (jaxlib 0.12) a loop over layers that does not write
-                # its buffers takes more than three times as long.
+                # Written in every layer: with XLA:CPU (jaxlib 0.12) a loop over layers that does
+                # not write its buffers takes more than three times as long.
                 inputs = put(state.buffers["input"], begins, row["input"])
                 state = state._replace(buffers={**state.buffers, "input": inputs})
             else:
@@ -304,8 +311,8 @@ def _chunk_forward(
 
 
 def _chunk_backward(rank: Rank, state: State, row: Row, fused: bool) -> State:
-    """A chunk, backward from the gradient in the inbox; in the last stage, from the gradient of
-    the loss, whose input is in the inbox: the output of the stage's own forward pass."""
+    """Backward pass of a chunk from the gradient in the inbox. In the last stage the inbox has the
+    output of the stage's forward pass, from which the head computes loss and gradient."""
     batch, last = at(rank.batches, row["microbatch"]), rank.stages.table.order.stages - 1
 
     def head_pass(carry):
@@ -318,6 +325,8 @@ def _chunk_backward(rank: Rank, state: State, row: Row, fused: bool) -> State:
         return rank.full_stream(dstream), {**sums, **added}, add(grads, dhead)
 
     inbox = at(state.buffers["inbox"], row["inbox"])
+    # The head's forward pass is in B, too: loss and gradients are computed in one pass over the
+    # logits (`ops.loss`).
     dstream, sums, head = when(
         row["stage"] == last, head_pass, (inbox, state.sums, state.grads["head"]), HEAD
     )
@@ -350,7 +359,7 @@ def _chunk_backward(rank: Rank, state: State, row: Row, fused: bool) -> State:
 
 
 def _enter_backward(rank: Rank, state: State, row: Row, dstream: Stream) -> State:
-    """The gradients of what enters a stack, in its first stage."""
+    """Backward pass of `Stack.enter`, in a stack's first stage."""
     batch, dembed = at(rank.batches, row["microbatch"]), state.grads["embed"]
     for part in rank.parts:
 

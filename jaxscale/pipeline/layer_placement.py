@@ -1,4 +1,4 @@
-"""Layers on the ranks of a pipeline: from a state's canonical order to the run's, and back."""
+"""Layer placement on pipeline ranks: converts a state between canonical and run order."""
 
 import dataclasses
 import functools
@@ -21,15 +21,15 @@ Tree = Any
 
 @dataclass(frozen=True, eq=False)
 class LayerPlacement:
-    """How a run stacks its layers, in every array of a state that has a "layers" dimension.
+    """The order of layers in a run, for every array of a state with a "layers" dimension.
 
-    The canonical form is [layers, ...] whatever the layout; states are initialised, saved and
-    returned in it. Where the two forms differ they can be told apart, since only the run's is
-    sharded over `pipeline` along its layers: both functions take either. Arrays that are elsewhere,
-    on the host or on the devices of another mesh, are placed on this run's.
+    The canonical form, in which states are initialised, saved and returned, is [layers, ...] for
+    every layout. If the run's form differs, it is recognised by its sharding: only it is sharded
+    over `pipeline` along the layers. So both functions accept either form. Arrays on the host, or
+    on the devices of another mesh, are placed on this run's.
     """
 
-    layer_of_row: Rows  # for each stack of the model the layer in each row; -1 for none
+    layer_of_row: Rows  # for each stack of the model the layer in each row; -1 is none
     axes: Tree  # logical axes of every array
     abstract: Tree  # shapes, types and shardings in the run
 
@@ -51,12 +51,12 @@ class LayerPlacement:
         return dataclasses.replace(self, **parts)
 
     def to_canonical(self, state: Tree, *, on_host: bool = False, donate: bool = False) -> Tree:
-        """The canonical form of a state that has either form.
+        """Converts a state in either form to the canonical form.
 
-        Arrays are reordered one at a time, so that the devices hold little besides the state.
+        Arrays are reordered one at a time, to limit the devices' memory.
 
         Args:
-          on_host: leaves the reordered arrays in host memory, where there is some: for saving.
+          on_host: leaves reordered arrays in host memory, if the devices support it: for saving.
           donate: deletes each array of `state` that was reordered.
 
         Raises:
@@ -73,14 +73,14 @@ class LayerPlacement:
         return self._reorder(rows, donate, state, self.abstract, wanted)
 
     def from_canonical(self, state: Tree, *, donate: bool = False) -> Tree:
-        """The run's form of a state that has either form.
+        """Converts a state in either form to the run's form.
 
         Args:
           donate: as in `to_canonical`.
 
         Raises:
           ValueError: an array has the shape of neither form, or the state is in the form of another
-            run, with a pipeline.
+            run's pipeline.
         """
         if self._in_the_runs_form(state):
             return state
@@ -101,7 +101,7 @@ class LayerPlacement:
                 return False
             if not _on_mesh(leaf, wanted):
                 raise ValueError(
-                    "the layers lie on the ranks of another engine's pipeline, in its order: pass "
+                    "the layers are sharded over another engine's pipeline, in its order; pass "
                     "jax.device_get(THAT_ENGINE.placement.to_canonical(STATE)), or its params"
                 )
             return True
@@ -128,7 +128,7 @@ class LayerPlacement:
 
 
 def stack_of(path: tuple, stacks: Collection[str]) -> str:
-    """The stack that an array of a state belongs to: the key of its parameters in the path."""
+    """The stack of an array of a state: the key of its parameters in the path."""
     keys = [str(getattr(key, "key", "")) for key in path]
     return next(key for key in keys if key in stacks)
 
@@ -154,15 +154,15 @@ def _on_mesh(array: Any, wanted: jax.ShapeDtypeStruct) -> bool:
 
 
 def _placed(array: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array where it is, if that is on the mesh."""
+    """Places an array on the wanted mesh, unless it is on it."""
     return array if _on_mesh(array, wanted) else jax.device_put(array, wanted.sharding)
 
 
 def _check_shape(path: tuple, leaf: Any, wanted: jax.ShapeDtypeStruct) -> None:
     if np.shape(leaf) != wanted.shape:
         raise ValueError(
-            f"{leaf_name(path)} has shape {np.shape(leaf)}, and {wanted.shape} in canonical form; "
-            "pass a state as the engine's functions, `fit` or a checkpoint give it"
+            f"{leaf_name(path)} has shape {np.shape(leaf)}; in canonical form it is "
+            f"{wanted.shape}: pass a state from the engine's functions, `fit` or a checkpoint"
         )
 
 
@@ -174,14 +174,15 @@ def _reorder(
     given: jax.ShapeDtypeStruct,
     wanted: jax.ShapeDtypeStruct,
 ) -> Any:
-    """The rows of an array in another order, zeros where one is -1."""
+    """Reorders the rows of an array; rows of -1 are zeros."""
     if rows is None:
         return _placed(array, wanted)
-    # XLA computes only with arrays in device memory.
+    # XLA's kernels read device memory only, so arrays on the host are moved first.
     before, after = (leaf.sharding.with_memory_kind("device") for leaf in (given, wanted))
     placed = jax.device_put(array, before)
     taken = _take(placed, tuple(rows.tolist()), axes.index("layers"), before, after)
-    # Wait: arrays are allocated at dispatch, so the devices would hold a second state.
+    # Wait for each array: JAX allocates results at dispatch, so without this the devices would
+    # store a second state.
     taken = jax.block_until_ready(jax.device_put(taken, wanted.sharding))
     if donate and isinstance(array, jax.Array):
         array.delete()
@@ -192,17 +193,18 @@ def _reorder(
 def _take(
     array: jax.Array, rows: tuple[int, ...], dim: int, before: NamedSharding, after: NamedSharding
 ) -> jax.Array:
-    """Takes rows where a rank has its part of every layer, or all of it: an all-to-all before, or
-    after. By hand: the compiler would have all ranks gather the whole array, and its partitioner
-    crashes on some that are sharded over two axes."""
+    """Takes rows of an array in the form in which a rank has a part of every layer, with an
+    all-to-all before or after."""
+    # By hand: XLA's partitioner would all-gather the whole array on every rank, and crashes on some
+    # arrays that are sharded over two axes.
     index = np.array(rows)
-    there = np.expand_dims(index >= 0, tuple(d for d in range(array.ndim) if d != dim))
+    is_layer = np.expand_dims(index >= 0, tuple(d for d in range(array.ndim) if d != dim))
 
     def local(x: jax.Array) -> jax.Array:
         split, join = _pipeline_dim(before), _pipeline_dim(after)
         if split == dim:
             x = _exchange(x, join, dim)
-        x = jnp.where(there, jnp.take(x, np.maximum(index, 0), axis=dim), jnp.zeros((), x.dtype))
+        x = jnp.where(is_layer, jnp.take(x, np.maximum(index, 0), axis=dim), jnp.zeros((), x.dtype))
         if join == dim:
             x = _exchange(x, dim, split)
         return x
@@ -213,9 +215,9 @@ def _take(
 
 
 def _exchange(x: jax.Array, split: int | None, join: int | None) -> jax.Array:
-    """Sharded over the pipeline along `split` instead of `join`; None is replicated."""
+    """Reshards over the pipeline from `join` to `split`; None is replicated."""
     if split is None:
-        assert join is not None, "layers are spread in one of the two forms"
+        assert join is not None, "layers are sharded in one of the two forms"
         return jax.lax.all_gather(x, "pipeline", axis=join, tiled=True)
     if join is None:
         size = x.shape[split] // jax.lax.axis_size("pipeline")

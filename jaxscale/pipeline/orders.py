@@ -1,6 +1,5 @@
-"""The order that a schedule gives each rank, with the backward pass fused or split and with as
-many passes recomputed as is asked for.
-"""
+"""Pipeline orders: the operations of each rank, with a fused or split backward pass and selective
+recomputation."""
 
 import bisect
 import pathlib
@@ -22,24 +21,24 @@ def make_order(
     fused: bool = False,
     keep: int | None = None,
 ) -> Order:
-    """The order of a schedule by name, shipped or foreign, or from a file that ends in .csv.
+    """The order of a shipped or custom schedule, or from a .csv file.
 
     >>> [str(op) for op in make_order("1f1b", 2, 2).rows[1]]
     ['1F0', '1B0', '1W0', '1F1', '1B1', '1W1']
 
     Args:
-      name: as with `find_schedule`, or a path.
-      stages: ranks on the pipeline axis; None only for a file, which has its own.
-      microbatches: per step; likewise.
-      virtual_stages: chunks per rank; None for those of the schedule.
-      sequence_chunks: segments of a micro-batch; None for whole sequences.
-      fused: one operation for the whole backward pass, not B and then W.
-      keep: passes whose residuals a rank saves at a time (see `keep_passes`): all others have an R
-        before their backward; with 0 every pass has. None for no R, or for those of a file.
+      name: as in `find_schedule`, or a path.
+      stages: ranks on the pipeline axis; None only for a file, which contains them.
+      microbatches: per step; None only for a file.
+      virtual_stages: chunks per rank; None is the schedule's default.
+      sequence_chunks: segments of a micro-batch; None is whole sequences.
+      fused: whether the backward pass is one operation X in place of B and W.
+      keep: passes whose residuals a rank saves at a time (see `keep_passes`); all others have an R
+        before their backward. None is no R, or those of a file.
 
     Raises:
-      ValueError: an unknown name, or numbers that the schedule does not support, with the nearest
-        that it does.
+      ValueError: an unknown name, or numbers that the schedule does not support; names the nearest
+        supported ones.
     """
     numbers = dict(zip(NUMBERS, (stages, microbatches, virtual_stages, sequence_chunks)))
     for key, number in {**numbers, "keep": keep}.items():
@@ -62,12 +61,12 @@ def make_order(
 
 
 def _make_rows(name: str, schedule: Schedule, numbers: tuple[int, ...], fused: bool) -> Rows:
-    """The rows of ranks, with B and W apart unless they are `fused`."""
+    """The rows of ranks, with separate B and W unless `fused`."""
     schedule.check(name, *numbers)
     if fused and schedule.splits_backward:
         raise ValueError(
-            f"fused = True, but {name} is made of separate input and weight gradients; "
-            "leave fused out, or take another schedule such as 1f1b"
+            f"fused = True, but {name} has separate input and weight gradients; leave fused out, "
+            "or use another schedule such as 1f1b"
         )
     rows = schedule.make_rows(*numbers)
     if len(rows) != numbers[0]:
@@ -76,7 +75,7 @@ def _make_rows(name: str, schedule: Schedule, numbers: tuple[int, ...], fused: b
 
 
 def split_backward(rows: Rows) -> Rows:
-    """Every X as B and then W: the gradient is sent to the rank before while W runs."""
+    """Replaces every X by B and W, so that the input's gradient is sent while W runs."""
     return [
         [
             part
@@ -88,32 +87,33 @@ def split_backward(rows: Rows) -> Rows:
 
 
 def add_recompute(rows: Rows) -> Rows:
-    """An R before every backward: it needs no gradient, so it can run before that arrives."""
+    """Inserts an R before every backward; R can run before the gradient arrives."""
     result: Rows = []
     for row in rows:
         result.append([])
         for op in row:
             if op.kind in (B, X):
-                # Before the pair, where the backward overlaps with the forward before it.
+                # Before the pair if the backward is paired with the forward before it.
                 result[-1].insert(len(result[-1]) - op.paired, op._replace(kind=R, paired=0))
             result[-1].append(op)
     return result
 
 
 def keep_passes(rows: Rows, keep: int) -> Rows:
-    """Drops the R of as many passes as possible, where a rank saves up to `keep` of them at a time.
+    """Selective recomputation by micro-batch: drops as many R as possible if a rank saves up to
+    `keep` passes at a time (Korthikanti et al., arXiv 2205.05198, appendix C).
 
-    Micro-batch by micro-batch, as in Korthikanti et al. (arXiv 2205.05198, appendix C): a rank near
-    the end of the pipeline has fewer in flight, and so recomputes fewer. Which passes to keep is
-    interval colouring: in the order of their ends, each takes the place freed last before it.
+    A rank near the end of the pipeline has fewer passes in flight and recomputes fewer. The choice
+    is interval colouring: in the order of their ends, each pass takes the slot freed last before
+    it begins.
 
     Raises:
-      ValueError: that would be the R of all passes.
+      ValueError: no pass would be recomputed.
     """
     result = [_keep(row, keep) for row in rows]
     if not any(op.kind == R for row in result for op in row):
         raise ValueError(
-            f"keep = {keep}, and no rank has more than that in flight, so that nothing would be "
+            f"keep = {keep}, and no rank has more passes in flight, so nothing would be "
             "recomputed; keep fewer, or recompute nothing"
         )
     return result
@@ -122,12 +122,12 @@ def keep_passes(rows: Rows, keep: int) -> Rows:
 def _keep(row: list[Op], keep: int) -> list[Op]:
     begins = {op[1:4]: n for n, op in enumerate(row) if op.kind == F}
     ends = {op[1:4]: n for n, op in enumerate(row) if op.kind in (W, X)}
-    kept, free = set(), [-1] * keep  # where each of the places became free, in order
+    kept, free = set(), [-1] * keep  # the ends after which each slot is free, sorted
     for unit, end in ends.items():
-        place = bisect.bisect_left(free, begins[unit]) - 1
-        if place >= 0:
+        slot = bisect.bisect_left(free, begins[unit]) - 1
+        if slot >= 0:
             kept.add(unit)
-            free.pop(place)
+            free.pop(slot)
             free.append(end)
     return [op for op in row if op.kind != R or op[1:4] not in kept]
 
@@ -150,7 +150,7 @@ def _order_from_file(
         )
     if keep:
         raise ValueError(
-            f"keep = {keep}, but {path} decides what is recomputed: the passes that have an R; "
-            "leave keep out"
+            f"keep = {keep}, but the R operations in {path} decide what is recomputed; leave keep "
+            "out"
         )
     return order

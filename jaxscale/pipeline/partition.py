@@ -1,4 +1,4 @@
-"""Which layers each virtual stage of a pipeline holds. NumPy only."""
+"""Partition of layers into the virtual stages of a pipeline. NumPy only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,33 +12,34 @@ from jaxscale.pipeline_schedules.operations import Order, R
 
 @dataclass(frozen=True)
 class StackLayers:
-    """The layers of a model's stack that a pipeline divides, whole periods at a time."""
+    """The layers of a model's stack, which a pipeline divides in whole periods."""
 
     name: str
     num_layers: int
     period: int = 1
-    turn: int = 1  # layers of the model in one of the stack
+    model_layers: int = 1  # of the model, in one layer of the stack
 
 
 def check_enough(stacks: Sequence[StackLayers], order: Order) -> None:
-    """Refuses a pipeline with a stage that would have no layer."""
+    """Refuses a pipeline with a stage without layers."""
     stages = f"layout.pipeline = {order.ranks} x {order.virtual_stages} chunks"
     if order.stages < len(stacks):
         names = ", ".join(stack.name for stack in stacks)
         raise ValueError(
-            f"{stages} makes {order.stages} stages, and each holds layers of one of the model's "
-            f"{len(stacks)} stacks ({names}); raise layout.pipeline or layout.virtual_stages"
+            f"{stages} makes {order.stages} stages, fewer than the model's {len(stacks)} stacks "
+            f"({names}); a stage has layers of one stack: raise layout.pipeline or "
+            "layout.virtual_stages"
         )
     if len(stacks) == 1 and stacks[0].period == 1:
         (stack,) = stacks
         if stack.num_layers < order.stages:
-            got, least = f"model.num_layers = {stack.turn * stack.num_layers}", "layer"
-            if stack.turn > 1:
-                got += f", {stack.num_layers} turns of model.expert_pattern,"
-                least = f"turn of {stack.turn} layers"
+            got, least = f"model.num_layers = {stack.model_layers * stack.num_layers}", "layer"
+            if stack.model_layers > 1:
+                got += f", {stack.num_layers} periods of model.expert_pattern,"
+                least = f"period of {stack.model_layers} layers"
             raise ValueError(
-                f"{got} is less than the {order.stages} stages of {stages}; each has at least one "
-                f"{least}: set model.num_layers = {stack.turn * order.stages}, or "
+                f"{got} is less than the {order.stages} stages of {stages}; each needs at least "
+                f"one {least}: set model.num_layers = {stack.model_layers * order.stages}, or "
                 f"layout.pipeline = {max(1, stack.num_layers // order.virtual_stages)}"
             )
     shares = assign_stages([stack.num_layers for stack in stacks], order.stages)
@@ -47,7 +48,7 @@ def check_enough(stacks: Sequence[StackLayers], order: Order) -> None:
             raise ValueError(
                 f"{stages}: the {stack.num_layers} layers of {stack.name!r}, whose settings repeat "
                 f"every {stack.period}, make {stack.num_layers // stack.period} whole periods for "
-                f"{share} stages; each has at least one: lower layout.pipeline or "
+                f"{share} stages; each needs at least one: lower layout.pipeline or "
                 "layout.virtual_stages"
             )
 
@@ -55,7 +56,7 @@ def check_enough(stacks: Sequence[StackLayers], order: Order) -> None:
 def has_layers(stacks: Sequence[StackLayers], stages: int) -> bool:
     """Whether every virtual stage would have a layer."""
     periods = [stack.num_layers // stack.period for stack in stacks]
-    if not len(stacks) <= stages <= sum(periods):  # also what takes a search no time
+    if not len(stacks) <= stages <= sum(periods):  # a fast test first, for searches
         return False
     shares = assign_stages([stack.num_layers for stack in stacks], stages)
     return all(have >= needed for have, needed in zip(periods, shares))
@@ -68,7 +69,7 @@ def stack_shares(layers: tuple[int, ...], stacks: Sequence[StackLayers]) -> tupl
 
 
 def check_layers(layers: tuple[int, ...], order: Order, stacks: Sequence[StackLayers]) -> None:
-    """Refuses layers of each stage that do not add up, or do not fit the stacks."""
+    """Refuses a partition in `layout.schedule` that does not match the stages or the stacks."""
     got, num_layers = ",".join(map(str, layers)), sum(stack.num_layers for stack in stacks)
     if len(layers) != order.stages:
         raise ValueError(
@@ -87,7 +88,7 @@ def check_layers(layers: tuple[int, ...], order: Order, stacks: Sequence[StackLa
         if done not in ends:
             raise ValueError(
                 f"layout.schedule assigns layers {got} to stages: no stage ends with layer {done}, "
-                f"the last of {stack.name!r}, and a stage holds layers of one stack; give numbers "
+                f"the last of {stack.name!r}, and a stage has layers of one stack; give numbers "
                 "that end a stage there, or leave them out"
             )
     begin = 0
@@ -95,15 +96,15 @@ def check_layers(layers: tuple[int, ...], order: Order, stacks: Sequence[StackLa
         if any(n % stack.period for n in layers[begin : begin + share - 1]):
             raise ValueError(
                 f"layout.schedule assigns layers {got} to stages: the settings of {stack.name!r} "
-                f"repeat every {stack.period} layers, and a stage holds whole periods of them; "
+                f"repeat every {stack.period} layers, and a stage has whole periods of them; "
                 f"give multiples of {stack.period}, or leave them out"
             )
         begin += share
 
 
 def assign_stages(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
-    """How many consecutive virtual stages each stack gets: in proportion to its layers, at least
-    one each. Two equal stacks with an even number of chunks on a rank have half of each rank's."""
+    """The number of consecutive virtual stages of each stack, in proportion to its layers, at least
+    one. Two equal stacks with an even number of chunks on a rank have half of each rank's."""
     shares = [1] * len(sizes)
     for _ in range(stages - len(sizes)):
         neediest = max(range(len(sizes)), key=lambda n: sizes[n] / shares[n])
@@ -114,14 +115,14 @@ def assign_stages(sizes: Sequence[int], stages: int) -> tuple[int, ...]:
 def partition_layers(
     table: Table, stacks: Sequence[StackLayers], shares: Sequence[int], head_cost: float
 ) -> tuple[int, ...]:
-    """Layers of each virtual stage: the shortest step and, of those, the most even partition.
+    """The layers of each virtual stage that minimise the simulated step, as even as possible.
 
-    The head's work, forward and backward, is in the last stage's B; with it, that stage may be
-    better off with fewer layers than the others. The simulator decides.
+    The head's work, forward and backward, is in the last stage's B, so that this stage may need
+    fewer layers than the others.
 
     Args:
       shares: virtual stages of each stack.
-      head_cost: FLOPs of the head over those of a layer.
+      head_cost: FLOPs of the head relative to a layer.
     """
     found = model_partitions(stacks, shares)
     makespans = [simulate(table, stage_costs(table, n, head_cost)).lockstep_makespan for n in found]
@@ -129,8 +130,7 @@ def partition_layers(
 
 
 def model_partitions(stacks: Sequence[StackLayers], shares: Sequence[int]) -> list[tuple[int, ...]]:
-    """Candidates for the layers of each virtual stage: as even as possible, but for the last stage,
-    which may have fewer.
+    """Candidate partitions: as even as possible, except that the last stage may have fewer layers.
 
     Args:
       shares: virtual stages of each stack.
@@ -144,7 +144,7 @@ def model_partitions(stacks: Sequence[StackLayers], shares: Sequence[int]) -> li
 
 
 def _partitions(stack: StackLayers, stages: int) -> list[tuple[int, ...]]:
-    """Candidates of whole periods; the layers after the last period are in the last stage."""
+    """Candidate partitions in whole periods; layers after the last period are in the last stage."""
     periods, rest = divmod(stack.num_layers, stack.period)
     if stages == 1:
         return [(stack.num_layers,)]
@@ -159,11 +159,12 @@ def _even_partition(stack: StackLayers, stages: int) -> tuple[int, ...]:
 
 
 def candidate_partitions(num_layers: int, stages: int) -> list[tuple[int, ...]]:
-    """Ways to divide layers over stages: any number in the last, the others as even as possible."""
+    """Candidate partitions of layers: any number in the last stage, the others as even as
+    possible."""
 
     def partition(last: int) -> tuple[int, ...]:
         each, more = divmod(num_layers - last, stages - 1)
-        # The first stage has the embedding, so it is the last to get one more.
+        # The first stage has the embedding, so it is the last to get an extra layer.
         extra = [int(n < more) for n in (*range(stages - 2), stages - 2)]
         return (each + extra[-1], *(each + n for n in extra[:-1]), last)
 
@@ -171,14 +172,15 @@ def candidate_partitions(num_layers: int, stages: int) -> list[tuple[int, ...]]:
 
 
 def best_partition(partitions: Sequence[tuple[int, ...]], makespans: Sequence[float]) -> int:
-    """The one with the shortest makespan and, of those as short to nine digits, the most even."""
+    """The index of the partition with the shortest makespan; of ties (to nine digits) the most
+    even."""
     shortest = min(makespans)
     short = [n for n, one in enumerate(makespans) if one <= shortest * (1 + 1e-9)]
     return min(short, key=lambda n: max(partitions[n]) - min(partitions[n]))
 
 
 def stage_costs(table: Table, layers: tuple[int, ...], head_cost: float) -> Costs:
-    """A layer costs 1 in each of F, B and W, and in R where there is one."""
+    """Costs of each stage: a layer costs 1 in each of F, B and W, and in R if the table has R."""
     each = tuple(map(float, layers))
     recompute = each if (table.ops.kind == R).any() else 0.0
     return Costs(f=each, b=(*each[:-1], each[-1] + 3 * head_cost), w=each, r=recompute)

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds: its share of each stack, its buffers, and how they are read.
+"""State of a pipeline rank: its layers of each stack, its buffers, and access to both.
 
 For use in a `shard_map` in which pipeline, data and fsdp are manual.
 """
@@ -48,18 +48,18 @@ Remat = Callable[[LayerFunction], LayerFunction]
 
 
 class State(NamedTuple):
-    """What a rank carries from tick to tick."""
+    """A rank's carry of the scan over ticks."""
 
-    made: Stream  # the result of this tick, for the rank before or after
+    made: Stream  # the result of this tick, for a neighbour
     buffers: dict[str, Tree]  # [slots, ...]
-    weights: Tree  # of a chunk of each stack, gathered; None where a tick has none to gather
-    pending: Tree  # their gradients, not reduced yet; None where nothing is to be reduced
+    weights: Tree  # gathered, of a chunk of each stack; None if ticks do not gather
+    pending: Tree  # gradients of a chunk, not reduced yet; None without reductions
     grads: dict[str, Tree]  # accumulators
     sums: Sums
 
 
 def _outer(model: Model, zero: Zero, params: Tree) -> tuple[Tree, Tree]:
-    """The parameters of embedding and head, gathered, in the compute type."""
+    """Gathers the parameters of embedding and head, in the compute type."""
     names = ("embed", "head")
     outer = zero.gather({name: params[name] for name in names}, {n: zero.axes[n] for n in names})
     return outer["embed"], head_params(model, outer)
@@ -70,7 +70,7 @@ class StackPart(NamedTuple):
 
     number: int
     stack: Stack
-    kinds: tuple[Split, ...]  # the operations of each kind of layer
+    kinds: tuple[Split, ...]  # the operations of a layer, for each index % period
     layers: Tree  # parameters at rest, or gathered and kept, [chunks * capacity, ...]
 
     @property
@@ -80,7 +80,7 @@ class StackPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank: what is fixed during a step, and access to what is not."""
+    """One rank: values fixed during a step, and access to its `State`."""
 
     model: Model
     zero: Zero
@@ -93,7 +93,7 @@ class Rank:
     batches: Batch
     chunks: Mapping[str, jax.Array]  # [chunks] each
     row_major: bool
-    only_chunk: Tree  # gathered before the first tick; None where ranks have several chunks
+    only_chunk: Tree  # gathered before the first tick; None if ranks have several chunks
 
     @classmethod
     def of(
@@ -111,7 +111,7 @@ class Rank:
         """Traces a layer of each stack, and gathers the parameters outside the layers.
 
         Args:
-          remat: None for forward passes only, of the `forward_program`.
+          remat: applies the layout's policy; None is for the `forward_program`.
         """
         embed, head = _outer(model, zero, params)
         first, stream, union, parts = at(batches, 0), {}, {}, []
@@ -130,10 +130,12 @@ class Rank:
                 else forward_only(one)
                 for one in layer_functions(stack)
             )
-            _check_alike(stack, kinds)
+            _check_same_shapes(stack, kinds)
             parts.append(StackPart(number, stack, kinds, layers))
         held = {name: jnp.asarray(values[0]) for name, values in chunks.items()}
         zero = zero.kept
+        # Before the first tick: one gather a step, and no tick has a loop with a collective, which
+        # XLA for GPUs cannot put into a CUDA graph (NCCL: NVIDIA/nccl#1986).
         only_chunk = None
         if zero.gathers and stages.table.order.virtual_stages == 1 and not stages.by_layer:
             only_chunk = {p.name: zero.gather(p.layers, zero.axes[p.name]) for p in parts}
@@ -158,11 +160,11 @@ class Rank:
 
     @property
     def keeps_received(self) -> bool:
-        """Whether backward passes read the stream that the forward pass began with."""
+        """Whether backward passes read the stream received by the forward pass."""
         return len(self.parts) > 1 or any(part.stack.shared for part in self.parts)
 
     def accumulators(self, params: Tree) -> dict[str, Tree]:
-        """Zeros to sum the gradients in."""
+        """Zeros for sums of gradients."""
         model, zero, axes = self.model, self.zero, self.zero.axes
         return {
             **{p.name: zero.zeros(params[p.name], axes[p.name]) for p in self.parts},
@@ -171,7 +173,7 @@ class Rank:
         }
 
     def initial_state(self, grads: dict[str, Tree]) -> State:
-        """Empty buffers; `grads` are the accumulators, and {} where there are no gradients."""
+        """Empty buffers; `grads` are the accumulators, {} without gradients."""
         zero, slots = self.zero, self.program.slots
 
         def streams(slots: int) -> Stream:
@@ -192,7 +194,7 @@ class Rank:
             return {part.name: of_stack(part) for part in self.parts}
 
         found = {
-            "inbox": streams(slots["inbox"] + 1),  # the last one is never read
+            "inbox": streams(slots["inbox"] + 1),  # the last slot is written and never read
             "input": streams(slots["input"]),
             "residual_b": of_layers("residual_b", "residuals_b"),
             "residual_w": of_layers("residual_w", "residuals_w"),
@@ -211,14 +213,14 @@ class Rank:
         )
 
     def _chunk_arrays(self) -> tuple[Tree, Tree]:
-        """Empty arrays for the gathered weights of a chunk, where ticks gather them, and for the
-        sums of their gradients, where those are reduced later."""
+        """Arrays for the gathered weights of a chunk, if ticks gather them, and for the sums of its
+        gradients, if they are reduced later."""
         zero, parts = self.zero, self.parts
         chunk = {p.name: jax.eval_shape(lambda p=p: self.chunk_weights(p, 0)) for p in parts}
         axes = {part.name: zero.axes[part.name] for part in parts}
         gathers = zero.gathers and not self.only_chunk
         return (
-            zero.room(chunk, axes) if gathers else None,
+            zero.empty_weights(chunk, axes) if gathers else None,
             zero.accumulators(chunk, axes) if zero.reduces else None,
         )
 
@@ -231,8 +233,8 @@ class Rank:
         )
 
     def entered(self, received: Stream, row: Row) -> Stream:
-        """The stream that a chunk's layers begin with: what was received or, in the first stage of
-        a stack, what enters it."""
+        """The input stream of a chunk's layers: the received stream or, in the first stage of a
+        stack, the result of `Stack.enter`."""
         batch = at(self.batches, row["microbatch"])
 
         def enter(part: StackPart, stream: Stream) -> Stream:
@@ -255,7 +257,7 @@ class Rank:
         others: Sums,
         again: jax.Array | bool,
     ) -> State:
-        """The sums with those of a layer, once for each micro-batch."""
+        """Adds the sums of a layer, once per micro-batch."""
         if not part.stack.sums:
             return state
         own = {name: state.sums[name] for name in sum_shapes(part.stack)}
@@ -264,7 +266,7 @@ class Rank:
         return state._replace(sums={**state.sums, **more})
 
     def shared(self, state: State, row: Row) -> dict[str, Stream]:
-        """For each stack what its layers share, in a backward pass."""
+        """The shared arrays of each stack, for a backward pass."""
         if not any(part.stack.shared for part in self.parts):
             return {part.name: {} for part in self.parts}
         received = at(state.buffers["received"], row["residual_w"])
@@ -272,11 +274,11 @@ class Rank:
         return {part.name: {n: stream[n] for n in part.stack.shared} for part in self.parts}
 
     def own_stream(self, part: StackPart, stream: Stream) -> Stream:
-        """A stack's own arrays of the union."""
+        """A stack's arrays of the union of streams."""
         return {name: stream[name] for name in (*part.stack.carried, *part.stack.shared)}
 
     def full_stream(self, stream: Stream) -> Stream:
-        """The union of all stacks' arrays, with zeros for those that are not in `stream`."""
+        """The union of all stacks' arrays, with zeros for arrays missing in `stream`."""
         return self.cast_stream(
             {
                 name: stream[name] if name in stream else jnp.zeros(x.shape, x.dtype)
@@ -288,7 +290,7 @@ class Rank:
         return {name: x.astype(self.stream[name].dtype) for name, x in stream.items()}
 
     def is_here(self, row: Row, part: StackPart, condition: jax.Array) -> jax.Array:
-        """The condition, where the row's chunk is of this stack."""
+        """The condition, and that the row's chunk is of this stack."""
         if len(self.stages.stacks) == 1:
             return condition
         return condition & (self.chunks["stack"][row["chunk"]] == part.number)
@@ -301,7 +303,7 @@ class Rank:
     ) -> Tree:
         """`one(index, kind, carry)` for each layer of the row's chunk, if it is of this stack."""
         period, count = part.stack.period, self.chunks["count"][row["chunk"]]
-        if len(self.stages.stacks) > 1:  # an evaluation may leave the last ones out
+        if len(self.stages.stacks) > 1:  # an evaluation may omit the last stacks
             count = jnp.where(self.chunks["stack"][row["chunk"]] == part.number, count, 0)
 
         def one_period(number, carry):
@@ -324,11 +326,11 @@ class Rank:
             return jax.lax.fori_loop(0, periods, body, carry)
 
     def layer_index(self, row: Row, index: jax.Array) -> jax.Array:
-        """A layer's index in its stack, from that in its chunk."""
+        """A layer's index in its stack, from its index in the chunk."""
         return self.chunks["first"][row["chunk"]] + index
 
     def first_row(self, row: Row) -> Index:
-        """The first row of the chunk among its stack's rows on this rank."""
+        """The chunk's first row among its stack's rows on this rank."""
         if len(self.stages.stacks) == 1:
             return row["chunk"] * self.stages.capacity()
         return self.chunks["begin"][row["chunk"]]
@@ -385,6 +387,8 @@ class Rank:
         return state._replace(buffers={**state.buffers, name: buffers})
 
     def _in_order(self, x: jax.Array) -> jax.Array:
+        # For TPUs: each loop over layers would choose a layout of the buffers that it carries, and
+        # XLA would copy the buffers from one layout to the other between loops.
         return (
             with_layout_constraint(x, DimensionOrder(major_to_minor=tuple(range(x.ndim))))
             if self.row_major
@@ -395,26 +399,26 @@ class Rank:
 def _union(
     union: dict[str, jax.ShapeDtypeStruct], stream: dict[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Both streams' arrays.
+    """The arrays of both streams.
 
     Raises:
-      ValueError: they have arrays of one name and different shapes or types.
+      ValueError: arrays of one name have different shapes or types.
     """
     for name in union.keys() & stream.keys():
         one, other = union[name], stream[name]
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             raise ValueError(
-                f"two stacks have arrays {name!r} in their streams, {one.shape} {one.dtype} and "
-                f"{other.shape} {other.dtype}; in a pipeline, which sends both, give them two names"
+                f"two stacks have an array {name!r} in their streams, {one.shape} {one.dtype} and "
+                f"{other.shape} {other.dtype}; a pipeline sends both: give them different names"
             )
     return {**union, **stream}
 
 
-def _check_alike(stack: Stack, kinds: Sequence[Split]) -> None:
-    """Refuses kinds of layers that keep arrays of other shapes: they share buffers.
+def _check_same_shapes(stack: Stack, kinds: Sequence[Split]) -> None:
+    """Refuses layers of one stack with residuals of different shapes, since they share buffers.
 
     Raises:
-      ValueError: they do.
+      ValueError: the shapes differ.
     """
     shapes = [(kind.residuals_b, kind.residuals_w, kind.saved) for kind in kinds]
     if any(one != shapes[0] for one in shapes):
@@ -426,11 +430,13 @@ def _check_alike(stack: Stack, kinds: Sequence[Split]) -> None:
 
 
 def when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, scope: str) -> Tree:
-    """`function(state)` where the condition holds, else `state`; in place, and of the same types.
+    """`function(state)` if the condition is true, else `state`; in place, with the same types.
 
     Args:
-      scope: its name in the compiled program.
+      scope: the loop's name in the compiled program.
     """
+    # A loop of zero or one trips. With `lax.cond` XLA copies the buffers that it carries in every
+    # tick; a while loop updates them in place.
     trips = condition.astype(jnp.int32)
     with jax.named_scope(scope):
         return jax.lax.while_loop(

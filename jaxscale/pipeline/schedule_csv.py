@@ -1,4 +1,4 @@
-"""Orders as CSV text: a row for each rank, an operation in each cell, empty cells anywhere."""
+"""CSV files of pipeline orders: a row per rank, an operation per cell, empty cells anywhere."""
 
 import csv
 import io
@@ -9,7 +9,7 @@ from jaxscale.pipeline_schedules.operations import LETTERS, F, Op, Order, X, loo
 
 
 def write_csv(order: Order) -> str:
-    """The order as text, an overlapped pair as "0F3+3X5"."""
+    """An order as CSV text, with an overlapped pair as "0F3+3X5"."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for row in order.rows:
@@ -24,12 +24,12 @@ def write_csv(order: Order) -> str:
 
 
 def read_csv(path: str) -> Order:
-    """Reads an order; its largest indices give the numbers of stages and micro-batches.
+    """Reads an order; its largest indices determine stages and micro-batches.
 
-    `compile_order` checks whether it is complete and can run.
+    `compile_order` checks that it is complete and can run.
 
     Raises:
-      FileNotFoundError: no such file.
+      FileNotFoundError: the file does not exist.
       ValueError: a cell that is not an operation, or stages that do not divide over the rows.
     """
     rows = _read_rows(path)
@@ -102,5 +102,8 @@ def _parse_cell(cell: str, where: str) -> list[Op]:
         op = Op(LETTERS.index(kind), int(microbatch), int(stage), int(segment or 0), int(up == "^"))
         ops.append(op._replace(paired=int(bool(ops))))
     if len(ops) > 1 and [op.kind for op in ops] != [F, X]:
-        raise ValueError(f"{where}: {cell!r}; only a forward and a backward overlap, as 0F3+3X5")
+        raise ValueError(
+            f"{where}: {cell!r} is not an overlapped pair; write a forward and a backward, as "
+            "0F3+3X5"
+        )
     return ops

@@ -1,6 +1,6 @@
-"""A table's makespan, its bubble, and the activations that it keeps alive. NumPy only.
+"""Pipeline simulator: makespan, bubble and live activations of a table. NumPy only.
 
-Times are in the unit of the costs, which are those of all of a rank's layers for one micro-batch: a
+Times are in the unit of the costs, which are for all of a rank's layers and one micro-batch: a
 chunk costs 1/v of them, a segment 1/k.
 """
 
@@ -14,7 +14,7 @@ from jaxscale.pipeline_schedules.operations import B, F, R, W, X
 
 
 class Costs(NamedTuple):
-    """What an operation of each kind costs: a number, or one for each virtual stage.
+    """The cost of each operation (F, B, W, R): a number, or one for each virtual stage.
 
     A fused backward costs b + w.
     """
@@ -30,10 +30,10 @@ EQUAL = Costs(r=1.0)
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A table simulated with costs, once as soon as possible and once in lockstep.
+    """A simulated table, with operations as early as possible and in lockstep.
 
     In lockstep every tick lasts as long as its slowest operation on any rank, as on devices that
-    exchange messages after each tick. Arrays are float [N], one entry for each operation.
+    exchange messages after each tick. Arrays are float [N], one entry per operation.
     """
 
     start: np.ndarray
@@ -48,7 +48,7 @@ class Run:
 
 
 def simulate(table: Table, costs: Costs = EQUAL) -> Run:
-    """Simulates a table; each operation costs 1 by default, those that recompute too.
+    """Simulates a table; by default each operation costs 1, R included.
 
     >>> from jaxscale.pipeline.orders import make_order
     >>> from jaxscale.pipeline.table import compile_order
@@ -90,10 +90,10 @@ def simulate(table: Table, costs: Costs = EQUAL) -> Run:
 
 
 def peak_stash(table: Table) -> np.ndarray:
-    """int [ranks], the most activations of a chunk and segment that are alive on a rank at once.
+    """int [ranks], the maximum of live activations (of a chunk and segment) on a rank.
 
-    They are alive from F, or from R where a pass has one (only its input is kept until then), until
-    the last operation that needs them, W or X.
+    Activations are live from F, or from R if the pass has one, to the last operation that needs
+    them, W or X.
     """
     ops = table.ops
     saved = (ops.kind == F) | (ops.kind == R)
@@ -101,11 +101,11 @@ def peak_stash(table: Table) -> np.ndarray:
     released = (ops.kind == W) | (ops.kind == X)
     alive = np.cumsum(saved.astype(int) - released) + released  # while the operation runs
     before = np.searchsorted(ops.rank, np.arange(table.order.ranks))
-    return np.maximum.reduceat(alive, before)  # a rank releases all that it saved
+    return np.maximum.reduceat(alive, before)  # one cumulative sum: each rank ends with 0 alive
 
 
 def count_messages(table: Table) -> int:
-    """Activations and gradients that are sent from one rank to another."""
+    """The number of activations and gradients sent between different ranks."""
     ops, order = table.ops, table.order
     forward = (ops.kind == F) & (ops.stage < order.stages - 1)
     backward = ((ops.kind == B) | (ops.kind == X)) & (ops.stage > 0)

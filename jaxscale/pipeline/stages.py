@@ -1,4 +1,4 @@
-"""A run's pipeline: its table, and which layers live where. NumPy only."""
+"""The pipeline of a run: its table, and the layers of each stage and rank. NumPy only."""
 
 import functools
 import re
@@ -28,39 +28,39 @@ OPERATIONS = {F: "pipeline_F", R: "pipeline_R", B: "pipeline_B", W: "pipeline_W"
 GATHER, REDUCE = "pipeline_gather", "pipeline_reduce"
 HEAD, EMBEDDING = "pipeline_head", "pipeline_embedding"
 LAYERS, KIND = "pipeline_layers", "pipeline_kind"
-"""Names, in a compiled program, of the executor's loops, whose trip counts the table gives."""
+"""Names, in a compiled program, of the executor's loops, with trip counts known from the table."""
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineStages:
-    """What every rank of the pipeline does and holds.
+    """The operations and layers of every rank of the pipeline.
 
     A virtual stage has layers of one of the model's stacks. The parameters of a stack are stacked
-    rank by rank, and on each rank chunk by chunk, each chunk filled up to the stack's `capacity`.
+    by rank, then by chunk, with each chunk padded to the stack's `capacity`.
     """
 
     table: Table
     program: TickProgram
     layers: tuple[int, ...]  # of each virtual stage
-    head_cost: float = 0.0  # FLOPs of the head over those of a layer
+    head_cost: float = 0.0  # FLOPs of the head relative to a layer
     stacks: tuple[StackLayers, ...] = ()  # of the model
     stack_of_stage: tuple[int, ...] = ()  # the index of each virtual stage's stack
-    by_layer: bool = False  # whether operations gather and reduce a layer at a time, not a chunk
+    by_layer: bool = False  # whether weights are gathered and gradients reduced by layer, not chunk
 
     @functools.cached_property
     def forward_program(self) -> TickProgram:
-        """The forward operations alone, for evaluation."""
+        """The forward operations only, for evaluation."""
         ops, needs = self.table.ops, self.table.needs
         kept = np.flatnonzero(ops.kind == F)
-        place = np.full(len(ops.kind) + 1, -1)  # the last one for a need of -1
-        place[kept] = np.arange(len(kept))
-        ops, needs, step = Ops(*(field[kept] for field in ops)), place[needs[kept]], place[kept]
+        index = np.full(len(ops.kind) + 1, -1)  # the last entry for a need of -1
+        index[kept] = np.arange(len(kept))
+        ops, needs, step = Ops(*(field[kept] for field in ops)), index[needs[kept]], index[kept]
         ends = replay(ops.rank, step, needs, np.ones(len(kept)))
         return make_program(Table(self.table.order, ops, needs, step, ends.astype(np.int64) - 1))
 
     @property
     def costs(self) -> Costs:
-        """The costs of each stage's operations, where a layer's forward pass costs 1."""
+        """The costs of each stage's operations, in units of a layer's forward pass."""
         return stage_costs(self.table, self.layers, self.head_cost)
 
     @property
@@ -77,7 +77,7 @@ class PipelineStages:
             for name, column in ((GATHER, "gather"), (REDUCE, "reduce")):
                 here = (columns[column] == 1) & (stack == number)
                 trips[self.scope(name, number)] = np.count_nonzero(here) / cells
-        # Of the operations of a kind, the last stage and the first have one in `stages` each.
+        # One in `stages` of the operations is in the last stage, and one in the first.
         trips |= {HEAD: 1 / stages, EMBEDDING: 1 / stages}
         for number, one in enumerate(self.stacks):
             mine = np.array(self.layers)[self.stage_stacks == number]
@@ -86,12 +86,12 @@ class PipelineStages:
         return {**trips, KIND: 1.0}
 
     def scope(self, name: str, number: int) -> str:
-        """The name, in a compiled program, of the loops of one stack."""
+        """The name of one stack's loops in a compiled program."""
         return name if len(self.stacks) == 1 else f"{name}_{self.stacks[number].name}"
 
     @property
     def recomputed(self) -> float:
-        """The share of passes through a chunk that is recomputed."""
+        """The fraction of a chunk's passes that are recomputed."""
         counts = np.bincount(self.table.ops.kind, minlength=X + 1)
         return float(counts[R] / counts[F])
 
@@ -101,7 +101,7 @@ class PipelineStages:
         return np.array(self.stack_of_stage, np.int64)
 
     def capacity(self, number: int = 0) -> int:
-        """Layers of the stack of this number that a chunk has room for."""
+        """Layers per chunk, padding included, of the stack with this number."""
         return int(np.array(self.layers)[self.stage_stacks == number].max())
 
     def whole_periods(self, number: int) -> bool:
@@ -110,7 +110,7 @@ class PipelineStages:
         return not (mine % self.stacks[number].period).any()
 
     def first_stage(self, number: int) -> int:
-        """The virtual stage that begins a stack."""
+        """The first virtual stage of a stack."""
         return self.stack_of_stage.index(number)
 
     @property
@@ -121,8 +121,9 @@ class PipelineStages:
 
     @property
     def chunks(self) -> dict[str, np.ndarray]:
-        """Facts about each chunk, int32 [ranks, chunks]: `count`, its layers; `stack`, the index of
-        their stack; `first`, the first one in the stack; `begin`, its row among the rank's rows."""
+        """Properties of each chunk, int32 [ranks, chunks]: `count`, its layers; `stack`, the index
+        of their stack; `first`, its first layer's index in the stack; `begin`, its first row among
+        the rank's rows."""
         chosen, stacks = chunk_stages(self.table.order), self.stage_stacks
         first, begin = np.zeros(len(stacks), np.int64), np.zeros(chosen.shape, np.int64)
         for number in range(len(self.stacks)):
@@ -141,7 +142,7 @@ class PipelineStages:
     @property
     def layer_of_row(self) -> dict[str, np.ndarray]:
         """For each stack, int [ranks * chunks * capacity]: the layer in each row of its parameters,
-        -1 for none."""
+        -1 for padding."""
         chunks, rows = self.chunks, {}
         ranks = len(self.counts)
         for number, stack in enumerate(self.stacks):
@@ -161,12 +162,12 @@ def open_stages(
     """The pipeline of a resolved layout.
 
     Args:
-      stacks: of the model; a number stands for that many layers of one stack.
-      head_cost: FLOPs of the head over those of a layer.
+      stacks: of the model; a number is that many layers of one stack.
+      head_cost: FLOPs of the head relative to a layer.
 
     Raises:
-      ValueError: the schedule does not support the layout, or there are too few layers; names
-        what to change.
+      ValueError: the schedule does not support the layout, or there are too few layers; names the
+        setting to change.
     """
     if isinstance(stacks, int):
         stacks = [StackLayers("layers", stacks)]
@@ -205,10 +206,10 @@ def open_stages(
 
 
 def check_runnable(order: Order) -> None:
-    """Refuses orders that a table can hold and the executor cannot run yet.
+    """Refuses orders that the executor does not support.
 
     Raises:
-      ValueError: names what it cannot run, and the schedules that it can.
+      ValueError: names the unsupported feature, and the schedules that run.
     """
     ops = [op for row in order.rows for op in row]
     missing = {
@@ -216,16 +217,16 @@ def check_runnable(order: Order) -> None:
         "two directions": any(op.direction for op in ops),
         "overlapped pairs": any(op.paired for op in ops),
     }
-    for what, asked in missing.items():
-        if asked:
+    for feature, is_used in missing.items():
+        if is_used:
             raise ValueError(
-                f"layout.schedule = {order.name!r} has {what}, which this version draws but does "
-                f"not run; it runs {', '.join(RUNNABLE)}, and orders from a .csv file without them"
+                f"layout.schedule = {order.name!r} has {feature}, which this version draws but "
+                f"does not run; set one of {', '.join(RUNNABLE)}, or a .csv file without {feature}"
             )
 
 
 def chunk_stages(order: Order) -> np.ndarray:
-    """int [ranks, chunks], the virtual stage that is each chunk of each rank."""
+    """int [ranks, chunks], the virtual stage of each chunk of each rank."""
     stages = np.zeros((order.ranks, order.virtual_stages), np.int64)
     for stage in range(order.stages):
         stages[order.rank_of(stage, 0), stage // order.ranks] = stage

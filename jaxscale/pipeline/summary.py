@@ -1,4 +1,4 @@
-"""A run's pipeline as lines of text, and what would make its bubble smaller. NumPy only."""
+"""Printed summary of a run's pipeline, and advice against a large bubble. NumPy only."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from jaxscale.pipeline.simulator import simulate
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 
 MUCH_IDLE = 1 / 3
-"""Idle share of a step above which a run warns."""
+"""Bubble (idle fraction of a step) above which a run warns."""
 
 
 def table_rows(stages: PipelineStages) -> list[tuple[str, str]]:
@@ -25,15 +25,15 @@ def table_rows(stages: PipelineStages) -> list[tuple[str, str]]:
 
 
 def idle(stages: PipelineStages) -> float:
-    """The bubble: the ranks' idle share of a step, with the layers of each stage and the head."""
+    """The bubble: the ranks' idle fraction of a step, with uneven stages and the head."""
     return simulate(stages.table, stages.costs).lockstep_idle_fraction
 
 
 def advice(layout: Layout, stages: PipelineStages, sequences: int) -> str:
-    """A warning about a pipeline that idles more than a third of a step, else "".
+    """A warning about a bubble above a third of a step, with remedies; else "".
 
     Args:
-      sequences: of a step, which more micro-batches must divide.
+      sequences: of a step, which the micro-batches must divide.
     """
     now = idle(stages)
     if now <= MUCH_IDLE:

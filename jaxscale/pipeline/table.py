@@ -1,8 +1,8 @@
-"""The table that an order compiles to: every operation with its tick and its dependencies.
+"""Pipeline tables: an order compiled to operations with ticks and dependencies.
 
 The simulator, the planner, the drawings and the executor all read it. NumPy only.
-Array shapes: N operations, rank after rank. A step here is what a rank does in a tick: an
-operation, or an overlapped pair.
+Array shapes: N operations, ordered by rank. A step here is a rank's work in a tick: one operation,
+or an overlapped pair.
 """
 
 import itertools
@@ -29,11 +29,11 @@ class Ops(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """An order that is complete and cannot deadlock, and the tick of each operation."""
+    """A complete order without deadlock, and the tick of each operation."""
 
     order: Order
     ops: Ops
-    needs: np.ndarray  # int [N, 4], operations that must have ended; -1 where there are fewer
+    needs: np.ndarray  # int [N, 4], operations that must have ended; -1 is none
     step: np.ndarray  # int [N], counted over all ranks
     tick: np.ndarray  # int [N]
 
@@ -43,13 +43,13 @@ class Table:
 
 
 def compile_order(order: Order, *, complete: bool = False) -> Table:
-    """Gives every operation the earliest tick that its rank's order and its needs allow.
+    """Assigns every operation the earliest tick that its rank's order and its needs allow.
 
-    A rank does one step a tick, and its result can be used from the next tick on.
+    A rank does one step per tick, and its result is available from the next tick.
 
     Args:
-      complete: whether the order is known to have every operation once, as shipped schedules
-        have; the check takes as long as all the rest.
+      complete: whether the order is known to have every operation once, as shipped schedules do;
+        the check takes as long as the rest of this function.
 
     Raises:
       ValueError: an operation is misplaced, repeated or missing, or the order deadlocks; the
@@ -67,7 +67,7 @@ def compile_order(order: Order, *, complete: bool = False) -> Table:
 
 
 def _flatten(order: Order) -> Ops:
-    """All operations as arrays, rank after rank."""
+    """All operations as arrays, ordered by rank."""
     lengths = [len(row) for row in order.rows]
     numbers = itertools.chain.from_iterable(itertools.chain.from_iterable(order.rows))
     fields = np.fromiter(numbers, np.int64).reshape(-1, len(Op._fields))
@@ -75,8 +75,9 @@ def _flatten(order: Order) -> Ops:
 
 
 def _find_needs(order: Order, ops: Ops) -> np.ndarray:
-    """int [N, 4]: F needs F of the stage and of the segment before it. B and X need their own F
-    and R, and the backward of the stage and of the segment after them. R needs F, W needs B."""
+    """int [N, 4]: F needs F of the previous stage and of the previous segment. B and X need F and R
+    of the same pass, and the backward of the next stage and of the next segment. R needs F, W needs
+    B."""
     # Position of every operation, with a border of -1 around stages and segments.
     shape = X + 1, order.microbatches, order.stages + 2, order.sequence_chunks + 2
     where = np.full(shape, -1)
@@ -87,8 +88,8 @@ def _find_needs(order: Order, ops: Ops) -> np.ndarray:
         return grid[ops.microbatch, ops.stage + 1 + stage, ops.segment + 1 + segment]
 
     forward = at(where[F])
-    # Keys and values stay with their stage: a segment reads those of the earlier segments, and
-    # gets their gradients from the later ones.
+    # A segment attends to keys and values of earlier segments in the same stage, and gets their
+    # gradients from later segments.
     needs = np.full((len(ops.kind), 4), -1)
     for kinds, columns in (
         ((F,), [at(where[F], stage=-1), at(where[F], segment=-1)]),
@@ -111,7 +112,7 @@ def replay(
       durations: float [steps].
 
     Returns:
-      float [N], when each operation ends; infinite where a deadlock keeps it from starting.
+      float [N], the end time of each operation; infinite if it never starts because of a deadlock.
     """
     opens = np.diff(step, prepend=-1) == 1
     waits = np.where(needs >= 0, step[needs], -1)
@@ -121,7 +122,7 @@ def replay(
     bounds = np.searchsorted(rank[opens], np.arange(rank[-1] + 2)).tolist()
     lasts = durations.tolist()
 
-    # One entry more than there are steps: a need of -1 reads the last, which ends at 0.
+    # A need of -1 reads the extra last entry, which ends at 0.
     ends = [np.inf] * len(lasts) + [0.0]
     cursors, free = bounds[:-1], [0.0] * (len(bounds) - 1)
     moved = True
@@ -145,7 +146,7 @@ def _explain_deadlock(order: Order, ops: Ops, needs: np.ndarray, ends: np.ndarra
     ticks = {every[n]: int(ends[n]) - 1 for n in np.flatnonzero(np.isfinite(ends))}
     waits = {}
     for r in range(order.ranks):
-        # A pair may wait for what its second half needs.
+        # A pair also waits for the needs of its second half.
         for n in np.flatnonzero((ops.rank == r) & np.isinf(ends))[:2]:
             blocking = [int(need) for need in needs[n] if need >= 0 and np.isinf(ends[need])]
             if blocking:

@@ -1,4 +1,4 @@
-"""Checks an order; errors draw it with the offending cell marked."""
+"""Validation of pipeline orders; errors draw the order with the offending cell marked."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -13,7 +13,7 @@ Unit = tuple[int, int, int]  # micro-batch, stage, segment
 
 
 def check_order(order: Order) -> None:
-    """Checks that every operation is there once, on the rank that holds its stage.
+    """Checks that every operation exists once, on the rank of its stage.
 
     Each micro-batch needs, at every stage and for every sequence chunk, F and either X or both B
     and W; R is optional.
@@ -21,38 +21,39 @@ def check_order(order: Order) -> None:
     Raises:
       ValueError: an operation is misplaced, repeated or missing.
     """
-    there = _check_places(order)
+    cells = _find_cells(order)
     units = itertools.product(
         range(order.microbatches), range(order.stages), range(order.sequence_chunks)
     )
     for unit in units:
-        fused = (X, *unit) in there
+        fused = (X, *unit) in cells
         for kind in (F, *((X,) if fused else (B, W))):
-            if (kind, *unit) not in there:
+            if (kind, *unit) not in cells:
                 _raise_missing(order, kind, unit)
         for kind in (B, W):
-            if fused and (kind, *unit) in there:
-                cell = there[kind, *unit]
+            if fused and (kind, *unit) in cells:
+                cell = cells[kind, *unit]
                 _raise_at(order, cell, "is already part of X, which is B and W in one")
 
 
-def _check_places(order: Order) -> dict[tuple[int, ...], Cell]:
-    """The cell of each (kind, micro-batch, stage, segment); each is there once, on its rank."""
+def _find_cells(order: Order) -> dict[tuple[int, ...], Cell]:
+    """The cell of each (kind, micro-batch, stage, segment), checked to be unique and on its
+    rank."""
     home = [[order.rank_of(s, d) for s in range(order.stages)] for d in (0, 1)]
-    there: dict[tuple[int, ...], Cell] = {}
+    cells: dict[tuple[int, ...], Cell] = {}
     entered: dict[int, int] = {}
     for rank, row in enumerate(order.rows):
         for column, op in enumerate(row):
-            lives = home[op.direction][op.stage]
-            if lives != rank:
-                problem = f"is on rank {rank}, but stage {op.stage} lives on rank {lives}"
+            wanted = home[op.direction][op.stage]
+            if wanted != rank:
+                problem = f"is on rank {rank}, but stage {op.stage} is on rank {wanted}"
                 _raise_at(order, (rank, column), problem)
             if entered.setdefault(op.microbatch, op.direction) != op.direction:
                 problem = f"has another direction than the rest of micro-batch {op.microbatch}"
                 _raise_at(order, (rank, column), problem)
-            if there.setdefault(op[:4], (rank, column)) != (rank, column):
+            if cells.setdefault(op[:4], (rank, column)) != (rank, column):
                 _raise_at(order, (rank, column), "is repeated")
-    return there
+    return cells
 
 
 def _raise_at(order: Order, cell: Cell, problem: str) -> NoReturn:
@@ -82,7 +83,7 @@ def raise_deadlock(order: Order, ticks: dict[Op, int], waits: dict[Op, Op]) -> N
 
     Args:
       ticks: of the operations that could run.
-      waits: for the next operation of each rank that is stuck, one that must come before it.
+      waits: for the next operation of each stuck rank, one that it needs.
     """
     stuck = {order.rank_of(op.stage, op.direction): op for op in waits}
     ring = [next(iter(waits))]
@@ -108,7 +109,7 @@ def raise_deadlock(order: Order, ticks: dict[Op, int], waits: dict[Op, Op]) -> N
 
 
 def draw_cells(rows: Sequence[Sequence[str]], marked: Collection[Cell]) -> str:
-    """A line for each rank: the marked cells between > and <, and those near them."""
+    """A line per rank: the marked cells between > and <, and nearby cells."""
     low = max(0, min(column for _, column in marked) - AROUND)
     high = max(column for _, column in marked) + AROUND + 1
     width = max(len(cell) for row in rows for cell in row[low:high])

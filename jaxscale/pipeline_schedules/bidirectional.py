@@ -1,4 +1,4 @@
-"""Bidirectional schedules: half of the micro-batches enter at each end of the pipeline."""
+"""Bidirectional schedules (Chimera, BitPipe): half of the micro-batches enter at each end."""
 
 from jaxscale.pipeline_schedules.operations import F, Op, Rows, X, zigzag
 from jaxscale.pipeline_schedules.schedule import (
@@ -13,21 +13,21 @@ from jaxscale.pipeline_schedules.schedule import (
 
 
 def _bidirectional(p: int, m: int, v: int, k: int) -> Rows:
-    """Of every p micro-batches half enter at each end: Chimera, and BitPipe with two chunks per
-    rank in a V.
+    """Chimera, and BitPipe with two chunks per rank in a V: of every p micro-batches half enter at
+    each end.
 
-    One formula gives the slots of both directions; parity keeps them apart on every rank.
+    One formula gives the slots of both directions; by parity they never collide on a rank.
     """
     stages = p * v
     slots: list[list[tuple[int, int, Op]]] = [[] for _ in range(p)]
     for i in range(m):
-        block, place = divmod(i, p)
-        direction, place = divmod(place, p // 2)
-        entry = block * stages + 2 * place
+        block, index = divmod(i, p)
+        direction, index = divmod(index, p // 2)
+        entry = block * stages + 2 * index
         for s in range(stages):
             rank = zigzag(s, p)
             row = slots[p - 1 - rank if direction else rank]
-            # Where blocks meet, the backward goes first.
+            # Where two blocks overlap, the backward comes first.
             row.append((entry + s, 1, Op(F, i, s, 0, direction)))
             row.append((entry + 2 * stages - 1 - s, 0, Op(X, i, s, 0, direction)))
     return [[op for _, _, op in sorted(row)] for row in slots]

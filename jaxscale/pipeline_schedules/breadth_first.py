@@ -5,8 +5,8 @@ from jaxscale.pipeline_schedules.schedule import WHOLE_SEQUENCES, Schedule
 
 
 def _breadth_first(p: int, m: int, v: int, k: int) -> Rows:
-    """A chunk's weights are gathered once per pass and its gradients reduced once per step. With
-    fewer than p micro-batches the ranks idle between chunks."""
+    """Weights of a chunk are gathered once per pass and gradients reduced once per step. With fewer
+    than p micro-batches the ranks idle between chunks."""
     return [
         [Op(F, i, c * p + r) for c in range(v) for i in range(m)]
         + [Op(X, i, c * p + r) for c in reversed(range(v)) for i in range(m)]

@@ -1,4 +1,4 @@
-"""DualPipe: forward and backward passes of two directions, or of two chunks, overlap in pairs."""
+"""DualPipe: overlapped pairs of forward and backward passes of two directions, or of two chunks."""
 
 from jaxscale.pipeline_schedules.operations import Rows, zigzag
 from jaxscale.pipeline_schedules.schedule import (
@@ -27,28 +27,30 @@ def _dualpipe(p: int, m: int, v: int, k: int) -> Rows:
 
 
 def _dualpipe_v(p: int, m: int, v: int, k: int) -> Rows:
-    """DualPipe cut in half: the two directions become the two arms of a V. Lanes are chunks."""
+    """DualPipe-V, half of DualPipe: the two directions are the two arms of a V. Lanes are
+    chunks."""
     return [
         play(_dualpipe_script(r, p, m), lanes=[(r, 0, 0), (2 * p - 1 - r, 0, 0)]) for r in range(p)
     ]
 
 
 def _dualpipe_script(depth: int, ranks: int, microbatches: int) -> str:
-    """The script of the rank `depth` ranks after the entrance, of `ranks` up to the turn."""
+    """The script of the rank `depth` ranks after the entrance; rank `ranks` - 1 is the innermost,
+    where lanes meet."""
     ahead = ranks - 1 - depth
-    turns = ["X1", "X0"] * (depth + 1)
+    backwards = ["X1", "X0"] * (depth + 1)
     # The second half defers its weight gradients to the cool-down.
-    turns[depth + 1 :] = [turn.replace("X", "B") for turn in turns[depth + 1 :]]
+    backwards[depth + 1 :] = [word.replace("X", "B") for word in backwards[depth + 1 :]]
     script = (
         "F0 " * (2 * ahead)
         + "F0 F1 " * (depth + 1)
         + "B1 W F1 " * ahead
         + "F0+X1 F1+X0 " * (microbatches - 2 * ranks + depth + 1)
         + "X1 F1+X0 " * ahead
-        + " ".join(turns)
+        + " ".join(backwards)
         + " W B0" * ahead
     )
-    # On the rank at the turn the backward of the first pair needs its forward.
+    # On the innermost rank the backward of the first pair needs the forward of that pair.
     return script if ahead else script.replace("F0+X1", "F0 X1", 1)
 
 

@@ -11,7 +11,7 @@ from jaxscale.pipeline_schedules.scripts import alternate
 
 
 def _interleaved(p: int, m: int, v: int, k: int) -> Rows:
-    """p micro-batches through a chunk, then p through the next."""
+    """p micro-batches pass through a chunk, then through the next one."""
     units = [(p * block + u, c) for block in range(m // p) for c in range(v) for u in range(p)]
     return [
         alternate(

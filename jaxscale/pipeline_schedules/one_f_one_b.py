@@ -6,7 +6,7 @@ from jaxscale.pipeline_schedules.scripts import alternate
 
 
 def _one_f_one_b(p: int, m: int, v: int, k: int) -> Rows:
-    """A rank has no more micro-batches in flight than there are ranks from it to the end."""
+    """A rank has at most as many micro-batches in flight as there are ranks from it to the end."""
     return [
         alternate([Op(F, i, r) for i in range(m)], [Op(X, i, r) for i in range(m)], p - 1 - r)
         for r in range(p)

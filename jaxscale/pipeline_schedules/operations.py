@@ -1,4 +1,4 @@
-"""Operations and orders: the records that schedules are made of.
+"""Pipeline operations and orders: the records of which schedules consist.
 
 An order gives each rank's operations in sequence, without times.
 """
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# What a rank can do: nothing, forward of a chunk, recompute its residuals from its input, gradient
-# of the input, gradient of the weights, or both gradients at once (a fused backward).
+# Operations: none, forward of a chunk, recompute its residuals from its input, gradient of the
+# input, gradient of the weights, both gradients at once (a fused backward).
 NOP, F, R, B, W, X = range(6)
 LETTERS = ".FRBWX"
 
@@ -38,7 +38,7 @@ def loop(stage: int, ranks: int) -> int:
 
 
 def zigzag(stage: int, ranks: int) -> int:
-    """The rank of a virtual stage when stages go down the ranks and up again, in a V."""
+    """The rank of a virtual stage when stages descend the ranks and ascend again, in a V."""
     position = stage % (2 * ranks)
     return min(position, 2 * ranks - 1 - position)
 
@@ -68,6 +68,6 @@ class Order:
         return self.ranks * self.virtual_stages
 
     def rank_of(self, stage: int, direction: int) -> int:
-        """The rank that holds a stage; direction 1 mirrors the ranks."""
+        """The rank of a stage; direction 1 mirrors the ranks."""
         rank = self.stage_to_rank(stage, self.ranks)
         return self.ranks - 1 - rank if direction else rank

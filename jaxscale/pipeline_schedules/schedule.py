@@ -1,6 +1,5 @@
-"""The record of a pipeline schedule: all that the engine, the drawings, the planner and the search
-know of it.
-"""
+"""`Schedule`, the record of a pipeline schedule for the engine, the drawings, the planner and the
+search."""
 
 import itertools
 import operator
@@ -14,7 +13,7 @@ NUMBERS: Sequence[str] = ("stages", "microbatches", "virtual_stages", "sequence_
 
 
 class Need(NamedTuple):
-    """What must hold of (ranks, micro-batches, virtual stages, sequence chunks); `text` follows
+    """A condition on (ranks, micro-batches, virtual stages, sequence chunks); `text` follows
     "SCHEDULE needs" in an error."""
 
     text: str
@@ -35,50 +34,51 @@ class Schedule:
 
     `make_rows(p, m, v, k)` is a pure function of p ranks, m micro-batches, v virtual stages
     (chunks) per rank and k sequence chunks (segments) per micro-batch. It returns the operations of
-    each rank in their order, without times. Stage c * p + r is chunk c of rank r, unless
-    `stage_to_rank` says otherwise.
+    each rank in their order, without times. Stage c * p + r is chunk c of rank r by default
+    (`stage_to_rank`).
     """
 
     name: str
     paper: str
     make_rows: Callable[[int, int, int, int], Rows]
-    needs: tuple[Need, ...]  # the first that fails is the error
+    needs: tuple[Need, ...]  # the first that fails is reported
     stage_to_rank: StageToRank = loop  # or `zigzag`, a V
 
-    # True where the rows have B and W. Otherwise their backward pass is X, which becomes B and W
-    # unless a layout asks for ":fused".
+    # True if the rows have B and W. Otherwise their backward pass is X, which is split into B and W
+    # unless a layout sets ":fused".
     splits_backward: bool = False
 
-    # Whether the executor can run it; otherwise it is only drawn and simulated.
+    # Whether the executor can run it; if not, it can be drawn and simulated.
     runs: bool = True
 
-    # Per rank, where a layout leaves layout.virtual_stages = 0, and those that a search tries.
+    # Chunks per rank if layout.virtual_stages = 0, and the numbers that a search tries.
     virtual_stages: int = 1
     searched_virtual_stages: tuple[int, ...] = (1,)
 
-    # Micro-batches per rank from which on each further round of them adds the same ticks to the
-    # table, counted for 2 to 8 ranks; the planner simulates no larger table. None where that is not
-    # known, or where the schedule needs more of micro-batches than ROUNDS_OF_STAGES.
+    # Micro-batches per rank above which each further round adds the same number of ticks to the
+    # table, counted for 2 to 8 ranks; the planner simulates no larger table. None if unknown, or if
+    # the schedule has needs for micro-batches other than ROUNDS_OF_STAGES.
     steady_rounds: int | None = None
 
     def serves(self, *numbers: int) -> bool:
-        """Whether it supports these ranks, micro-batches, virtual stages, sequence chunks."""
+        """Whether the schedule supports these ranks, micro-batches, virtual stages, sequence
+        chunks."""
         return all(need.holds(*numbers) for need in self.needs)
 
     def allows(self, virtual_stages: int) -> bool:
-        """Whether it supports so many chunks per rank with any ranks and micro-batches."""
+        """Whether the schedule supports these chunks per rank with any ranks and micro-batches."""
         numbers = itertools.product(range(2, 9), range(1, 33))
         return any(self.serves(p, m, virtual_stages, 1) for p, m in numbers)
 
     def check(self, name: str, *numbers: int) -> None:
-        """Refuses numbers that it does not support.
+        """Refuses unsupported numbers.
 
         Args:
           name: of the schedule, for the error.
-          numbers: as with `serves`.
+          numbers: as in `serves`.
 
         Raises:
-          ValueError: the first need that fails, with the nearest numbers that work.
+          ValueError: the first need that fails, with the nearest supported numbers.
         """
         for need in self.needs:
             if not need.holds(*numbers):
@@ -87,12 +87,12 @@ class Schedule:
                 raise ValueError(f"{name} needs {need.text}; got {got}. {nearest}")
 
     def round(self, ranks: int) -> int:
-        """Micro-batches come in multiples of this."""
+        """The number of which micro-batches must be a multiple."""
         return ranks if ROUNDS_OF_STAGES in self.needs else 1
 
 
 def _nearest(schedule: Schedule, numbers: tuple[int, ...]) -> str:
-    """Each way to make the numbers work that changes as few of them as possible."""
+    """The nearest supported numbers, with as few changes as possible."""
     p, m, v, k = numbers
     working = [
         choice

@@ -1,4 +1,4 @@
-"""Building blocks that the orders of several schedules share."""
+"""Building blocks shared by the orders of several schedules."""
 
 from collections import Counter, deque
 
@@ -12,11 +12,11 @@ def alternate(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
 
 
 def play(script: str, lanes: list[tuple[int, int, int]]) -> list[Op]:
-    """Operations from words: kind and lane ("F0"), two that overlap ("F0+X1"), or "W", the oldest
-    pending weight gradient; those still pending at the end follow.
+    """Operations from words: operation and lane ("F0"), an overlapped pair ("F0+X1"), or "W", the
+    oldest pending weight gradient. Weight gradients pending at the end follow.
 
     Args:
-      script: words; each takes the next micro-batch of its lane.
+      script: words; each uses the next micro-batch of its lane.
       lanes: stage, direction and first micro-batch of each.
     """
     row: list[Op] = []

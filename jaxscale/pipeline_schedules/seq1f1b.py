@@ -1,4 +1,4 @@
-"""Seq1F1B: 1F1B over segments of causal sequences, also interleaved over chunks."""
+"""Seq1F1B: 1F1B over segments of causal sequences, optionally interleaved over chunks."""
 
 import math
 
@@ -8,8 +8,8 @@ from jaxscale.pipeline_schedules.scripts import alternate
 
 
 def _seq1f1b(p: int, m: int, v: int, k: int) -> Rows:
-    """The backward passes of micro-batches are first in, first out; those of the segments of one
-    micro-batch last in, first out."""
+    """Backward passes of micro-batches are first in, first out; those of a micro-batch's segments
+    are last in, first out."""
     units = [(i, g) for i in range(m) for g in range(k)]
     return [
         alternate(
@@ -22,8 +22,8 @@ def _seq1f1b(p: int, m: int, v: int, k: int) -> Rows:
 
 
 def _seq1f1b_interleaved(p: int, m: int, v: int, k: int) -> Rows:
-    """A chunk runs lcm(p, k) segments at a time, which are whole sequences; with p at a time, as in
-    the paper, the order deadlocks when k does not divide p."""
+    """A chunk runs lcm(p, k) segments at a time, which are whole sequences."""
+    # With p segments at a time, as in the paper, the order deadlocks if k does not divide p.
     group = math.lcm(p, k)
     units = [
         (*divmod(group * block + u, k), c)

@@ -1,7 +1,7 @@
-"""The schedules that come with the package, and the lookup of these and of foreign ones by name.
+"""Built-in pipeline schedules, and the lookup of built-in and custom schedules by name.
 
-A schedule is added with a file beside this one and a line in `SHIPPED`; the schedule of another
-package needs neither: its name is "module:RECORD".
+To add a schedule to the package, add a file to this folder and a line to `SHIPPED`. A custom
+schedule needs neither: its name is "module:RECORD".
 """
 
 import importlib
@@ -36,24 +36,24 @@ SHIPPED = (
 NAMES = tuple(schedule.name for schedule in SHIPPED)
 
 RUNNABLE = tuple(schedule.name for schedule in SHIPPED if schedule.runs)
-"""The names of those that the executor runs."""
+"""The names of schedules that the executor runs."""
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a name is "module:RECORD", that of a schedule from outside the package."""
+    """Whether a name is "module:RECORD", a custom schedule."""
     module, colon, record = name.partition(":")
     parts = (*module.split("."), record)
     return bool(colon) and module not in NAMES and all(part.isidentifier() for part in parts)
 
 
 def find_schedule(name: str) -> Schedule:
-    """A shipped schedule, or a foreign one, whose module is imported.
+    """A built-in schedule, or a custom one, whose module is imported.
 
     >>> find_schedule("zb_v").needs[0].text
     'virtual_stages = 2, a V of two chunks per rank'
 
     Raises:
-      ValueError: there is none; names the nearest.
+      ValueError: the name is unknown; suggests the nearest.
     """
     if is_foreign(name):
         return _import(name)
@@ -62,12 +62,16 @@ def find_schedule(name: str) -> Schedule:
 
 
 def check_known(name: str, setting: str) -> None:
-    """Raises ValueError where no shipped schedule has the name; `setting` is what to change."""
+    """Checks that a built-in schedule has the name.
+
+    Raises:
+      ValueError: none has; names `setting` as the one to change.
+    """
     if name in NAMES:
         return
     raise ValueError(
         f"{setting} = {name!r} is not known; it can be {', '.join(NAMES)}, a .csv file, or "
-        f"module:RECORD for a schedule of your own{did_you_mean(name.lower(), NAMES)}"
+        f"module:RECORD for a custom schedule{did_you_mean(name.lower(), NAMES)}"
     )
 
 

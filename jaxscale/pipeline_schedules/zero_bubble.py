@@ -12,7 +12,7 @@ from jaxscale.pipeline_schedules.scripts import play
 
 
 def _zb_h1(p: int, m: int, v: int, k: int) -> Rows:
-    """1F1B whose rank r postpones W by r micro-batches."""
+    """ZB-H1: 1F1B in which rank r postpones W by r micro-batches."""
     rows = []
     for r in range(p):
         warmup = min(p - 1 - r, m)
@@ -29,15 +29,16 @@ def _zb_h1(p: int, m: int, v: int, k: int) -> Rows:
 
 
 def _zb_h2(p: int, m: int, v: int, k: int) -> Rows:
-    """No rank idles between its first and last operation; it saves twice the activations of 1F1B.
+    """ZB-H2: no rank idles between its first and last operation, with twice the activations of
+    1F1B.
 
-    Simulated tick by tick, all operations of one length. A rank takes B if it can; else F while
-    fewer than 2p - 1 activations are alive on it, each from F to W; else the oldest W.
+    Simulated by tick, with operations of equal length. A rank runs B if it can; else F while fewer
+    than 2p - 1 activations are alive on it, each from F to W; else the oldest W.
     """
     rows: Rows = [[] for _ in range(p)]
     forwards, backwards, weights = [0] * p, [0] * p, [0] * p  # done so far, per rank
     while min(weights) < m:
-        activations = [m, *forwards[:-1]]  # that have arrived at each rank before this tick
+        activations = [m, *forwards[:-1]]  # received by each rank before this tick
         gradients = [*backwards[1:], forwards[-1]]
         for r, row in enumerate(rows):
             f, b, w = forwards[r], backwards[r], weights[r]
@@ -54,8 +55,8 @@ def _zb_h2(p: int, m: int, v: int, k: int) -> Rows:
 
 
 def _zb_v(p: int, m: int, v: int, k: int) -> Rows:
-    """Two chunks per rank in a V. It saves as many activations as 1F1B, and no rank idles between
-    its first and last operation when all operations are of one length. Lanes are chunks."""
+    """ZB-V: two chunks per rank in a V, with as many activations as 1F1B. No rank idles between its
+    first and last operation if operations have equal length. Lanes are chunks."""
     return [
         play(
             "F0 " * (2 * (p - 1 - r) + 1)

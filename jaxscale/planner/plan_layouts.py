@@ -34,19 +34,11 @@ def plan_layouts(
     top: int = 10,
     **overrides: Any,
 ) -> RankedPlans:
-    """The fastest layouts of a model on a cluster, by predicted step time.
-
-    >>> pins = {"tensor": 1, "pipeline": 1}
-    >>> answer = plan_layouts("llama2_7b", "H100-SXM", 64, pins=pins)
-    >>> answer.plans[0].fits
-    True
-    >>> asked = {"batch_tokens": 2**24, "pins": {"pipeline": 1}}
-    >>> plan_layouts("deepseek-v3", "H100-SXM", 512, **asked).plans[0].layout.expert
-    4
+    """Ranks the layouts of a model on a cluster by predicted step time. Needs no device.
 
     Args:
       model: a Config, a config file or the name of a shipped one, whose layout is ignored; or the
-        sizes of a model that this version may be unable to train: a
+        sizes of a model that this version may not be able to train: a
         `planner.model.shape.ModelShape`, a name of `planner.model.named_models.NAMED` (before a
         shipped config of that name), or a JSON file of a ModelShape's fields. A JSON file of a
         config's sections, such as a run's config.json, is that config.
@@ -59,7 +51,16 @@ def plan_layouts(
 
     Raises:
       ValueError: an unknown model or device, an impossible pin, more memory than a device has, or
-        no layout that fits (names one that would).
+        no layout that fits; names the change that would.
+
+    Examples:
+      >>> pins = {"tensor": 1, "pipeline": 1}
+      >>> answer = jaxscale.plan_layouts("llama2_7b", "H100-SXM", 64, pins=pins)
+      >>> answer.plans[0].fits
+      True
+      >>> asked = {"batch_tokens": 2**24, "pins": {"pipeline": 1}}
+      >>> jaxscale.plan_layouts("deepseek-v3", "H100-SXM", 512, **asked).plans[0].layout.expert
+      4
     """
     pins = dict(pins or {})
     check_count("devices", devices, 1)

@@ -1,4 +1,4 @@
-"""Compiled programs, kept on disk between runs: one that starts again does not compile again."""
+"""Persistent compilation cache: compiled programs on disk, read by later runs."""
 
 import contextlib
 import hashlib
@@ -13,30 +13,28 @@ from jaxscale.distributed.initialize import num_devices
 from jaxscale.storage.user_cache import VARIABLE, cache_folder, user_cache
 
 SHORTEST_SECONDS = 0.3
-"""What compiles in less is not worth a file."""
+"""Programs that compile faster are not stored."""
 
 MOST_DAYS = 90
-"""Older programs are removed."""
+"""The age at which programs are removed."""
 
 _hits = 0
 
 
 def keep_compiled_programs() -> pathlib.Path | None:
-    """Keeps what this process compiles from now on, and reads what one like it has compiled.
+    """Enables JAX's persistent compilation cache, in the user's cache folder.
 
-    The names of the files are digests of the program, its options, the versions of JAX and the
-    compilers, and the kind of device (by JAX); their folder is that of the processor's kind, since
-    programs for CPUs use what it offers. JAX's own settings, such as JAX_COMPILATION_CACHE_DIR,
-    come first.
+    File names are digests of the program, its options, the versions of JAX and the compilers, and
+    the device type (by JAX). Folders are by processor type, since CPU programs use its instruction
+    set. JAX's settings, such as JAX_COMPILATION_CACHE_DIR, take precedence.
 
-    Not on CPUs with several devices: there, ranks of a program that was read from a file begin its
-    collectives in different orders, and wait for each other for ever (jaxlib 0.12.0). Nor on
-    several processes, unless the environment names a folder, which all of them must see: XLA for
-    GPUs divides the search for the fastest kernels over the processes, and one that read the
-    program from a file of its own host would not take part.
+    Off for several CPU devices: ranks of a program read from a file start its collectives in
+    different orders, and deadlock (jaxlib 0.12.0). Off for several processes, unless the
+    environment names a folder that all of them see: XLA for GPUs divides autotuning over the
+    processes, and a process that read the program from its host would not take part.
 
     Returns:
-      The folder; None where nothing is kept.
+      The folder, or None if the cache is off.
 
     Raises:
       ValueError: the folder that the environment names cannot be written to.
@@ -50,12 +48,12 @@ def keep_compiled_programs() -> pathlib.Path | None:
         folder = (cache_folder() or user_cache()) / "compiled" / _processor()
         folder.mkdir(parents=True, exist_ok=True)
         _remove_old(folder)
-    except (OSError, RuntimeError) as error:  # the second is of a user without a home
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         if name:
             raise ValueError(
-                f"{VARIABLE} = {name}: compiled programs cannot be kept there "
+                f"{VARIABLE} = {name}: compiled programs cannot be stored there "
                 f"({getattr(error, 'strerror', None) or error}); name a folder that can be written "
-                "to, or leave it empty to keep none"
+                "to, or leave it empty to disable the cache"
             ) from None
         return None  # a home that cannot be written to
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -65,7 +63,7 @@ def keep_compiled_programs() -> pathlib.Path | None:
 
 
 def programs_read() -> int:
-    """How many programs this process has read in place of compiling them."""
+    """The number of programs that this process has read from the cache."""
     return _hits
 
 
@@ -75,7 +73,7 @@ def _listen(event: str, **_: object) -> None:
 
 
 def _processor() -> str:
-    """Its architecture, and a digest of its features, where Linux tells them."""
+    """The processor's architecture, on Linux with a digest of its features."""
     with contextlib.suppress(OSError):
         for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -88,7 +86,7 @@ def _remove_old(folder: pathlib.Path) -> None:
     for file in folder.iterdir():
         with contextlib.suppress(OSError):  # another process may have removed it
             ages[file] = file.stat().st_mtime
-    # A clock that is ahead for a while makes no program old.
+    # Ages are relative to the newest file: a clock that is temporarily ahead removes nothing.
     newest = min(time.time(), max(ages.values(), default=0.0))
     for file, written in ages.items():
         with contextlib.suppress(OSError):

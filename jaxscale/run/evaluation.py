@@ -1,4 +1,4 @@
-"""Batches on the mesh, and the loss on held-out text."""
+"""Evaluation: batches on the mesh, and the loss on held-out text."""
 
 import contextlib
 import itertools
@@ -19,22 +19,22 @@ from jaxscale.run.metrics import token_count
 from jaxscale.training.engine import ENGINE_ADVICE, Engine, check_params
 
 EXAMPLES_ADVICE = (
-    "pass `train`, `heldout` or one of `validation` of what jaxscale.open_text returns "
-    "(`heldout` is None where nothing is held out)"
+    "pass `train`, `heldout` or one of `validation` of the result of jaxscale.open_text "
+    "(`heldout` is None with data.heldout = 0)"
 )
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out loss; `tokens` counted, standing for `num_bytes` bytes of text."""
+    """Loss on held-out text, and metrics derived from it."""
 
-    loss: float  # nats per token; NaN where no token counts
-    tokens: float  # the sum of their weights, an integer where it is whole
-    num_bytes: float
+    loss: float  # nats per token; NaN if no token has loss
+    tokens: float  # the sum of tokens' weights, an integer if whole
+    num_bytes: float  # of the tokens' text
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss; infinite above a loss of 709, where floats end."""
+        """The exponential of the loss; infinite for a loss above 709, by overflow."""
         try:
             return math.exp(self.loss)
         except OverflowError:
@@ -42,14 +42,14 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss of the same text in bits over its bytes: comparable between tokenizers."""
+        """The loss in bits per byte of text, comparable between tokenizers."""
         if not self.num_bytes:
             return math.nan
         return self.loss * self.tokens / math.log(2) / self.num_bytes
 
     def record(self, name: str = "") -> dict[str, float]:
-        """Its numbers by the names that metrics.jsonl has: `eval_loss`, or `eval_loss/NAME` of a
-        validation set."""
+        """The fields of metrics.jsonl: `eval_loss`, ..., or `eval_loss/NAME`, ... of a validation
+        set."""
         values = {
             "eval_loss": self.loss,
             "eval_perplexity": self.perplexity,
@@ -68,10 +68,25 @@ def device_batches(
     start_step: int = 0,
     workers: int = 0,
 ) -> Generator[ShardedBatch]:
-    """Batches for `Engine.step`; each process loads the rows that its devices hold.
+    """A generator of sharded batches for `Engine.step`; batches of training text never end.
+
+    Each process loads the rows of its devices.
+
+    Args:
+      dataset: `train`, `heldout` or one of `validation` of `open_text`.
+      global_batch_size: rows of a step, of all processes.
+      start_step: steps to skip.
+      workers: processes that prefetch batches; 0 prefetches in a thread.
 
     Raises:
-      ValueError: a batch that does not divide over the layout, or an argument of another kind.
+      ValueError: a batch that does not divide over the layout, or an argument of another type.
+
+    Examples:
+      With `trainer` of the example of `fit`:
+
+      >>> batch = next(jaxscale.device_batches(trainer.engine, trainer.text.train, 8))
+      >>> batch.tokens.shape
+      (8, 64)
     """
     check_kind("engine", engine, Engine, ENGINE_ADVICE)
     check_kind("dataset", dataset, Examples, EXAMPLES_ADVICE)
@@ -107,17 +122,30 @@ def evaluate_loss(
     max_batches: int | None = None,
     stops: Callable[[], Any] = lambda: False,
 ) -> Evaluation:
-    """The loss on held-out text: the first `max_batches` batches of it, or all.
+    """Evaluates the loss on held-out text, in nats per token.
 
-    Every call sees the same examples in the same order, whatever the layout.
+    Every call sees the same examples in the same order, in every layout.
 
     Args:
-      stops: asked after each batch; the evaluation ends early when it is true.
-      params: of the engine's state, or in canonical form on any devices, as `fit`, checkpoints and
-        `from_pretrained` give them.
+      params: of the engine's state, or in canonical form on any devices, as returned by `fit` and
+        `from_pretrained`.
+      heldout: `heldout` or one of `validation` of `open_text`.
+      global_batch_size: rows of a batch, of all processes.
+      max_batches: evaluates the first ones only; None evaluates all.
+      stops: called after each batch; the evaluation ends early when it returns true.
+
+    Returns:
+      A record with `loss`, `perplexity`, `bits_per_byte`, `tokens` and `num_bytes`.
 
     Raises:
-      ValueError: an argument of another kind, or below 1; params of another engine's pipeline.
+      ValueError: an argument of another type, or below 1; params of another engine's pipeline.
+
+    Examples:
+      With `trainer` and `state` of the example of `fit`:
+
+      >>> engine, heldout = trainer.engine, trainer.text.heldout
+      >>> jaxscale.evaluate_loss(engine, state.params, heldout, 8, max_batches=1).tokens
+      512
     """
     check_params(engine, params)
     check_kind("heldout", heldout, Examples, EXAMPLES_ADVICE)

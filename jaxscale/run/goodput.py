@@ -1,4 +1,4 @@
-"""Where the time of a run went, over all its attempts: the share that trained it, and the rest."""
+"""Goodput: the time of a run by cause over all its attempts, and the share that trained it."""
 
 import collections
 import contextlib
@@ -23,11 +23,11 @@ CAUSES = {
     "evaluating": "evaluation",
     "reading text and compiling": "compile",
 }
-"""Phase -> what its seconds are counted as; those of any other are "start"."""
+"""Phase -> the cause of its seconds; other phases are "start"."""
 
 SET_AFTER = 1.6e9
-"""Seconds from 1970 to 2020. A wall clock that says less was not set: that of a host without a
-battery begins in 1970."""
+"""Seconds from 1970 to 2020. An earlier wall clock is not set: a host without a battery starts in
+1970."""
 
 DAMAGED = (
     OSError,
@@ -37,15 +37,14 @@ DAMAGED = (
     AttributeError,
     OverflowError,
 )
-"""What reading a file that is damaged, or is not an account, may raise."""
+"""Errors from reading a file that is corrupt or not an account."""
 
 
 class Account:
-    """Adds up the seconds of this attempt and of those before, which are kept in the run's folder.
+    """Account of the seconds of this attempt and earlier ones, stored in the run's folder.
 
-    Two causes are known only afterwards: "lost" are the seconds of steps after the checkpoint that
-    training resumes from, which are trained again; "restart" those between the end of an attempt
-    and the start of the next.
+    Two causes are known only afterwards: "lost", the steps after the checkpoint that training
+    resumes from, which are trained again; and "restart", the time between two attempts.
 
     Args:
       workdir: the run's folder.
@@ -59,7 +58,7 @@ class Account:
         self._lost = 0.0
         age = 0.0 if started is None else time.monotonic() - started
         self.attempts, self._before = 1, dict[str, float]()
-        with contextlib.suppress(*DAMAGED):  # which costs only the account
+        with contextlib.suppress(*DAMAGED):  # only the account is lost
             kept = parse_json(self._path.read_text())
             before = {str(cause): float(each) for cause, each in kept["seconds"].items()}
             gap = seconds_since(float(kept["until"]), kept.get("clock")) - age
@@ -67,7 +66,7 @@ class Account:
             self.attempts, self._before = int(kept["attempts"]) + 1, before
 
     def lose(self, seconds: float) -> None:
-        """Counts as lost what was counted as compute: the seconds of steps to be trained again."""
+        """Moves seconds from compute to lost, for steps to be trained again."""
         self._lost += min(seconds, self.seconds().get("compute", 0.0))
 
     def seconds(self) -> dict[str, float]:
@@ -80,10 +79,10 @@ class Account:
         return {cause: each for cause, each in total.items() if each > 0}
 
     def keep(self) -> None:
-        """Writes the account; a disk that is full costs only the account.
+        """Writes the account; on a full disk only the account is lost.
 
-        Not synchronised with the disk, which would stall the step that it is kept beside: what a
-        crash of the machine loses of it is at most an account of some seconds.
+        Without fsync, which would stall the step that runs at the same time: a crash of the machine
+        loses a few seconds of the account.
         """
         text = {
             "attempts": self.attempts,
@@ -98,11 +97,11 @@ class Account:
 
 
 def seconds_since(until: float, clock: Any) -> float:
-    """Seconds since a time of the wall clock, however that was corrected in between as far as this
-    host can tell; 0 where the clock had not been set.
+    """Seconds since a time of the wall clock, without corrections of the clock on the same host; 0
+    if the clock was not set.
 
     Args:
-      clock: what `_clock` was at that time, or None.
+      clock: `_clock` at that time, or None.
     """
     host, now = _clock()
     if isinstance(clock, list) and clock[0] == host:
@@ -112,19 +111,19 @@ def seconds_since(until: float, clock: Any) -> float:
 
 
 def _clock() -> tuple[str, float]:
-    """This host since its start, and when that was by its wall clock, which differs by as much as
-    the clock is corrected."""
+    """The host's identity, and its boot time by the wall clock, which shifts with corrections of
+    the clock."""
     running = time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
     return " ".join(launcher.host_identity()), time.time() - running
 
 
 def goodput_share(seconds: Mapping[str, float]) -> float:
-    """The share of the time that trained steps which were kept."""
+    """The share of the time spent on steps that were kept."""
     return seconds.get("compute", 0.0) / max(sum(seconds.values()), 1e-9)
 
 
 def time_line(seconds: Mapping[str, float], attempts: int) -> str:
-    """One line for people."""
+    """The account as one line of text."""
     total = sum(seconds.values())
     rest = {cause: each for cause, each in seconds.items() if cause != "compute"}
     largest = sorted(rest.items(), key=lambda item: -item[1])

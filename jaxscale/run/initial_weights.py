@@ -1,6 +1,6 @@
-"""Weights that a run starts from, or that a notebook calls: a Hugging Face model's, or a run's.
+"""Initial weights: loads a Hugging Face model, a run, or LoRA adapters.
 
-`open_weights` reads configs and headers only; values are read once their place is known.
+`open_weights` reads configs and headers only; values are read once their shardings are known.
 """
 
 import dataclasses
@@ -58,15 +58,14 @@ MAY_DIFFER = (
     "router_z_loss",
     "z_loss",
 )
-"""Settings of a model that do not change what its weights mean: those of kernels, of types, and of
-training alone."""
+"""Model settings that do not change the meaning of weights: kernels, types, and training."""
 
 TUNING_RATE = 1e-4
-"""Learning rates above it are those of training from scratch, or of adapters."""
+"""Learning rates above this are for training from scratch, or for adapters."""
 
 ROPE = ("rope_theta", "local_rope_theta", "rope_scaling", *SCALING)
-"""Settings of rotary positions, which may differ where the new run's sequences are longer than
-those that the weights are for: so a context is extended."""
+"""RoPE settings, which may differ if the new run's sequences are longer than the weights' context:
+context extension."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +74,12 @@ class RunWeights:
 
     directory: pathlib.Path
     config: ModelConfig
-    context: int  # tokens that the weights are for
+    context: int  # sequence length of the weights
     checkpoints: Checkpoints = dataclasses.field(repr=False)
     step: int
-    optimizer: Mapping[str, Any]  # its section of the run's config.json
-    own_optimizer: bool | None = None  # a rule that was given in Python; None: it is not recorded
-    stop_ids: tuple[int, ...] = ()  # that end what the model generates
+    optimizer: Mapping[str, Any]  # section of the run's config.json
+    own_optimizer: bool | None = None  # whether it was given in Python; None: not recorded
+    stop_ids: tuple[int, ...] = ()  # ids that end generation
 
     @property
     def dtype(self) -> str:
@@ -88,11 +87,11 @@ class RunWeights:
         return self.config.param_dtype
 
     def check(self, axes: Any, shapes: Any) -> None:
-        """Nothing: `read` compares names and shapes with those in the checkpoint."""
+        """Does nothing: `read` compares names and shapes with the checkpoint."""
 
     def read(self, axes: Any, abstract: Any) -> Any:
-        """The parameters in canonical form, with the types and devices of `abstract`. Where that
-        has more rows of the vocabulary, the others are zero."""
+        """The parameters in canonical form, with the types and shardings of `abstract`; its further
+        rows of the vocabulary are zero."""
         there = self.checkpoints.arrays(self.step, "params")
 
         def stored(path: Any, names: Axes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -111,13 +110,13 @@ class RunWeights:
         """A part of the state in canonical form: "params" or "opt_state".
 
         Raises:
-          ValueError: it has other names, shapes or types than `abstract`.
+          ValueError: names, shapes or types differ from `abstract`.
         """
         return restore(self.checkpoints, self.step, {part: abstract}, part=True)[part]
 
 
 def _widened(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """The array in another type, with zeros beyond its end."""
+    """The array in another type, padded with zeros."""
     if x.shape == like.shape:
         return x.astype(like.dtype)
     widths = [(0, new - old) for old, new in zip(x.shape, like.shape)]
@@ -131,15 +130,15 @@ Weights = HuggingFaceModel | RunWeights
 def open_weights(
     directory: pathlib.Path, trusted_family: str = "", prediction_depth: int = 0
 ) -> Weights:
-    """A Hugging Face model's folder, or the newest checkpoint of a run's.
+    """Opens a Hugging Face model's folder, or the newest checkpoint of a run.
 
     Args:
-      trusted_family: a family of one's own that may be imported; that of the new run, say.
-      prediction_depth: that of the new run: of a Hugging Face model no more modules are read.
+      trusted_family: a custom model that may be imported, such as that of the new run.
+      prediction_depth: the number of MTP modules to read of a Hugging Face model.
 
     Raises:
-      FileNotFoundError: the folder holds neither.
-      ValueError: it cannot be used; says why.
+      FileNotFoundError: the folder contains neither.
+      ValueError: it cannot be used; with the reason.
     """
     with fetching(directory) as store:
         if store:
@@ -147,21 +146,21 @@ def open_weights(
     if is_hugging_face(directory):
         return open_model(directory, prediction_depth=prediction_depth)
     sections = configs.read_sections(directory / "config.json")
-    # What a model is checked with: it need not be causal, and may have few positions.
+    # Data settings that the model is checked with: not causal, or with few positions.
     along = ("objective", "seq_len", "target_len")
     data = {key: value for key, value in sections.get("data", {}).items() if key in along}
     given = {"model": sections.get("model", {}), "data": data}
     family = given["model"].get("family", "")
     if is_own_family(family) and family != trusted_family:
         raise ValueError(
-            f"{directory} holds a model of code from outside the package, model.family = "
+            f"{directory} has a model of code from outside the package, model.family = "
             f"{family!r}; only a run with the same model.family can start from it"
         )
     config = configs.from_dict(given)
     checkpoints = Checkpoints(directory / CHECKPOINTS)
     with checkpoints.reading() as step:
         if step is None:
-            raise FileNotFoundError(f"{directory} is a run's folder and holds no checkpoint yet")
+            raise FileNotFoundError(f"{directory} is a run's folder without a checkpoint yet")
         metadata = checkpoints.metadata(step)
     context = max(config.data.seq_len, config.model.max_seq_len)
     return RunWeights(
@@ -177,11 +176,11 @@ def open_weights(
 
 
 def may_differ(model: ModelConfig) -> set[str]:
-    """`MAY_DIFFER` of this model, which may be of one's own."""
+    """`MAY_DIFFER` for this model, shipped or custom."""
     names = set[str](MAY_DIFFER)
     if model.router == "expert_choice":
-        names.remove("capacity_factor")  # by which experts choose their tokens
-    # Of rows of a table; otherwise it only says how long texts were.
+        names.remove("capacity_factor")  # the number of tokens that experts choose
+    # Without a table of positions it is only the length of training texts.
     if isinstance(model, ModelConfig) and model.max_positions is None:
         names.add("max_seq_len")
     return names
@@ -190,11 +189,11 @@ def may_differ(model: ModelConfig) -> set[str]:
 def check_settings(
     model: ModelConfig, weights: Weights, why: str, seq_len: int, *, may_grow: bool = False
 ) -> None:
-    """Refuses weights of a model with other settings; a line says which of `ROPE` change, and how
-    many tokens are new.
+    """Refuses weights of a model with other settings; logs changed settings of `ROPE`, and the
+    number of new tokens.
 
     Args:
-      why: the setting that named the weights, for the message.
+      why: the setting that names the weights, for the message.
       seq_len: `data.seq_len` of the new run.
       may_grow: whether the vocabulary may be larger.
 
@@ -206,11 +205,11 @@ def check_settings(
     if may_grow and new:
         _check_trained(model, range(model.vocab_size - new, model.vocab_size), weights.directory)
         line = differ.pop("vocab_size")
-        log.info(f"note: {line}: the rows of {new} new tokens start as the mean of the others")
+        log.info(f"note: {line}: the rows of {new} new tokens start as the mean of the old rows")
     longer = seq_len > context
     refused = [line for name, line in differ.items() if not (longer and name in ROPE)]
     if not longer and not differ.keys().isdisjoint(ROPE):
-        refused.append(f"(rotary positions may differ where data.seq_len is above {context})")
+        refused.append(f"(RoPE settings may differ if data.seq_len is above {context})")
     if weights.config.lora_rank and not model.lora_rank:
         refused.append(
             "(`python -m jaxscale.convert --to_hf` writes the model with its adapters merged)"
@@ -220,13 +219,13 @@ def check_settings(
         raise ValueError("\n  ".join([title, *refused]))
     if differ:
         log.info(
-            f"note: {'; '.join(differ.values())}: other rotary positions, since data.seq_len = "
-            f"{seq_len} is above the {context} tokens that the weights are for"
+            f"note: {'; '.join(differ.values())}: RoPE settings may differ, since data.seq_len = "
+            f"{seq_len} is above the weights' context of {context} tokens"
         )
 
 
 def _differences(model: ModelConfig, weights: Weights) -> dict[str, str]:
-    """A line for each setting that gives the weights another meaning, by its name."""
+    """Setting -> a line on its difference, for settings that change the meaning of weights."""
     ours, theirs = _as_used(model), _as_used(weights.config)
     none = "no such setting"
     free = may_differ(model) | set(LORA if adds_adapters(model, weights) else ())
@@ -238,7 +237,7 @@ def _differences(model: ModelConfig, weights: Weights) -> dict[str, str]:
 
 
 def _check_trained(model: ModelConfig, new: range, directory: pathlib.Path) -> None:
-    """Refuses new tokens whose rows adapters would leave as they begin, at one mean.
+    """Refuses new tokens whose rows adapters would freeze at one initial mean.
 
     Raises:
       ValueError: names the setting that trains them.
@@ -247,15 +246,15 @@ def _check_trained(model: ModelConfig, new: range, directory: pathlib.Path) -> N
     if left:
         raise ValueError(
             f"model.vocab_size = {model.vocab_size} is {len(new)} more than the weights in "
-            f"{directory} have, and model.lora_rank = {model.lora_rank} freezes the rows of new "
-            "tokens, which would all stay the mean of the others; to train them, set "
+            f"{directory} have, and model.lora_rank = {model.lora_rank} freezes the rows of the "
+            "new tokens at the mean of the old rows; to train them, set "
             f"model.lora_tokens = '{to_ranges(sorted({*left, *model.trained_tokens}))}'"
         )
 
 
 def _as_used(model: ModelConfig) -> dict[str, Any]:
-    """The settings of a model, which may be of one's own, and the usual turns of rotary positions
-    where they are left out: Hugging Face writes them."""
+    """The settings of a model, with the default bounds of RoPE scaling filled in, which Hugging
+    Face writes."""
     settings = dataclasses.asdict(model)
     if model.rope_scaling in USUAL_TURNS:
         settings |= zip(("rope_low_turns", "rope_high_turns"), model.rope_turns)
@@ -263,22 +262,22 @@ def _as_used(model: ModelConfig) -> dict[str, Any]:
 
 
 def adds_adapters(model: ModelConfig, weights: Weights) -> bool:
-    """Whether a model has low-rank adapters beside weights that have none."""
+    """Whether a model adds low-rank adapters to weights without adapters."""
     ranks = [one.lora_rank for one in (model, weights.config)]
     return ranks[0] > 0 and not ranks[1]
 
 
 def num_new_tokens(model: ModelConfig, weights: Weights) -> int:
-    """By how many tokens the vocabulary of a run is larger than that of its weights; 0 for a model
-    of one's own, whose arrays may have it in any way."""
+    """The number of tokens that a run's vocabulary has more than its weights; 0 for a custom model,
+    whose arrays may differ."""
     if is_own_family(model.family):
         return 0
     return max(0, model.vocab_size - weights.config.vocab_size)
 
 
 def open_initial(engine: Engine, workdir: pathlib.Path) -> Weights | None:
-    """The weights that a new run starts from: those of `model.init_from`, or of the checkpoint 0
-    that `convert` left in its folder; None starts from random ones.
+    """The initial weights of a new run: of `model.init_from`, or of the checkpoint 0 that `convert`
+    wrote to its folder; None: random.
 
     Raises:
       ValueError: they do not fit the run.
@@ -288,7 +287,7 @@ def open_initial(engine: Engine, workdir: pathlib.Path) -> Weights | None:
     if (workdir / CHECKPOINTS / "0").is_dir():
         if name:
             raise ValueError(
-                f"model.init_from = {name!r}, and {workdir} already holds weights to start from "
+                f"model.init_from = {name!r}, and {workdir} already has initial weights "
                 "(checkpoint 0); leave model.init_from empty, or start a new --workdir"
             )
         why, folder = f"--workdir {workdir}", workdir
@@ -297,8 +296,8 @@ def open_initial(engine: Engine, workdir: pathlib.Path) -> Weights | None:
     else:
         if rank := model.lora_rank:
             log.warning(
-                f"warning: model.lora_rank = {rank} freezes weights that are random: set "
-                "model.init_from to a model's folder, or to a run"
+                f"warning: model.lora_rank = {rank} freezes random weights: set model.init_from to "
+                "a model's folder, or to a run"
             )
         return None
     weights = open_weights(folder, model.family, model.prediction_depth)
@@ -319,25 +318,25 @@ def _warn_of_rate(optimizer: OptimizerConfig, adapted: int, why: str) -> None:
     if optimizer.learning_rate > TUNING_RATE and not (adapted or frozen):
         log.warning(
             f"warning: optimizer.learning_rate = {optimizer.learning_rate} is high for all weights "
-            f"of a trained model ({why}), which may unlearn what it knows; fine-tuning takes 1e-5 "
-            "to 5e-5: set optimizer.learning_rate, such as 2e-5"
+            f"of a trained model ({why}), which may forget its training; fine-tuning takes 1e-5 to "
+            "5e-5: set optimizer.learning_rate, such as 2e-5"
         )
 
 
 def _say_type(model: ModelConfig, weights: Weights) -> None:
-    """Says how the weights that adapters freeze are stored."""
+    """Logs the type in which weights frozen by adapters are stored."""
     wide, stored = jnp.dtype(weights.dtype), jnp.dtype(model.param_dtype)
     exact = jnp.promote_types(wide, stored) == stored
     log.info(
         f"note: the frozen weights are stored in {model.param_dtype}, "
         + ("exactly as in" if exact else f"rounded from the {weights.dtype} of")
         + f" {weights.directory}"
-        + ("" if exact else f"; model.param_dtype={weights.dtype} keeps them")
+        + ("" if exact else f"; for exact weights set model.param_dtype={weights.dtype}")
     )
 
 
 def _check_state(engine: Engine, weights: Weights, why: str) -> None:
-    """Refuses weights without an optimizer's state, or with that of another optimizer or of other
+    """Refuses weights without an optimizer's state, or with the state of another optimizer or other
     parameters.
 
     Raises:
@@ -347,8 +346,8 @@ def _check_state(engine: Engine, weights: Weights, why: str) -> None:
         saved := weights.checkpoints.arrays(weights.step, "opt_state")
     ):
         raise ValueError(
-            f"optimizer.keep_state = True, and {why} is a model without an optimizer's state, as "
-            "it comes from Hugging Face; set optimizer.keep_state = False"
+            f"optimizer.keep_state = True, and {why} is a model without an optimizer's state; set "
+            "optimizer.keep_state = False, or start from a trained run"
         )
     model, ours, theirs = engine.config.model, engine.config.optimizer, weights.optimizer
     if num_new_tokens(model, weights):
@@ -364,7 +363,7 @@ def _check_state(engine: Engine, weights: Weights, why: str) -> None:
         if theirs.get(name, getattr(ours, name)) != getattr(ours, name)
     ]
     if weights.own_optimizer not in (None, own):
-        differ = ["one of its own, given in Python, " + ("here" if own else "there") + " only"]
+        differ = ["an optimizer given in Python " + ("here" if own else "there") + " only"]
     if differ:
         raise ValueError(
             f"optimizer.keep_state = True, and {why} has the state of another optimizer: "
@@ -379,25 +378,25 @@ def _check_state(engine: Engine, weights: Weights, why: str) -> None:
     if differ:
         raise ValueError(
             f"optimizer.keep_state = True, and {why} has moments of other parameters: it was "
-            f"trained with optimizer.groups = {theirs.get('groups', ())}; freeze the same, or set "
-            "optimizer.keep_state = False"
+            f"trained with optimizer.groups = {theirs.get('groups', ())}; freeze the same "
+            "parameters, or set optimizer.keep_state = False"
         )
 
 
 def check_tokenizer(tokenizer: Tokenizer, weights: Weights) -> None:
-    """Logs a line where the tokenizer of a run is not the one that lies beside its weights."""
+    """Logs a line if a run's tokenizer differs from the one in the folder of its weights."""
     files = [weights.directory / name for name in TOKENIZERS]
     theirs = next((file.read_bytes() for file in files if file.is_file()), b"")
     if theirs != tokenizer.file:
         log.info(
             f"note: data.tokenizer = {tokenizer.name!r} is not the tokenizer in "
-            f"{weights.directory}: ids may mean other text than the weights were trained on"
+            f"{weights.directory}: ids may stand for other text than in the weights' training"
         )
 
 
 def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainState:
-    """The state of a new run with these parameters, and step 0. The optimizer is fresh, but for the
-    moments where `optimizer.keep_state`: the learning rate's schedule begins anew in any case."""
+    """The state of a new run with these parameters, at step 0. The optimizer is new, except for
+    moments with `optimizer.keep_state`; the learning-rate schedule always restarts."""
     axes, placement = _placement(engine, weights)
     params = weights.read(axes, placement.canonical)
     if new := num_new_tokens(engine.config.model, weights):
@@ -419,13 +418,12 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
             is_leaf=is_schedule,
         )
         state = state._replace(opt_state=kept)
-        log.info(f"the optimizer's moments are those of step {weights.step} there")
+        log.info(f"the optimizer's moments are from step {weights.step} of that run")
     return state
 
 
 def read_weights(weights: Weights, axes: Any, abstract: Any) -> Any:
-    """As `weights.read`: the rows of tokens that a folder of PEFT has take the place of those in
-    the tables of the model."""
+    """`weights.read`, with the rows of tokens in a PEFT folder in place of the model's rows."""
     params = weights.read(axes, abstract)
     if isinstance(weights, RunWeights) or not weights.config.trained_tokens:
         return params
@@ -433,14 +431,14 @@ def read_weights(weights: Weights, axes: Any, abstract: Any) -> Any:
 
 
 def _draw_adapters(engine: Engine, key: jax.Array) -> dict[str, Any]:
-    """Fresh adapters, as `engine.init` has them; XLA leaves out all other parameters."""
+    """New adapters, as `engine.init` draws them; XLA removes all other parameters as dead code."""
     abstract = only_adapters(engine.abstract_state.params)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(lambda key: only_adapters(engine.draw(key)), out_shardings=shardings)(key)
 
 
 def _placement(engine: Engine, weights: Weights) -> tuple[Any, LayerPlacement]:
-    """The logical axes, and the places in a run, of those parameters that are read."""
+    """The logical axes and the placement of the parameters that are read."""
     axes, placement = engine.model.axes, engine.placement.part("params")
     if not adds_adapters(engine.config.model, weights):
         return axes, placement
@@ -449,14 +447,14 @@ def _placement(engine: Engine, weights: Weights) -> tuple[Any, LayerPlacement]:
 
 
 def _with_new_tokens(params: Any, axes: Any, known: int, new: int) -> Any:
-    """Parameters in which the rows of new tokens are the mean of those of the known ones, so that
-    at first none is likelier than these (Hewitt, "Initializing new word embeddings", 2021)."""
+    """Parameters whose rows of new tokens are the mean of the known rows, so that initially no new
+    token is likelier than these (Hewitt, "Initializing new word embeddings", 2021)."""
 
     def fill(x: jax.Array, dim: int) -> jax.Array:
         rows = jax.lax.slice_in_dim(x, 0, known, axis=dim)
         mean = jnp.mean(rows, dim, dtype=jnp.promote_types(x.dtype, jnp.float32), keepdims=True)
-        place = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
-        return jnp.where((known <= place) & (place < known + new), mean.astype(x.dtype), x)
+        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
+        return jnp.where((known <= row) & (row < known + new), mean.astype(x.dtype), x)
 
     def filled(names: Axes, x: jax.Array) -> jax.Array:
         if "vocab" not in names:

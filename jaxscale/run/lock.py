@@ -1,4 +1,4 @@
-"""One run at a time in a folder, and at an address."""
+"""Locks: one run at a time in a folder, and at a URL."""
 
 import contextlib
 import fcntl
@@ -21,38 +21,38 @@ from jaxscale.storage.untrusted import parse_json
 log = logging.getLogger("jaxscale")
 
 LOST_SECONDS = 120.0
-"""A network's file system keeps the locks of a host that was lost for a while: NFS 4 for 90 s."""
+"""Network file systems keep the locks of a lost host for a while: NFS 4 for 90 s."""
 
 BEAT_SECONDS = 20.0
-"""A run at an address renews its lease this often."""
+"""The period of a lease's heartbeat."""
 
 MOST_BEATS = 4
-"""A lease that is not renewed in so many times is that of a run that died."""
+"""A lease without a heartbeat for this many periods belongs to a dead run."""
 
 RELEASE_SECONDS = 5.0
-"""How long a process that ends waits until its lease is removed."""
+"""The longest that a process waits at its end for the removal of its lease."""
 
 FIRST_BEAT_SECONDS = 2.0
-"""A new run looks this soon whether its lease is still its own: of two that begin at once, the one
-that wrote first then finds the other's."""
+"""A new run checks its lease after this: of two runs that start at once, the first to write then
+finds the lease of the other."""
 
 
 @contextlib.contextmanager
 def locked(workdir: pathlib.Path) -> Iterator[None]:
-    """Holds a run's folder, made if missing, inside. Of several processes, process 0 holds it.
+    """Locks a run's folder, made if missing, inside the context; for process 0 only.
 
-    The kernel holds the lock, not the file: it ends with the process, however that dies, and the
-    file, which says whose it is, stays. One of another host is waited for: where that was lost, the
-    file system has still to notice.
+    The kernel's lock ends with the process, however that dies; the file remains, with the name of
+    its holder. The lock of another host is waited for: a network file system notices a lost host
+    late.
 
     Raises:
-      ValueError: another run holds it.
+      ValueError: another run has the lock.
       OSError: the folder cannot be made or written to.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     with (workdir / LOCK).open("ab", buffering=0) as file:
         _take(file, workdir)
-        with contextlib.suppress(OSError):  # on a full disk others are not told whose it is
+        with contextlib.suppress(OSError):  # on a full disk the holder is not named
             file.truncate(0)
             file.write(json.dumps(_this_run()).encode())
         yield
@@ -68,21 +68,21 @@ def _take(file: BinaryIO, workdir: pathlib.Path) -> None:
             return
         except BlockingIOError:
             holder = _holder(workdir / LOCK)
-            if holder.get("place", _place()) == _place() or time.monotonic() >= until:
+            if _is_here(holder) or time.monotonic() >= until:
                 raise ValueError(
                     f"--workdir {workdir} is in use by {_named(holder)}; two runs would overwrite "
-                    "each other's files: wait for that one, end it, or give another --workdir"
+                    "each other's files: wait for it, end it, or give another --workdir"
                 ) from None
         except OSError as error:
             log.warning(
-                f"warning: {workdir} cannot be locked ({error.strerror}), so a second run in it "
-                "would not be noticed"
+                f"warning: {workdir} cannot be locked ({error.strerror}); a second run in it would "
+                "not be noticed"
             )
             return
         if not said:
             log.info(
                 f"{workdir} is in use by {_named(holder)}; waiting up to {LOST_SECONDS:.0f} s, in "
-                "case that host was lost"
+                "case its host was lost"
             )
             said = True
         time.sleep(1)
@@ -90,18 +90,18 @@ def _take(file: BinaryIO, workdir: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def leased(store: ObjectStore) -> Iterator[None]:
-    """Holds an address inside: no other run writes there. One that is a folder of this machine, as
-    file:///tmp/run, has the lock of that folder, which a run with --workdir /tmp/run holds, too.
+    """Holds a lease on a URL inside the context: no other run writes there. A URL of a local
+    folder, as file:///tmp/run, takes the lock of that folder, as does --workdir /tmp/run.
 
-    Object stores have no locks that end with a process, so the holder renews an object there. One
-    of a process that was killed on this host is taken over at once. That of another host is watched
-    for as long as `MOST_BEATS` renewals take, and taken over when none comes: nobody's clock is
-    compared. A run that finds the lease of another one in place of its own ends at once.
+    Object stores have no locks that end with a process, so the holder renews an object (heartbeat).
+    The lease of a killed process on this host is taken over at once. The lease of another host is
+    watched for `MOST_BEATS` periods, and taken over without a heartbeat; clocks are not compared. A
+    run that finds the lease of another run exits.
 
     Raises:
-      ValueError: another run holds it.
+      ValueError: another run has the lease.
       StoreError: the store cannot be written to.
-      OSError: the folder cannot.
+      OSError: the folder cannot be written to.
     """
     if store.folder is not None:
         with locked(store.folder):
@@ -116,13 +116,13 @@ def leased(store: ObjectStore) -> Iterator[None]:
         pause, count = FIRST_BEAT_SECONDS, 0
         while not ended.wait(pause):
             pause, count = BEAT_SECONDS, count + 1
-            # A store that does not answer for a while is the uploads' to report.
+            # The uploads report a store that does not answer.
             with contextlib.suppress(StoreError):
                 other = _lease(store)
                 if other is not None and other.get("run") != own["run"]:
                     processes.leave(
-                        f"error: {store.address} was taken over by {_named(other)}, and this run "
-                        "ends: two would overwrite each other's checkpoints",
+                        f"error: {store.url} was taken over by {_named(other)}; this run "
+                        "ends, since two would overwrite each other's checkpoints",
                         1,
                     )
                 _renew(store, own, count)
@@ -134,7 +134,7 @@ def leased(store: ObjectStore) -> Iterator[None]:
     finally:
         ended.set()
         thread.join(RELEASE_SECONDS)
-        # A store that does not answer keeps no process from ending.
+        # In a thread: a store that does not answer must not keep the process from ending.
         release = threading.Thread(target=_release, args=(store, own), daemon=True)
         release.start()
         release.join(RELEASE_SECONDS)
@@ -147,17 +147,17 @@ def _release(store: ObjectStore, own: dict[str, Any]) -> None:
 
 
 def _await_free(store: ObjectStore) -> None:
-    """Returns when no run renews its lease of an address.
+    """Returns when no run renews a lease on the URL.
 
     Raises:
-      ValueError: one does.
+      ValueError: a run renews its lease.
     """
     lease = _lease(store)
     if lease is None or _died_here(lease):
         return
     seconds = MOST_BEATS * BEAT_SECONDS
     log.info(
-        f"{store.address} was in use by {_named(lease)}; waiting {seconds:.0f} s for a sign of life"
+        f"{store.url} was in use by {_named(lease)}; waiting {seconds:.0f} s for its heartbeat"
     )
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -167,8 +167,8 @@ def _await_free(store: ObjectStore) -> None:
             return
         if now != lease:
             raise ValueError(
-                f"--workdir {store.address} is in use by {_named(now)}; two runs would overwrite "
-                "each other's checkpoints: wait for that one, end it, or give another --workdir"
+                f"--workdir {store.url} is in use by {_named(now)}; two runs would overwrite "
+                "each other's checkpoints: wait for it, end it, or give another --workdir"
             )
 
 
@@ -176,7 +176,7 @@ def _lease(store: ObjectStore) -> dict[str, Any] | None:
     try:
         lease = parse_json(store.read(LEASE) or b"null")
     except ValueError:
-        return {}  # damaged: whose it is will show
+        return {}  # corrupt: a heartbeat will show whether its run lives
     return lease if lease is None or isinstance(lease, dict) else {}
 
 
@@ -185,15 +185,15 @@ def _renew(store: ObjectStore, own: dict[str, Any], count: int) -> None:
 
 
 def _died_here(lease: dict[str, Any]) -> bool:
-    """Whether a lease is of a process of this host that has ended."""
+    """Whether a lease is from a process of this host that has ended."""
     pid = lease.get("pid")
-    if lease.get("place") != _place() or not isinstance(pid, int) or pid <= 0:
+    if lease.get("place") != _process_space() or not isinstance(pid, int) or pid <= 0:
         return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except (OSError, OverflowError):  # another user's, or no process id at all
+    except (OSError, OverflowError):  # another user's process, or not a process id
         return False
     return pid == os.getpid()
 
@@ -201,12 +201,17 @@ def _died_here(lease: dict[str, Any]) -> bool:
 def _this_run() -> dict[str, Any]:
     started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     own = {"host": socket.gethostname(), "pid": os.getpid(), "start": started}
-    return own | {"place": _place()}
+    return own | {"place": _process_space()}
 
 
-def _place() -> list[str]:
-    """Where process ids are those of this process: a pod that takes the place of another has its
-    name, on another host, and each container counts its processes from 1."""
+def _is_here(holder: dict[str, Any]) -> bool:
+    """Whether a lock's holder is on this host, or its host is unknown."""
+    return holder.get("place", _process_space()) == _process_space()
+
+
+def _process_space() -> list[str]:
+    """Identity of the process id namespace: a replaced pod keeps its name on another host, and each
+    container counts its processes from 1."""
     space = ""
     with contextlib.suppress(OSError):  # not Linux
         space = os.readlink("/proc/self/ns/pid")
@@ -216,7 +221,7 @@ def _place() -> list[str]:
 def _holder(path: pathlib.Path) -> dict[str, Any]:
     try:
         holder = parse_json(path.read_text())
-    except (OSError, ValueError):  # it has only just begun
+    except (OSError, ValueError):  # its run has only just started
         return {}
     return holder if isinstance(holder, dict) else {}
 

@@ -1,4 +1,4 @@
-"""The plot of a run's losses and learning rate, loss.png."""
+"""loss.png, the plot of a run's losses and learning rate."""
 
 import itertools
 import os
@@ -6,13 +6,13 @@ from typing import Any
 
 
 def plot(path: str | os.PathLike, records: list[dict[str, Any]]) -> None:
-    """Draws a run: train loss, plain and smoothed, evaluation loss, and the learning rate below.
+    """Draws train loss, plain and smoothed, evaluation loss, and the learning rate below.
 
     Args:
       path: the picture, overwritten.
-      records: as `read` returns them; draws nothing when none has a loss.
+      records: from `metrics.read`; without a loss nothing is drawn.
     """
-    # Seconds to import, and needed once, at the end.
+    # matplotlib takes seconds to import, and is needed once, at the end.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
@@ -49,13 +49,13 @@ _COLORS = ("#d95f0e", "#31a354", "#756bb1", "#e7298a", "#636363", "#a6761d")
 
 
 def _column(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """The steps that have a value, and their values."""
+    """The steps with a value of this field, and the values."""
     found = [record for record in records if record.get(name) is not None]
     return [record["step"] for record in found], [record[name] for record in found]
 
 
 def _evaluations(records: list[dict[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and losses of every evaluated set, by its name in the plot."""
+    """Name in the plot -> steps and losses of an evaluated set."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         for key, value in record.items():
@@ -68,7 +68,7 @@ def _evaluations(records: list[dict[str, Any]]) -> dict[str, tuple[list[int], li
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Means over a centred window, a fiftieth of the run wide and cut off at its ends."""
+    """Moving averages over a centred window, a fiftieth of the run wide, shorter at the ends."""
     sums = [0.0, *itertools.accumulate(values)]
     half = len(values) // 100
     ends = [(max(i - half, 0), min(i + half + 1, len(values))) for i in range(len(values))]

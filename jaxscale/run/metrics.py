@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -23,17 +23,108 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 
 NUMBERS = ("loss", "eval_loss", "learning_rate", "step_seconds", "data_seconds")
-"""Fields that programs compute with: a record in which one of them is not a number is left out. The
-losses are null where they were not finite, or no token had any."""
+"""Fields that must be numbers: records with other values are left out. A loss is null if it was not
+finite, or no token had loss."""
+
+
+class MetricField(NamedTuple):
+    """A field of metrics.jsonl or summary.json, as docs/metrics.md lists it."""
+
+    unit: str
+    meaning: str
+
+
+STEP_FIELDS = {
+    "step": MetricField("1", "Number of the step, from 1."),
+    "loss": MetricField(
+        "nats per token",
+        "Mean negative log-likelihood of `loss_tokens`; null in a step without any.",
+    ),
+    "grad_norm": MetricField(
+        "1", "L2 norm of the gradient of the mean loss, before clipping, without frozen parameters."
+    ),
+    "learning_rate": MetricField("1", "Rate of this update; absent with a custom optimizer."),
+    "tokens": MetricField("tokens", "Positions that the model read, without padding."),
+    "loss_tokens": MetricField("tokens", "Sum of the weights of the positions with a target."),
+    "data_seconds": MetricField("s", "Wall-clock wait of the host for the batch."),
+    "step_seconds": MetricField(
+        "s",
+        "Wall-clock time from the end of the previous step to the end of this one, without saves "
+        "and evaluations.",
+    ),
+    "tokens_per_second": MetricField("tokens/s", "`tokens` / `step_seconds`, of all devices."),
+    "loss_tokens_per_second": MetricField("tokens/s", "`loss_tokens` / `step_seconds`."),
+    "mfu": MetricField(
+        "share of 1",
+        "Model FLOPs utilisation: FLOPs of the model / (devices x dense peak x seconds); null "
+        "where the peak of the chip is unknown.",
+    ),
+    "hfu": MetricField(
+        "share of 1", "Hardware FLOPs utilisation: as `mfu`, with recomputed FLOPs included."
+    ),
+    "examples": MetricField("hash", "Digest of the examples that the step read."),
+    "nonfinite": MetricField(
+        "text", "Field -> its value, where that is an infinity or NaN and the field is null."
+    ),
+    "skipped": MetricField(
+        "0 or 1", "Whether the step updated nothing; with `run.skip_bad_steps` above 0."
+    ),
+    "prediction_loss_K": MetricField(
+        "nats per token", "Loss of module K of multi-token prediction (MTP)."
+    ),
+    "expert_load_cv": MetricField(
+        "1",
+        "Coefficient of variation of the number of tokens that chose each expert (0 is even); "
+        "mean over layers.",
+    ),
+    "dead_experts": MetricField("share of 1", "Experts that no token chose; mean over layers."),
+    "dropped_choices": MetricField(
+        "share of 1",
+        "Choices dropped for lack of capacity; mean over layers; with `model.capacity_factor`.",
+    ),
+    "NAME_by_layer": MetricField(
+        "list", "Values of the metric NAME by layer; with `run.metrics_by_layer`."
+    ),
+}
+"""Fields of the record of a step in metrics.jsonl. The metrics of a custom model are added under
+the names of its `metrics`, as means over `loss_tokens`."""
+
+EVALUATION_FIELDS = {
+    "step": MetricField("1", "Steps done before the evaluation."),
+    "eval_loss": MetricField("nats per token", "Mean negative log-likelihood of held-out text."),
+    "eval_perplexity": MetricField("1", "exp(`eval_loss`)."),
+    "eval_bits_per_byte": MetricField(
+        "bits per byte", "`eval_loss` of the text over its bytes: comparable between tokenizers."
+    ),
+    "eval_tokens": MetricField("tokens", "Sum of the weights of the evaluated positions."),
+    "eval_bytes": MetricField("bytes", "Text that these tokens stand for."),
+}
+"""Fields of an evaluation's record in metrics.jsonl; those of a validation set end in /NAME."""
+
+SUMMARY_FIELDS = {
+    "seconds": MetricField("s", "Wall-clock time of the process."),
+    "seconds_by_cause": MetricField(
+        "s",
+        "Cause -> wall-clock time of all attempts: compute, input, save, evaluation, compile, "
+        "start, lost (steps trained again), restart (pauses between attempts).",
+    ),
+    "goodput": MetricField("share of 1", "Compute of steps that were kept / time of all attempts."),
+    "attempts": MetricField("1", "Starts of the run."),
+    "profile": MetricField(
+        "s", "With `--profile`: the traced steps, and for each device of each process its time."
+    ),
+}
+"""Fields of summary.json in addition to those of the last step and of the evaluation after it.
+`step_seconds` is the median of the last 50 steps there, and the rates are of their mean tokens."""
 
 WITHOUT_LOSS = (
-    "no token has loss; raise data.seq_len (with an encoder, data.target_len) where prompts fill "
-    "it, or look at the data"
+    "no token has loss; raise data.seq_len (with an encoder, data.target_len) if prompts fill it, "
+    "or check the data"
 )
 
 
 class Metrics:
-    """Writes a run's records; only process 0 of a run writes anything.
+    """Writer of a run's metrics; only process 0 writes.
 
     metrics.jsonl has one JSON object a line, flushed as it is written. A number that is not
     finite is written as null and its value as text: `{"step": 7, "loss": null, "nonfinite":
@@ -41,8 +132,8 @@ class Metrics:
 
     Args:
       directory: the run's folder, made if missing.
-      start_step: where the run starts or resumes; records that an earlier attempt wrote of later
-        steps are dropped, so that each step is there once.
+      start_step: where the run starts or resumes; an earlier attempt's records of later steps are
+        dropped, so that each step has one record.
       trackers: any of "tensorboard", "wandb" and "mlflow".
       config: nested dictionaries, shown by the trackers.
 
@@ -75,10 +166,10 @@ class Metrics:
             except Exception as error:  # of any library
                 if not start_step and name == "tensorboard":  # a file in the run's folder
                     raise
-                if not start_step:  # whoever starts a run is there to see it
+                if not start_step:  # at the start of a run its user is present
                     raise TrackerError(
-                        f"the tracker {name} could not begin ({reason(error)}), and no step was "
-                        "trained; mend that, or leave it out of --trackers"
+                        f"the tracker {name} could not start ({reason(error)}), and no step was "
+                        "trained; fix it, or leave it out of --trackers"
                     ) from error
                 self._lost(name, error)
         path = self.directory / METRICS
@@ -87,26 +178,26 @@ class Metrics:
         self._file = GrowingFile(path)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Adds one line; `record` has a "step", and numbers, lists of them, or strings."""
+        """Adds one line; `record` has a "step", and numbers, lists of numbers, or strings."""
         if not self._writes:
             return
         self._file.add(_line(record).encode())
         self.track(record["step"], _numbers(record))
 
     def track(self, step: int, numbers: dict[str, float]) -> None:
-        """Gives numbers to the trackers alone."""
+        """Sends numbers to the trackers only."""
         if self._writes:
             for tracker in [*self._trackers]:
                 try:
                     tracker.write(numbers, step)
-                except Exception as error:  # of any library, such as of a server that is gone
+                except Exception as error:  # of any library, such as a lost server
                     self._trackers.remove(tracker)
                     self._lost(tracker.name, error)
 
     def _lost(self, name: str, error: Exception) -> None:
         log.warning(
-            f"warning: {name} gets no more metrics of this attempt ({reason(error)}); "
-            f"{self.directory / METRICS} has them all"
+            f"warning: {name} gets no more metrics of this attempt ({reason(error)}); all are in "
+            f"{self.directory / METRICS}"
         )
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -116,12 +207,12 @@ class Metrics:
                 text = json.dumps(null_where_not_finite(summary), indent=2) + "\n"
                 replace_file(self.directory / SUMMARY, text.encode())
                 plot(self.directory / "loss.png", read(self.directory / METRICS))
-            except OSError as error:  # the run is complete, and saved
-                log.warning(f"warning: no summary.json or loss.png could be written ({error})")
+            except OSError as error:  # only a warning: the run is complete and saved
+                log.warning(f"warning: summary.json or loss.png could not be written ({error})")
         self.close()
 
     def close(self) -> None:
-        """Closes the files; what was written stays, so a run that failed can resume."""
+        """Closes the files, and keeps them, so that a failed run can resume."""
         if self._writes:
             self._file.close()
             with phases.within("closing trackers"):
@@ -134,11 +225,11 @@ class Metrics:
 
 
 def read(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, none if there is no such file.
+    """The records of a metrics.jsonl; none if the file is missing.
 
     Args:
-      path: the file; a last line that was cut short by a crash is left out, and so is, with a
-        warning, any other that is not the record of a step.
+      path: the file. A last line cut short by a crash is left out; so are, with a warning, other
+        lines that are not records of steps.
       last_step: leaves out the records of later steps.
     """
     records = []
@@ -160,13 +251,13 @@ def read(path: str | os.PathLike, *, last_step: int | None = None) -> list[dict[
 
 
 def heldout_losses(records: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    """The loss on held-out text by step, or on the first validation set where no text is held out;
-    of evaluations among the records of a metrics.jsonl. Losses that are not finite are left out."""
+    """Step -> finite loss on held-out text, or on the first validation set if no text is held out,
+    from the records of a metrics.jsonl."""
     return {step: loss for step, loss in _losses_by_step(records).items() if math.isfinite(loss)}
 
 
 def evaluated_steps(records: Iterable[Mapping[str, Any]]) -> set[int]:
-    """The steps of evaluations, also of those whose loss is not finite."""
+    """The steps of evaluations, also those with a non-finite loss."""
     return set(_losses_by_step(records))
 
 
@@ -181,14 +272,14 @@ def _losses_by_step(records: Iterable[Mapping[str, Any]]) -> dict[int, float]:
 
 
 def token_count(weights: float) -> float:
-    """Tokens that count, from the sum of their weights: an integer where that is whole."""
+    """The number of tokens with loss, from the sum of their weights: an integer if whole."""
     return int(weights) if weights.is_integer() else weights
 
 
 def _is_record(values: Mapping[str, Any]) -> bool:
-    kinds = {"step": int, "step_seconds": int | float, "data_seconds": int | float}
+    types = {"step": int, "step_seconds": int | float, "data_seconds": int | float}
     return "step" in values and all(
-        isinstance(value, kinds.get(name, int | float | None))
+        isinstance(value, types.get(name, int | float | None))
         for name, value in values.items()
         if name.partition("/")[0] in ("step", *NUMBERS)
     )
@@ -200,11 +291,11 @@ def utilisation(
     """MFU or HFU, a share of 1: FLOPs per token x tokens per second / (devices x peak).
 
     Args:
-      flops_per_second: of all devices; the model's FLOPs give MFU (PaLM, arXiv 2204.02311),
-        the hardware's, recomputation included, HFU.
+      flops_per_second: of all devices; the model's FLOPs give MFU (PaLM, arXiv 2204.02311), the
+        hardware's, with recomputation, HFU.
       num_devices: devices of the run.
-      peak_flops_per_second: of one device, dense, in the type that it computes in; None when
-        the chip is not known: then the result is None.
+      peak_flops_per_second: dense peak of one device in the compute type; None if unknown, and then
+        the result is None.
     """
     if peak_flops_per_second is None:
         return None
@@ -212,16 +303,16 @@ def utilisation(
 
 
 def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float) -> str:
-    """One line for a person about one step.
+    """The progress line of a step.
 
     Args:
       record: as in metrics.jsonl.
       steps: of the whole run.
-      seconds_left: until its end.
+      seconds_left: until the end of the run.
     """
     mfu = record["mfu"]
     parts = (
-        _place(record["step"], steps),
+        _step_text(record["step"], steps),
         f"loss {'n/a' if record['loss'] is None else format(record['loss'], '.4f')}",
         f"grad norm {record['grad_norm']:.3f}",
         *([f"lr {record['learning_rate']:.2e}"] if "learning_rate" in record else []),
@@ -236,23 +327,23 @@ def progress_line(record: Mapping[str, Any], *, steps: int, seconds_left: float)
 def evaluation_line(
     step: int, steps: int, name: str, loss: float | None, bits_per_byte: float
 ) -> str:
-    """One line about an evaluation after `step` of `steps`; a validation set has a name.
+    """The line of an evaluation after `step` of `steps`; a validation set has a name.
 
     Args:
-      loss: None where no token has any.
+      loss: None if no token has loss.
     """
-    begin = f"{_place(step, steps)} | eval loss{f' {name}' if name else ''}"
+    begin = f"{_step_text(step, steps)} | eval loss{f' {name}' if name else ''}"
     if loss is None:
         return f"{begin} n/a: {WITHOUT_LOSS}"
     return f"{begin} {loss:.4f} | {bits_per_byte:.3f} bits per byte"
 
 
-def _place(step: int, steps: int) -> str:
+def _step_text(step: int, steps: int) -> str:
     return f"step {step:>{len(str(steps))}}/{steps}"
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    """One line of JSON, null for what is not finite."""
+    """One line of JSON, with null for non-finite numbers."""
     wrong = {
         name: str(value)
         for name, value in record.items()
@@ -263,7 +354,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """What trackers show of a record: its numbers, and those of lists as "name/0", "name/1"."""
+    """The numbers of a record for trackers; those of lists are "name/0", "name/1"."""
     found = dict(record)
     for name, value in record.items():
         if isinstance(value, list):
@@ -276,7 +367,7 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def null_where_not_finite(tree: Any) -> Any:
-    """Nested records as JSON can have them: None in place of each infinity and NaN."""
+    """Nested records with None in place of infinities and NaN, which JSON lacks."""
     if isinstance(tree, Mapping):
         return {key: null_where_not_finite(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

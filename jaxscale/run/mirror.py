@@ -1,4 +1,4 @@
-"""What a run writes to its local tier is put at its address, in the background."""
+"""Background upload of a run's local tier to its URL."""
 
 import contextlib
 import logging
@@ -23,26 +23,26 @@ if TYPE_CHECKING:  # it imports JAX, which takes seconds
 log = logging.getLogger("jaxscale")
 
 POLL_SECONDS = 0.5
-"""How often the local tier is looked at for a new checkpoint."""
+"""The period of looking for a new checkpoint in the local tier."""
 
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 1.0, 60.0
-"""Between attempts of an upload that fails: twice as long each time."""
+"""The pause between attempts of a failing upload, doubled each time."""
 
 END_PAUSE_SECONDS = 5.0
 """The longest pause once the run has ended."""
 
 END_SECONDS = 300.0
-"""How long uploads that fail are tried again after the end of a run that nobody asked to stop."""
+"""The time for which failing uploads are retried after the end of a run, unless asked to stop."""
 
 COPY = ".upload"
-"""The folder in a local tier for the file that is being put: files of a run change meanwhile."""
+"""The folder in a local tier for a copy of the file being uploaded, which a run may change."""
 
 
 class Mirror:
-    """Puts what is new in a run's folder at its address, in a thread of its own.
+    """Uploads new files and checkpoints of a run's folder to its URL, in a thread.
 
-    Training waits for nothing here. Every attempt compares the folder with what is at the address,
-    so one that failed is repaired by the next. Of several processes, process 0 has it.
+    Training never waits for it. Every attempt compares the folder with the URL, so a failed upload
+    is repaired by the next one. Only process 0 has it.
     """
 
     def __init__(self, store: ObjectStore, workdir: pathlib.Path) -> None:
@@ -52,21 +52,21 @@ class Mirror:
         self._ending = threading.Event()
         self._given_up = threading.Event()
         self._failure = ""
-        self._seen: list[int] | None = None  # the steps here when all was put there
-        self._sent: dict[str, tuple[int, int]] = {}  # files by name: bytes, and when they changed
-        self._there = set[int]()  # the steps at the address, as far as is known
+        self._seen: list[int] | None = None  # the local steps when all was last uploaded
+        self._sent: dict[str, tuple[int, int]] = {}  # file -> bytes and time of change
+        self._there = set[int]()  # the known steps at the URL
 
     def start(self, checkpoints: "CheckpointWriter") -> None:
-        """Begins, once it is known where the run resumes."""
+        """Starts the thread, once it is known where the run resumes."""
         self._checkpoints = checkpoints
         self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
         self._thread.start()
 
     def finish(self, stop_seconds: float) -> str:
-        """Returns when everything is at the address; "", or in a line what is not, and why.
+        """Waits until everything is uploaded; returns "", or a line on what is missing and why.
 
         Args:
-          stop_seconds: how long to try where the run was asked to stop, now or before.
+          stop_seconds: the longest wait if the run is asked to stop, now or before.
         """
         if self._thread is None:
             return ""
@@ -83,8 +83,8 @@ class Mirror:
                 what = f"{_steps_text(missing)} " if missing else "the newest metrics "
                 why = self._failure or f"not done in {duration(stop_seconds)}"
                 return (
-                    f"{what}could not be put at {self.store.address} ({why}); all is in "
-                    f"{self.workdir}, and the same command puts it there"
+                    f"{what}could not be uploaded to {self.store.url} ({why}); all is in "
+                    f"{self.workdir}, and the same command uploads it"
                 )
         return ""
 
@@ -94,7 +94,7 @@ class Mirror:
             ending = self._ending.is_set()
             try:
                 self._sync(ending)
-            except Exception as error:  # whatever it is, training goes on
+            except Exception as error:  # whatever it is, training continues
                 self._report(_why(error), pause)
                 if ending:
                     time.sleep(min(pause, END_PAUSE_SECONDS))
@@ -108,26 +108,26 @@ class Mirror:
             self._ending.wait(POLL_SECONDS)
 
     def _report(self, why: str, pause: float) -> None:
-        """One line for each new reason, not for each attempt."""
+        """Logs a line for each new reason, not for each attempt."""
         if why != self._failure:
             log.warning(
-                f"warning: upload to {self.store.address} failed ({why}); training continues, and "
-                f"it is tried again in {duration(pause)}"
+                f"warning: upload to {self.store.url} failed ({why}); training continues, and "
+                f"the next attempt is in {duration(pause)}"
             )
         self._failure = why
 
     def _sync(self, ending: bool) -> None:
-        """Puts the files and the kept checkpoints, the newest first; then removes others."""
+        """Uploads the files and the kept checkpoints, newest first; then removes other steps."""
         here = self._checkpoints.steps()
         if here == self._seen and not ending:
             return
-        if self._seen is None:  # nobody else writes there
+        if self._seen is None:  # by the lease no other run writes there
             for step in remote.unfinished_steps(self.store):
                 remote.remove_checkpoint(self.store, step)
         problem = None
         try:
             self._send_files()
-        except OSError as error:  # such as of a file that cannot be read: checkpoints matter more
+        except OSError as error:  # such as an unreadable file: checkpoints are more important
             problem = error
         self._there = set(local_tier.stored_steps(self.store))
         for step in self._missing(here):
@@ -139,7 +139,7 @@ class Mirror:
         self._seen = here
 
     def _missing(self, here: Sequence[int]) -> list[int]:
-        """The steps that are still to be put at the address, the newest first."""
+        """The steps that are not yet uploaded, newest first."""
         wanted = self._checkpoints.kept({*here, *self._there})
         return sorted(wanted & set(here) - self._there, reverse=True)
 
@@ -154,16 +154,16 @@ class Mirror:
         (self.workdir / local_tier.SENT).touch()
         self.store.write(local_tier.LAST_SAVED, f"{max(self._there)}\n".encode())
         log.info(
-            f"checkpoint {step}, {human_bytes(size)}, put at {self.store.address} in {seconds}"
+            f"checkpoint {step}, {human_bytes(size)}, uploaded to {self.store.url} in {seconds}"
         )
 
     def _send_files(self) -> None:
-        """Puts the files of the run that changed, each from a copy."""
+        """Uploads the changed files of the run, each from a copy."""
         copy = self.workdir / COPY
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir()
         for name, path in _files(self.workdir):
-            with contextlib.suppress(FileNotFoundError):  # replaced or removed just now
+            with contextlib.suppress(FileNotFoundError):  # replaced or removed in between
                 about = path.stat()
                 now = about.st_size, about.st_mtime_ns
                 if self._sent.get(name) == now:
@@ -175,20 +175,20 @@ class Mirror:
 
 
 def _files(workdir: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
-    """The files of a run that are put at its address, by their names there."""
-    for place, folders, names in os.walk(workdir):
-        if pathlib.Path(place) == workdir:
+    """The files of a run to upload, with their names at its URL."""
+    for parent, folders, names in os.walk(workdir):
+        if pathlib.Path(parent) == workdir:
             folders[:] = [one for one in folders if one not in local_tier.NOT_SENT]
         folders[:] = [one for one in folders if not one.startswith(".")]
         for name in names:
             hidden = name.startswith(".") or name == local_tier.LAST_SAVED
             if not hidden and not name.endswith((".new", ".fetched")):
-                path = pathlib.Path(place, name)
+                path = pathlib.Path(parent, name)
                 yield path.relative_to(workdir).as_posix(), path
 
 
 def _why(error: Exception) -> str:
-    """Why an upload failed, with the file or address that the error names."""
+    """The reason of a failed upload, with the file or URL that the error names."""
     text = str(error) if isinstance(error, OSError) else durable.reason(error)
     return text.splitlines()[0][:300] if text else type(error).__name__
 
@@ -200,11 +200,11 @@ def _steps_text(steps: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def mirrored(workdir: pathlib.Path) -> Iterator[Mirror | None]:
-    """A run's folder that is a local tier, up to date with its address, which no other run writes
-    to inside; None for any other folder.
+    """Leases the URL of a local tier inside the context, after downloading newer files from it;
+    None for any other folder.
 
     Raises:
-      ValueError: another run writes to the address, or what was put there is gone.
+      ValueError: another run writes to the URL, or earlier uploads are missing.
       StoreError: it cannot be read and written.
     """
     store = local_tier.store_of(workdir)
@@ -215,5 +215,5 @@ def mirrored(workdir: pathlib.Path) -> Iterator[Mirror | None]:
         local_tier.check_not_emptied(store, workdir)
         with local_tier.fetching(workdir, training=True):
             local_tier.fetch_files(store, workdir, nested=True)
-        log.info(f"{store.address} is the run's folder, and {workdir} its local tier")
+        log.info(f"{store.url} is the run's folder, and {workdir} its local tier")
         yield Mirror(store, workdir)

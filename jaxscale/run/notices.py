@@ -1,7 +1,7 @@
-"""A cloud's notice that it takes this machine away soon: a request to stop, like a signal.
+"""Preemption notices (GCE metadata server): a request to stop, like a signal.
 
-Google's machines learn it from their metadata server, 30 seconds ahead, and get no signal before
-the machine shuts down (cloud.google.com/compute/docs/instances/preemptible).
+Google Compute Engine announces a preemption 30 seconds ahead on its metadata server only; processes
+get no signal before the shutdown (cloud.google.com/compute/docs/instances/preemptible).
 """
 
 import contextlib
@@ -20,7 +20,7 @@ log = logging.getLogger("jaxscale")
 CLOUDS = ("none", "gce")
 
 HOST = "GCE_METADATA_HOST"
-"""An environment variable, which Google's libraries read, too: another metadata server."""
+"""Environment variable of another metadata server, which Google's libraries also read."""
 
 FAILURES = OSError, http.client.HTTPException
 LOOK_SECONDS, ANSWER_SECONDS = 1.0, 5.0
@@ -28,7 +28,7 @@ LOOK_SECONDS, ANSWER_SECONDS = 1.0, 5.0
 
 @contextlib.contextmanager
 def noticed(cloud: str) -> Iterator[None]:
-    """Inside, the notice asks the run to stop, once.
+    """Watches for a notice inside the context, which asks the run to stop.
 
     Args:
       cloud: one of `CLOUDS`.
@@ -44,7 +44,7 @@ def noticed(cloud: str) -> Iterator[None]:
     except FAILURES as error:
         raise ValueError(
             f"--preemption_notices gce: no metadata server at {_host()} "
-            f"({durable.reason(error)}); leave it out where this is not one of Google's machines"
+            f"({durable.reason(error)}); leave it out if this is not a machine of Google's cloud"
         ) from error
     done = threading.Event()
     thread = threading.Thread(target=_watch, args=(done,), name="notices", daemon=True)
@@ -57,7 +57,7 @@ def noticed(cloud: str) -> Iterator[None]:
 
 
 def _watch(done: threading.Event) -> None:
-    """The thread."""
+    """Polls the metadata server, in a thread."""
     said = False
     while not done.is_set():
         try:
@@ -67,7 +67,7 @@ def _watch(done: threading.Event) -> None:
         except FAILURES as error:
             if not said:
                 log.warning(
-                    f"warning: no preemption notices ({durable.reason(error)}); asking again"
+                    f"warning: no preemption notices ({durable.reason(error)}); trying again"
                 )
             said = True
         done.wait(LOOK_SECONDS)

@@ -1,4 +1,4 @@
-"""A trained model as a function of tokens, for notebooks: no mesh, no config."""
+"""`from_pretrained`: a trained model as a function of tokens, without a mesh or config."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from jaxscale.training.tracing.abstract_model import find_model
 
 @dataclass(frozen=True, eq=False)
 class Pretrained:
-    """A model with its parameters, which `from_pretrained` reads."""
+    """A model with its parameters, from `from_pretrained`."""
 
     config: ModelConfig
     params: Any = field(repr=False)  # in canonical form
@@ -40,18 +40,18 @@ class Pretrained:
         decoder_segments: Any = None,
         token_types: Any = None,
     ) -> jax.Array:
-        """Float32 logits [batch, time, vocab_size] of the token after each, or, of a model that is
-        not causal, of the token itself.
+        """Float32 logits [batch, time, vocab_size] of the token after each position, or, without
+        causal attention, of the token at it.
 
         Args:
-          tokens: [batch, time] whole numbers; of an encoder-decoder those that the encoder reads.
-          decoder_tokens: [batch, time of their own]; those whose logits an encoder-decoder gives.
-          segments, decoder_segments: of each of the tokens. They attend only to those of the same
-            segment, 0 is padding. None is one segment in each row.
-          token_types: [batch, time], for a model that has them; None is type 0.
+          tokens: integers [batch, time]; for an encoder-decoder the encoder's.
+          decoder_tokens: integers [batch, decoder time]; an encoder-decoder's logits are for these.
+          segments, decoder_segments: the segment of each token, within which it attends; 0 is
+            padding. None: one segment in each row.
+          token_types: [batch, time], for a model that has them; None: type 0.
 
         Raises:
-          ValueError: not [batch, time], a token beyond the vocabulary, or tokens for another kind
+          ValueError: not [batch, time], a token beyond the vocabulary, or tokens for another type
             of model.
         """
         if (decoder_tokens is None) == bool(self.config.num_encoder_layers):
@@ -77,7 +77,7 @@ class Pretrained:
             extras["token_types"] = self._checked_types(token_types, tokens)
         weights = jnp.ones(tokens.shape)
         batch = Batch(tokens, tokens, segments, positions, weights, extras or ())
-        # Float32 is otherwise rounded to fewer bits in the matmuls of GPUs and TPUs.
+        # By default the matmuls of GPUs (TF32) and TPUs (bfloat16) round float32 operands.
         with jax.default_matmul_precision("float32"):
             model = for_width(self.model, tokens.shape[1])
             return _logits(model, self.params, batch)
@@ -96,12 +96,12 @@ class Pretrained:
         """Tokens, their segments and positions."""
         given = np.asarray(tokens)
         if given.size and not np.issubdtype(given.dtype, np.integer):
-            raise ValueError(f"{name} are {given.dtype} and must be whole numbers")
+            raise ValueError(f"{name} are {given.dtype}; pass integers")
         tokens = jnp.asarray(given, jnp.int32)
         segments = jnp.ones_like(tokens) if segments is None else jnp.asarray(segments, jnp.int32)
         if tokens.ndim != 2 or segments.shape != tokens.shape:
             raise ValueError(
-                f"{name} {tokens.shape} and segments {segments.shape} must be [batch, time] both"
+                f"{name} {tokens.shape} and segments {segments.shape} must both be [batch, time]"
             )
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.config.vocab_size:
             raise ValueError(
@@ -118,17 +118,28 @@ def from_pretrained(
     param_dtype: str | None = None,
     adapters: str | pathlib.Path | None = None,
 ) -> Pretrained:
-    """Reads a Hugging Face model's folder, or the newest checkpoint of a run's, onto the default
-    device.
+    """Loads a model with its weights from a Hugging Face folder or a run, onto the default device.
 
     Args:
+      directory: the folder; of a run, its newest checkpoint is read.
       compute_dtype: "float32", or "bfloat16" for less memory and more speed.
       param_dtype: None is the type of the folder: bfloat16 where all its tensors are, else float32.
-      adapters: a folder with low-rank adapters of PEFT for a Hugging Face model.
+      adapters: folder with LoRA adapters (PEFT) for a Hugging Face model.
+
+    Returns:
+      A record with `config`, `params` and `model`; calling it with token ids [batch, time] returns
+      float32 logits [batch, time, vocab_size].
 
     Raises:
-      FileNotFoundError: the folder holds neither.
+      FileNotFoundError: the folder contains neither.
       ValueError: an unknown setting or tensor; names it.
+
+    Examples:
+      With the run of the example of `fit`:
+
+      >>> pretrained = jaxscale.from_pretrained("runs/example")
+      >>> pretrained(np.array([[72, 101, 108]])).shape
+      (1, 3, 257)
     """
     if "float64" in (compute_dtype, param_dtype) and not jax.config.jax_enable_x64:
         raise ValueError(
@@ -158,7 +169,7 @@ def _logits(model: Decoder | EncoderDecoder, params: Any, batch: Batch) -> jax.A
 
 
 def _positions(segments: jax.Array) -> jax.Array:
-    """Places of tokens in their segments, from 0."""
-    place = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    """Positions of tokens in their segments, from 0."""
+    column = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    return place - jax.lax.cummax(jnp.where(segments != before, place, 0), axis=1)
+    return column - jax.lax.cummax(jnp.where(segments != before, column, 0), axis=1)

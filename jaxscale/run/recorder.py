@@ -1,4 +1,4 @@
-"""What a run records: step times, metrics, progress lines, its summary."""
+"""Recorder of a run: step times, metrics, progress lines, traces, summary."""
 
 import contextlib
 import dataclasses
@@ -41,11 +41,11 @@ from jaxscale.training.step import StepMetrics
 log = logging.getLogger("jaxscale")
 
 LOG_SECONDS = 5.0
-"""A progress line at most this often."""
+"""The shortest time between progress lines."""
 
 
 class BadStepsError(FloatingPointError):
-    """As many steps in a row as `run.skip_bad_steps` updated nothing."""
+    """`run.skip_bad_steps` steps in a row updated nothing."""
 
     def __init__(self, first: int, last: int) -> None:
         super().__init__(f"steps {first} to {last} updated nothing")
@@ -56,20 +56,20 @@ class Recorder:
     """Times steps, checks that loss and gradient norm are finite, and writes the metrics.
 
     The metrics of a step are read while the next one runs, so that accelerators never wait for the
-    host. On CPUs the dispatch of a step returns when most of it is done, which is the time of that
-    step and not of the one before: there its metrics are read at once.
+    host. On CPUs the dispatch of a step returns when most of it is done, so that its time would
+    count for the step before: there its metrics are read at once.
 
     Args:
       workdir: the run's folder.
       train: the examples that the steps read.
       begin: steps done before.
-      trackers: where metrics go besides files.
+      trackers: trackers for metrics, in addition to files.
       started: `time.monotonic()` when the process started.
-      account: of the run's time.
+      account: the run's account of time.
 
     Attributes:
-      begin_evaluated: whether an evaluation after step `begin` is recorded already.
-      losses: on held-out text, by step.
+      begin_evaluated: whether an evaluation after step `begin` is already recorded.
+      losses: step -> loss on held-out text.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Recorder:
         at_begin = [line for line in earlier if line["step"] == begin]
         self.begin_evaluated = any(map(_is_evaluation, at_begin))
         self.losses = heldout_losses(line for line in earlier if line["step"] <= begin)
-        # The waits for input in it were not counted as compute.
+        # A step's wait for input was not counted as compute.
         lost = [
             line["step_seconds"] - line.get("data_seconds", 0.0)
             for line in earlier
@@ -120,24 +120,24 @@ class Recorder:
         self._data_seconds = 0.0
         self._shown = -math.inf
         self._recent: list[dict[str, Any]] = []  # the last steps, without the first
-        self._begun = self._stepped = 0.0  # when the first step was done; seconds of those after it
-        # Of a run that was ended after its last step, and before its summary.
+        self._begun = self._stepped = 0.0  # end of the first step; seconds of the steps after it
+        # For a run that was stopped after its last step and before its summary.
         done = at_begin if begin == self.steps else []
         self._last = next((line for line in done if "loss" in line), {})
         self._evaluation = next(filter(_is_evaluation, done), {})
         self._profile: dict[str, Any] = {}
-        # When the previous step was done. Last of all: trackers may take seconds to begin.
+        # The end of the previous step; set last, since trackers may take seconds to start.
         self._mark = time.monotonic()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Times the wait for input, as a context around it."""
+        """Context that times the wait for input."""
         begin = time.monotonic()
         yield
         self._data_seconds = time.monotonic() - begin
 
     def push(self, step: int, out: StepMetrics) -> None:
-        """Call after a step is dispatched; writes the previous one, and on CPUs this one."""
+        """Takes a dispatched step's metrics; writes the previous step's, on CPUs this one's."""
         pending, self._pending = self._pending, (step, out, self._data_seconds)
         if pending:
             self._record(*pending)
@@ -145,17 +145,17 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Waits for the last step and writes it."""
+        """Waits for the last step and writes its metrics."""
         pending, self._pending = self._pending, None
         if pending:
             self._record(*pending)
 
     def restart_clock(self) -> None:
-        """Call after a `flush`: the time since then, as of a save, counts for no step."""
+        """Excludes the time since a `flush`, such as of a save, from the next step."""
         self._mark = time.monotonic()
 
     def evaluated(self, step: int, evaluations: Mapping[str, Evaluation]) -> None:
-        """Writes the evaluations after `step`: of the held-out text, "", and of validation sets."""
+        """Writes the evaluations after `step`, by set; the held-out text's name is ""."""
         self._evaluation = {"step": step}
         for name, evaluation in evaluations.items():
             self._evaluation |= evaluation.record(name)
@@ -166,8 +166,8 @@ class Recorder:
                 text = f"validation set {name!r}" if name else "held-out text"
                 log.warning(
                     f"warning: the loss on the {text} is {loss} after step {step}: --step best "
-                    "leaves such a checkpoint out. Lower optimizer.learning_rate, or look at the "
-                    "text with python -m jaxscale.evaluate"
+                    "excludes such a checkpoint. Lower optimizer.learning_rate, or check the text "
+                    "with python -m jaxscale.evaluate"
                 )
         self.metrics.write(self._evaluation)
         before = {one: loss for one, loss in self.losses.items() if one != step}
@@ -175,16 +175,16 @@ class Recorder:
         self.restart_clock()
 
     def traced(self, steps: range, reports: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Keeps for the summary where the time of traced steps went, and says it, in a line for
-        each process.
+        """Logs the time breakdown of traced steps, a line for each process, and adds it to the
+        summary.
 
         Args:
-          reports: of each process, the fields of `DeviceTime` of each of its devices.
+          reports: for each process, the fields of `DeviceTime` of each of its devices.
         """
         self._profile = {"profile": {"steps": list(steps), "processes": reports}}
         for i, devices in enumerate(reports):
             times = [DeviceTime(**device) for device in devices]
-            if not times:  # of a process whose trace was not written or read, as it has said
+            if not times:  # the process has warned that its trace was not written or read
                 continue
             process = f"process {i}, " if len(reports) > 1 else ""
             log.info(f"traced steps, {process}{trace_line(times, len(steps))}")
@@ -198,13 +198,13 @@ class Recorder:
         return summary
 
     def summary(self) -> dict[str, Any]:
-        """The summary of the run up to its last step, with the evaluation after it, if any. Its
-        time is the median of the last 50 steps; its rates are those of their mean tokens in it."""
+        """The summary of the run up to its last step, with the evaluation after it, if any. Step
+        time is the median of the last 50 steps; rates are their mean tokens over that time."""
         self.flush()
         step, causes = self._last.get("step", self.begin), self._account.seconds()
         rates = {}
         if self._recent:
-            # Steps of prompts with responses have more and less padding than the last one.
+            # Padding varies from step to step for prompts with responses.
             names = "tokens", "loss_tokens"
             tokens, loss_tokens = (float(np.mean(self._of_recent(name))) for name in names)
             rates = self._rates(
@@ -223,7 +223,7 @@ class Recorder:
         }
 
     def close(self) -> None:
-        """Closes the files; call it after a failure, too."""
+        """Closes the files, also after a failure."""
         self._keep_account()
         self.metrics.close()
 
@@ -254,12 +254,12 @@ class Recorder:
         self._last = record
         self.metrics.write(record)
         for source in repeats(self._train, first - self._batch_size, first):
-            log.info(f"step {step}: {source.name} begins again, epoch {source.begun}")
+            log.info(f"step {step}: {source.name}: starting epoch {source.begun}")
         if not loss_tokens and not self._said_without_loss:
             self._said_without_loss = True
             log.warning(
-                f"warning: in step {step} {WITHOUT_LOSS}. The loss of such a step is null; this is "
-                "said once"
+                f"warning: in step {step} {WITHOUT_LOSS}. The loss of such a step is null (warned "
+                "once)"
             )
         if wrong is not None:
             self._count_skipped(record, wrong)
@@ -275,7 +275,7 @@ class Recorder:
         return [record[name] for record in self._recent]
 
     def _rates(self, tokens: float, loss_tokens: float, seconds: float) -> dict[str, float | None]:
-        """The time and the rates of a step of so many seconds."""
+        """The time and the rates of a step that took `seconds`."""
         tokens_per_second = tokens / seconds
         return {
             "step_seconds": seconds,
@@ -289,10 +289,10 @@ class Recorder:
         """Reports a step that updated nothing.
 
         Args:
-          wrong: for each array of gradients whether it is not finite.
+          wrong: whether each array of gradients is not finite.
 
         Raises:
-          BadStepsError: it was one too many.
+          BadStepsError: `run.skip_bad_steps` in a row.
         """
         self._skipped = self._skipped + 1 if record["skipped"] else 0
         if not self._skipped:
@@ -300,7 +300,7 @@ class Recorder:
         step = record["step"]
         names = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(self._params)]
         found = [name for name, bad in zip(names, wrong) if bad]
-        # Backward passes begin at the head, and what is not finite spreads from there on.
+        # The backward pass starts at the head, and non-finite values spread from there.
         found.sort(key=lambda name: {"head": 0, "embed": 2}.get(name.partition("/")[0], 1))
         where = f"; {len(found)} gradients are not finite, {found[0]} the first" if found else ""
         first = (step - 1) * self._batch_size
@@ -328,7 +328,7 @@ class Recorder:
         if now - self._shown >= LOG_SECONDS or step == self.steps:
             self._shown = now
             typical = float(np.median(self._of_recent("step_seconds") or [record["step_seconds"]]))
-            # As much time as so far for what stands between steps: evaluations and saves.
+            # Time between steps, of evaluations and saves, is extrapolated from so far.
             between = (now - self._begun) / self._stepped if self._stepped else 1.0
             left = typical * (self.steps - step) * between
             log.info(progress_line(record, steps=self.steps, seconds_left=left))
@@ -350,7 +350,7 @@ def _is_evaluation(record: Mapping[str, Any]) -> bool:
 
 
 def is_summarised(workdir: pathlib.Path, step: int) -> bool:
-    """Whether summary.json, which is written when all else is done, is there and of this step."""
+    """Whether summary.json, the last file of a run, exists and is of this step."""
     try:
         summary = parse_json((workdir / SUMMARY).read_text())
     except (OSError, ValueError):
@@ -360,8 +360,8 @@ def is_summarised(workdir: pathlib.Path, step: int) -> bool:
 
 @contextlib.contextmanager
 def tracing(profile: range, recorder: Recorder, program: Any) -> Generator[Callable[[int], None]]:
-    """Traces the steps in `profile`: called with each step before it starts. Each process of
-    several has a folder of its own, since their files are named by their hosts.
+    """Traces the steps in `profile`; the function that it yields is called before each step. Each
+    process of several has a separate folder, since files are named by hosts.
 
     Args:
       program: the compiled step.
@@ -369,14 +369,14 @@ def tracing(profile: range, recorder: Recorder, program: Any) -> Generator[Calla
     folder = recorder.workdir / "profile"
     if jax.process_count() > 1:
         folder /= f"process_{jax.process_index()}"
-    done: list[int] = []  # the steps in the trace that is being taken
+    done: list[int] = []  # the steps in the current trace
 
     def at(step: int) -> None:
         inside = step in profile
         if inside and not done:
-            recorder.flush()  # no operation of the step before is in the trace
+            recorder.flush()  # excludes operations of the step before
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # it would slow the host that it traces
+            options.python_tracer_level = 0  # tracing Python would slow the host
             jax.profiler.start_trace(str(folder), profiler_options=options)
         elif done and not inside:
             stop()
@@ -397,9 +397,9 @@ def tracing(profile: range, recorder: Recorder, program: Any) -> Generator[Calla
     try:
         yield at
     except BaseException:
-        # A run that returns to a checkpoint may trace again: of two at once JAX refuses the second.
+        # A run that returns to a checkpoint may trace again, and JAX refuses a second open trace.
         if done:
-            with contextlib.suppress(Exception):  # of a full disk, which must not hide the other
+            with contextlib.suppress(Exception):  # a full disk must not hide the first error
                 jax.profiler.stop_trace()
         raise
     if done:
@@ -407,18 +407,18 @@ def tracing(profile: range, recorder: Recorder, program: Any) -> Generator[Calla
 
 
 def _written(folder: pathlib.Path) -> bool:
-    """Writes the trace that is being taken. A disk without room for it must not end the run."""
+    """Writes the current trace; False if it fails, as on a full disk, which must not end a run."""
     try:
         jax.profiler.stop_trace()
-    except Exception as error:  # JAX has the operating system's in one of its own
+    except Exception as error:  # JAX wraps the operating system's error
         log.warning(f"warning: no trace could be written to {folder} ({durable.reason(error)})")
         return False
     return True
 
 
 def _times(folder: pathlib.Path, program: Any) -> list[DeviceTime]:
-    """Where the time went on the devices of this process. A trace that cannot be read must not end
-    the run."""
+    """The time breakdown on the devices of this process; empty if the trace cannot be read, which
+    must not end the run."""
     try:
         return time_by_cause(read_trace(folder), program.as_text())
     except Exception as error:

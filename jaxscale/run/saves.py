@@ -1,4 +1,4 @@
-"""When a run saves its state, and what happens when a save fails."""
+"""Saves of a run's state: when they are due, and retries after failures."""
 
 import logging
 import time
@@ -19,11 +19,11 @@ from jaxscale.training.step import TrainState
 log = logging.getLogger("jaxscale")
 
 PAUSES_SECONDS = (1.0, 5.0)
-"""Between attempts to save the last state of a run."""
+"""Pauses between attempts to save the last state of a run."""
 
 FINITE = ("params", "opt_state")
-"""Parts of a state that are not saved with a number that is not finite; the guard's window has NaN
-where there was no good step yet."""
+"""Parts of a state that must be finite to be saved; the guard's window has NaN until it is full of
+good steps."""
 
 
 class SaveError(RuntimeError):
@@ -31,8 +31,8 @@ class SaveError(RuntimeError):
 
 
 def wait_for_write(checkpoints: CheckpointWriter, step: int) -> None:
-    """Returns when no checkpoint is being written. A write may take as long as it needs while its
-    files grow: each look that finds more begins the phase again, and with it its deadline."""
+    """Waits until no checkpoint is being written. While its files grow, a write may take any time:
+    growth restarts the phase, and with it the deadline of the watchdog."""
 
     def begin() -> None:
         phases.enter_phase("writing the checkpoint", step)
@@ -42,22 +42,22 @@ def wait_for_write(checkpoints: CheckpointWriter, step: int) -> None:
 
 
 def unchanged_params(engine: Engine) -> set[str]:
-    """The paths in a state of the parameters that no step changes: frozen ones, but those that the
-    model adjusts itself."""
+    """The paths in a state of the parameters that no step changes: frozen, not adjusted by the
+    model."""
     names = () if engine.model.adjust else engine.model.frozen
     frozen = frozen_params(engine.config.optimizer.groups, engine.model.axes, names)
     leaves, _ = jax.tree_util.tree_flatten_with_path(frozen)
-    return {f"params/{leaf_name(path)}" for path, still in leaves if still}
+    return {f"params/{leaf_name(path)}" for path, is_frozen in leaves if is_frozen}
 
 
 class Saves:
-    """Saves a state when it is due, and again after a save that failed: after one step, then two,
-    four, ..., while training continues.
+    """Saves a state when it is due. A failed save is retried after one step, then two, four, ...,
+    while training continues.
 
     Every process of a run makes the same calls.
 
     Args:
-      begin: the step that the run began at, which is saved.
+      begin: the step that the run starts at, which is saved already.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class Saves:
         self._retry_at: int | None = None
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` is to be saved, as `run.checkpoint_every` says, because
-        it is the last one, or because the last save failed; call it after each step."""
+        """Whether to save the state after `step`: by `run.checkpoint_every`, at the last step, or
+        as a retry; to be called after each step."""
         if self._writing:
             outcome = processes.from_first("outcome of a save", self._checkpoints.outcome())
             if outcome is not None:
@@ -93,7 +93,7 @@ class Saves:
         return regular or (self._retry_at is not None and step >= self._retry_at)
 
     def save(self, step: int, state: TrainState) -> None:
-        """Begins to save the state after `step`, in the background.
+        """Starts to save the state after `step`, in the background.
 
         Raises:
           FloatingPointError: it is not finite; nothing is written.
@@ -108,7 +108,7 @@ class Saves:
         self._begun, self._writing, self._retry_at = step, True, None
 
     def finish(self, step: int, state: TrainState) -> None:
-        """Returns when the state after `step` is saved; tries several times.
+        """Saves the state after `step`, with retries, and waits for it.
 
         Raises:
           FloatingPointError: it is not finite.
@@ -122,7 +122,7 @@ class Saves:
             if not outcome:
                 return
             if pause is None:
-                raise SaveError(f"{outcome}; the same command resumes there, or begins anew")
+                raise SaveError(f"{outcome}; the same command resumes there, or starts anew")
             time.sleep(pause)
             self.save(step, state)
 

@@ -1,8 +1,8 @@
-"""Requests to stop a run: signals, the end of the time that it was given, a cloud's notice.
+"""Requests to stop a run: signals, `run.max_hours`, preemption notices.
 
-While a step runs, a request waits for the end of the step, and a checkpoint is saved. Before
-training begins there is nothing to save, and the process ends at once. A Python handler would run
-only when the compiler returns, perhaps minutes later, so each signal is also written to a pipe (by
+During training a request waits for the end of the step, and a checkpoint is saved. Before training
+there is nothing to save, and the process exits at once. A Python handler runs only when the
+compiler returns, perhaps minutes later, so each signal is also written to a pipe (by
 `signal.set_wakeup_fd`, in C), which a thread reads.
 """
 
@@ -23,24 +23,24 @@ from jaxscale.distributed import phases, processes
 log = logging.getLogger("jaxscale")
 
 STOPPED = 143
-"""The status of a process that stopped because it was asked to: the same command resumes. It is
-that of SIGTERM, so that one which arrives before anything is set up needs no other treatment."""
+"""The exit status of a process that was asked to stop; the same command resumes. It is SIGTERM's
+default status, so a SIGTERM before the handlers are set needs no other treatment."""
 
 ENDED_UNSAVED = 130
-"""The status after a second Ctrl-C, which does not wait for the checkpoint."""
+"""The exit status after a second Ctrl-C, which does not wait for the checkpoint."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
-"""Those that stop a run. SIGALRM is ours: `limit` sets the alarm, and `ask` sends it."""
+"""Signals that stop a run. SIGALRM is internal: `limit` sets the alarm, and `ask` sends it."""
 
 AGAIN_SECONDS = 1.0
-"""A second Ctrl-C this much later is meant as one: a terminal and a launcher may both send the
-first."""
+"""A SIGINT this much later counts as a second Ctrl-C: a terminal and a launcher may both send the
+first one."""
 
 LONGEST_TIMER_SECONDS = 1e9
-"""Thirty years: the most that every system's timer takes."""
+"""Thirty years: the longest timer that every system supports."""
 
 COMPLETE = "the run is complete and saved"
-"""What is said to a request that comes too late."""
+"""The answer to a request that comes too late."""
 
 
 class Interrupted(Exception):  # noqa: N818 - a request is not an error
@@ -49,15 +49,15 @@ class Interrupted(Exception):  # noqa: N818 - a request is not an error
 
 _listening = False
 _first = 0  # the first request: the number of its signal
-_phase = ""  # what the main thread did at it, if it was free to notice
+_phase = ""  # the main thread's phase at that time, if it could note it
 _held = False  # whether a request waits for the training loop
-_status = STOPPED  # of a process that ends at once
+_status = STOPPED  # of a process that exits at once
 _interruptible = False
-_limit = ""  # what set the alarm, or sent it
+_limit = ""  # the reason of the alarm
 
 
 class _Deadline(threading.local):
-    """When to stop a run in a thread that gets no signals, as a notebook's, which has to look."""
+    """Deadline of a run in a thread that gets no signals, such as a notebook's."""
 
     at = math.inf  # of `time.monotonic()`
     said = ""
@@ -68,11 +68,12 @@ _deadline = _Deadline()
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Notes requests to stop, and ends the process at once unless they are `held`.
+    """Handles requests to stop inside the context: the process exits at once, unless `hold` was
+    called.
 
-    A signal that was ignored before (under nohup, or in the background of a shell) stays so.
-    SIGQUIT prints the stacks of all threads, and the run continues. Does nothing inside another
-    `listening`, or outside the main thread, which alone may set handlers.
+    A signal that is ignored (under nohup, or in the background of a shell) remains ignored. SIGQUIT
+    prints the stacks of all threads, and the run continues. Does nothing inside another
+    `listening`, or outside the main thread, the only one that may set handlers.
     """
     global _listening, _first, _phase, _held, _status, _limit
     if _listening or threading.current_thread() is not threading.main_thread():
@@ -100,12 +101,12 @@ def listening() -> Iterator[None]:
         signal.set_wakeup_fd(wakeup)
         os.close(writing)
         thread.join()
-        _listening, _first = False, 0  # a run in another thread was not asked
+        _listening, _first = False, 0  # a later run was not asked to stop
 
 
 def limit(hours: float, since: float) -> None:
-    """Asks to stop `hours` after `since`, of `time.monotonic()`; 0 is never. Where nothing is
-    `listening`, the calling thread alone is asked."""
+    """Requests a stop `hours` after `since`, of `time.monotonic()`; 0: never. Without `listening`
+    the request is for the calling thread only."""
     global _limit
     end, said = since + 3600 * hours, f"run.max_hours = {hours:g}"
     alone = hours and not _listening
@@ -117,7 +118,7 @@ def limit(hours: float, since: float) -> None:
 
 
 def ask(reason: str) -> None:
-    """Asks to stop for another reason than a signal; for any thread."""
+    """Requests a stop for a reason other than a signal, from any thread."""
     global _limit
     if _listening:
         _limit = reason
@@ -125,30 +126,30 @@ def ask(reason: str) -> None:
 
 
 def requested() -> str:
-    """What asked to stop, such as "SIGTERM"; "" when nothing did."""
+    """The name of the request to stop, such as "SIGTERM", or ""."""
     if _first:
         return _name(_first)
     return _deadline.said if time.monotonic() >= _deadline.at else ""
 
 
 def hold() -> None:
-    """From now on, requests wait for the code that asks `requested`."""
+    """From now on requests wait for code that calls `requested`."""
     global _held
     _held = True
 
 
 def complete() -> None:
-    """The run is complete and saved: from now on a request ends the process at once, with 0; of
-    several processes it has no effect, since all are needed."""
+    """Marks the run as complete and saved: a later request exits at once with status 0. With
+    several processes, which all are needed, it has no effect."""
     global _held, _status
     _held, _status = not processes.alone(), 0
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, a request raises `Interrupted`: for a wait that may never end.
+    """Inside the context a request raises `Interrupted`: for a wait that may never end.
 
-    Not in one process of several, which must not decide by itself.
+    Not with several processes, which must decide together.
     """
     global _interruptible
     _interruptible = processes.alone()
@@ -163,14 +164,14 @@ def interruptible() -> Iterator[None]:
 def _note(number: int, frame: Any) -> None:
     """The handler in the main thread."""
     global _first, _phase
-    # The thread that says it may have its turn when this one is past it.
+    # The phase is noted here: the thread that prints it may run later.
     _first, _phase = _first or number, _phase or phases.current()
     if _interruptible:
         raise Interrupted
 
 
 def _read(pipe: int) -> None:
-    """The thread: acts on each signal as it arrives, whatever the main thread does."""
+    """Acts on each signal as it arrives, in a thread, whatever the main thread does."""
     global _first
     interrupted, said = math.inf, False
     while numbers := os.read(pipe, 64):
@@ -180,10 +181,10 @@ def _read(pipe: int) -> None:
             if not _held:
                 _end_at_once(number)
             elif number == signal.SIGINT and now - interrupted > AGAIN_SECONDS:
-                processes.leave("SIGINT again: ended without saving", ENDED_UNSAVED)
+                processes.leave("SIGINT again: stopped without saving", ENDED_UNSAVED)
             elif not said:
-                goes_on = "finishing the step, then saving ..." if _status else COMPLETE
-                log.warning(f"{_name(number)} while {_phase or phases.current()}: {goes_on}")
+                action = "finishing the step, then saving ..." if _status else COMPLETE
+                log.warning(f"{_name(number)} while {_phase or phases.current()}: {action}")
                 said = True
             if number == signal.SIGINT:
                 interrupted = min(interrupted, now)
@@ -192,7 +193,7 @@ def _read(pipe: int) -> None:
 
 def _end_at_once(number: int) -> None:
     if _status:
-        text = f"{_name(number)} while {phases.current()}: stopped, and there was nothing to save"
+        text = f"{_name(number)} while {phases.current()}: stopped; there was nothing to save"
     else:
         text = f"{_name(number)} while {phases.current()}: {COMPLETE}"
     processes.leave(text, _status)

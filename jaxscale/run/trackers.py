@@ -1,4 +1,4 @@
-"""Trackers of experiments: TensorBoard, wandb and mlflow."""
+"""Experiment trackers: TensorBoard, wandb and mlflow."""
 
 import importlib
 import math
@@ -24,15 +24,15 @@ with epy.lazy_imports():
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 CLOSE_SECONDS = 30.0
-"""How long the end of a run waits for a server that takes none of the last numbers."""
+"""The longest wait at the end of a run for a server that accepts nothing."""
 
 
 class TrackerError(RuntimeError):
-    """A tracker could not begin a run that is new; the message says which, and why."""
+    """A tracker could not start at the begin of a run; the message has its name and the reason."""
 
 
 class Tracker(NamedTuple):
-    """Where numbers are sent, besides metrics.jsonl."""
+    """A destination of metrics in addition to metrics.jsonl."""
 
     name: str
     write: Callable[[dict[str, float], int], object]
@@ -42,7 +42,7 @@ class Tracker(NamedTuple):
 def open_tracker(
     name: str, directory: pathlib.Path, start_step: int, config: Mapping[str, Any]
 ) -> Tracker:
-    """One of `TRACKERS` by its name.
+    """Opens one of `TRACKERS` by its name.
 
     Raises:
       ValueError: another name, or mlflow without MLFLOW_TRACKING_URI.
@@ -51,7 +51,7 @@ def open_tracker(
     if name == "tensorboard":
         return _open_tensorboard(directory, start_step)
     if name not in TRACKERS:
-        raise ValueError(f"tracker {name!r} is not known; there are {', '.join(TRACKERS)}")
+        raise ValueError(f"tracker {name!r} is not known; it can be {', '.join(TRACKERS)}")
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -80,15 +80,15 @@ def open_tracker(
         module.log_dict(dict(config), "config.json")
 
     def write(numbers: dict[str, float], step: int) -> None:
-        # Of another thread than the one that began it: mlflow would begin a second run there.
+        # With run_id: mlflow would start a second run in a thread other than start_run's.
         module.log_metrics(numbers, step=step, run_id=run.info.run_id)
 
     return _in_background(Tracker(name, write, module.end_run))
 
 
 def _in_background(tracker: Tracker) -> Tracker:
-    """A tracker that no step waits for: a request to a server that is gone is tried again for
-    minutes, which would look like a run in which nothing goes on."""
+    """A tracker that writes in a thread: a request to a lost server is retried for minutes, which
+    the watchdog would take for a hang."""
     waiting: queue.SimpleQueue[tuple[dict[str, float], int] | None] = queue.SimpleQueue()
     failed: list[Exception] = []
 
@@ -122,17 +122,17 @@ def _in_background(tracker: Tracker) -> Tracker:
 
 
 def _open_tensorboard(directory: pathlib.Path, start_step: int) -> Tracker:
-    """The file of one attempt: events, each with its length and checksums. tensorboardX's own
-    writer has a thread that ends when the disk is full; the next steps would wait for it."""
+    """The event file of one attempt: records with length and checksums. tensorboardX's writer is
+    not used: its thread dies on a full disk, and the next steps would block."""
     folder = directory / "tensorboard"
     folder.mkdir(exist_ok=True)
-    # TensorBoard reads the files in the order of their names: one of a clock that was set back, or
-    # of another host's, must not come before those of earlier attempts, which would hide it.
+    # TensorBoard reads files in the order of their names, which have the time: with a clock that
+    # was set back, or another host's, earlier attempts would sort later and hide this one.
     parts = [path.name.split(".") for path in folder.glob("events.out.tfevents.*")]
     after = max((int(part[3]) + 1 for part in parts if part[3].isdecimal()), default=0)
     name = f"events.out.tfevents.{max(round(time.time()), after)}.{socket.gethostname()}"
     file, checksum = GrowingFile(folder / name), tensorboard_records.masked_crc32c
-    proto: Any = tensorboard_events  # its classes are made when it is imported
+    proto: Any = tensorboard_events  # protobuf makes its classes at import, unseen by pyright
 
     def add(**event: Any) -> None:
         data = proto.Event(wall_time=time.time(), **event).SerializeToString()
@@ -149,6 +149,6 @@ def _open_tensorboard(directory: pathlib.Path, start_step: int) -> Tracker:
         add(step=step, summary=tensorboard_summary.Summary(value=values))
 
     add(file_version="brain.Event:2")
-    # It hides what earlier attempts wrote from this step on.
+    # A START event hides earlier attempts' records from this step on.
     add(step=start_step + 1, session_log=proto.SessionLog(status=proto.SessionLog.START))
     return Tracker("tensorboard", write, file.close)

@@ -1,5 +1,6 @@
-"""The set-up of training: config, mesh, engine, data, compiled step, and a state that is new or
-restored. `training_loop.fit` trains it.
+"""Set-up of training: config, mesh, engine, data, compiled step, new or restored state.
+
+`training_loop.fit` trains the result.
 """
 
 import concurrent.futures
@@ -37,7 +38,7 @@ from jaxscale.run.recorder import is_summarised
 from jaxscale.run.saves import unchanged_params
 from jaxscale.run.setup.layout import resolve_layout
 from jaxscale.run.setup.layout_report import describe_layout
-from jaxscale.run.setup.memory_check import check_host_room, check_memory
+from jaxscale.run.setup.memory_check import check_memory, check_run_fits_host
 from jaxscale.run.setup.resume import (
     check_same_examples,
     check_same_model,
@@ -59,11 +60,10 @@ with epy.lazy_imports():  # the planner's modules
 log = logging.getLogger("jaxscale")
 
 LARGE_RUN = 64
-"""Devices from which a run measures its hosts, links and storage before it compiles anything."""
+"""The number of devices from which a run does the preflight checks before it compiles."""
 
 LATER = ("grain", "orbax.checkpoint", "tensorboardX")
-"""Modules that no run needs before its step is compiled, and that take a third of a second to
-import."""
+"""Modules that are needed only after compilation, and take a third of a second to import."""
 
 Step = Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]
 
@@ -95,22 +95,31 @@ def open_trainer(
     uploads: Mirror | None = None,
     **own: Any,
 ) -> Trainer | None:
-    """Checks everything, reads the text, compiles the step, and restores the newest checkpoint.
+    """Prepares a run: checks the settings, opens the text, compiles the step, and restores the
+    newest checkpoint.
 
     Args:
-      uploads: of a `workdir` that is the local tier of an address; begins once it is known where
-        the run resumes.
-      skip_memory_check: compiles a step even when the predicted memory exceeds the devices'.
-      refuse_damaged: raises where the newest checkpoint is damaged; otherwise it is set aside, and
-        the run resumes from the newest one that is intact.
-      own: `model`, `optimizer` and `rules` of `make_engine`; a model which `model.family` names.
+      workdir: the run's folder.
+      skip_memory_check: compiles the step even if the predicted memory exceeds the devices'.
+      refuse_damaged: raises if the newest checkpoint is damaged; otherwise that is renamed, and the
+        run resumes from the newest intact one.
+      uploads: the mirror of a `workdir` that is the local tier of a URL.
+      own: `model`, `optimizer` and `rules` of `make_engine`; the model is the one that
+        `model.family` names.
 
     Returns:
-      None when the run is complete already.
+      The trainer, which `fit` takes; None if the run is complete already.
 
     Raises:
       ValueError: settings that are incompatible with each other, the devices, the data or the
         checkpoint. Layouts and shapes are refused before anything is compiled.
+
+    Examples:
+      The run of the example of `fit` is complete:
+
+      >>> config = jaxscale.load("runs/example/config.json")
+      >>> jaxscale.open_trainer(config, "runs/example") is None
+      True
     """
     check_kind("config", config, Config, configs.CONFIG_ADVICE)
     _check_model_is_named(config.model.family, own.get("model"))
@@ -121,12 +130,12 @@ def open_trainer(
         newest_file=workdir / LAST_SAVED,
     )
     found = checkpoints.newest_intact(refuse_damaged=refuse_damaged)
-    if run.keep_best:  # before uploads begin, which remove at the address what is not kept
+    if run.keep_best:  # before uploads start, which remove checkpoints at the URL
         checkpoints.losses = heldout_losses(read(workdir / METRICS, last_step=found.step))
     config = _as_it_began(config, found, workdir)
     run = config.run
     if not skip_memory_check:
-        check_host_room(config)
+        check_run_fits_host(config)
     config = resolve_layout(config, workdir)
     if found.step < run.steps and jax.device_count() >= LARGE_RUN:
         _examine(config, workdir)
@@ -134,14 +143,14 @@ def open_trainer(
     log.info(describe_layout(engine))
     if not skip_memory_check:
         check_memory(engine)
-    _check_local_room(run, engine, checkpoints)
+    _check_local_space(run, engine, checkpoints)
     if found.step == 0:
         _warn_of_rate(engine)
     if _is_complete(run, found.step, workdir):
         checkpoints.close()
         trainer = None
         log.info(
-            f"nothing to do: run.steps = {run.steps} and {workdir} is at step {found.step}; "
+            f"nothing to do: run.steps = {run.steps}, and {workdir} is at step {found.step}; "
             "raise run.steps to train longer"
         )
         for line in describe_difference(found.metadata["config"], configs.to_dict(config)):
@@ -154,7 +163,7 @@ def open_trainer(
 
 
 def _as_it_began(config: Config, found: Found, workdir: pathlib.Path) -> Config:
-    """The config with what a run keeps from its begin, and with `run.steps`."""
+    """The config with the settings that a run keeps from its start, and with `run.steps`."""
     if found.step == 0:
         _check_text_is_chosen(config.data, config.model)
     if config.run.epochs:
@@ -169,7 +178,7 @@ def _as_it_began(config: Config, found: Found, workdir: pathlib.Path) -> Config:
 
 
 def _warn_of_rate(engine: Engine) -> None:
-    """A warning where updates of a new run would be lost, or its rate ends early."""
+    """Warns if updates of a new run would be lost by rounding, or its learning rate ends early."""
     trained = engine.zero.trained(engine.abstract_state.params, engine.zero.frozen)
     lines = (
         lost_updates(trained),
@@ -180,8 +189,8 @@ def _warn_of_rate(engine: Engine) -> None:
 
 
 def _check_model_is_named(family: str, model: Any) -> None:
-    """Refuses a model that the run's config.json would not name: whoever reads the run's weights
-    would take them for those of `model.family`, and where the shapes are the same, not notice.
+    """Refuses a model that the run's config.json would not name: its weights would later be read as
+    those of `model.family`, unnoticed if the shapes are the same.
 
     Raises:
       ValueError: names the setting.
@@ -189,15 +198,14 @@ def _check_model_is_named(family: str, model: Any) -> None:
     if model is not None and not is_own_family(family):
         name = getattr(model, "__qualname__", "NAME")
         raise ValueError(
-            f"model is {name}, and the run's config.json would say model.family = {family!r}; set "
+            f"model is {name}, and the run's config.json would have model.family = {family!r}; set "
             f"model.family = '{getattr(model, '__module__', 'MODULE')}:{name}' instead"
         )
 
 
 def _check_text_is_chosen(data: DataConfig, model: ModelSettings) -> None:
-    """Refuses to train a model with a large vocabulary on the defaults, the standard library as
-    bytes, or weights that came with a tokenizer on that library: nobody means that, and the loss
-    would not tell.
+    """Refuses the default text, Python's standard library, for a model with a large vocabulary or
+    for pretrained weights: it is hardly intended, and the loss would not tell.
 
     Raises:
       ValueError: names the settings.
@@ -219,10 +227,10 @@ def _check_text_is_chosen(data: DataConfig, model: ModelSettings) -> None:
 
 
 def _with_steps(config: Config, workdir: pathlib.Path) -> Config:
-    """The config with `run.steps` in place of `run.epochs`, of the text that is counted for it.
+    """The config with `run.steps` in place of `run.epochs`, from the size of the text.
 
     Raises:
-      ValueError: sources with weights, which are read at different rates.
+      ValueError: sources with weights, whose epochs differ.
     """
     epochs, batch = config.run.epochs, config.data.global_batch_size
     phases.enter_phase("counting the text")
@@ -230,20 +238,20 @@ def _with_steps(config: Config, workdir: pathlib.Path) -> Config:
     sources = text.train.progress(0)
     if len(sources) > 1:
         raise ValueError(
-            f"run.epochs = {epochs}: data.source has weights, by which an epoch of one source is "
-            "not that of another; set run.steps"
+            f"run.epochs = {epochs}: data.source has weights, by which the epochs of sources "
+            "differ; set run.steps"
         )
     steps = max(1, math.ceil(epochs * sources[0].epoch / batch))
     log.info(
-        f"run.epochs = {epochs:g}: run.steps = {steps}, of {batch} of the {sources[0].epoch:,} "
-        "examples each"
+        f"run.epochs = {epochs:g}: run.steps = {steps}, each of {batch} of the "
+        f"{sources[0].epoch:,} examples"
     )
     return dataclasses.replace(config, run=dataclasses.replace(config.run, steps=steps, epochs=0.0))
 
 
 def _is_complete(run: RunConfig, step: int, workdir: pathlib.Path) -> bool:
-    """Whether nothing is left to do after a step. A run may have been stopped or killed after its
-    last one, before it was evaluated and summarised."""
+    """Whether a run at this step is complete. It may have been stopped or killed after its last
+    step, before the evaluation and the summary."""
     if step != run.steps:
         return step > run.steps
     done = jax.process_index() == 0 and is_summarised(workdir, step)
@@ -257,8 +265,8 @@ def _prepare(
     checkpoints: CheckpointWriter,
     refuse_damaged: bool,
 ) -> Trainer:
-    """Reads the text, compiles the step, and makes the state: of the newest checkpoint, of initial
-    weights, or random."""
+    """Reads the text, compiles the step, and makes the state: from the newest checkpoint, from
+    initial weights, or random."""
     begin, config = found.step, engine.config
     if begin:
         check_same_examples(found, config.data)
@@ -293,7 +301,7 @@ def _log_stop_ids(text: Text) -> None:
 
 
 def _examine(config: Config, workdir: pathlib.Path) -> None:
-    """Says what `doctor --preflight` finds; a warning for each finding that asks for something."""
+    """Logs the findings of the preflight checks, those with advice as warnings."""
 
     phases.enter_phase("preflight")
     for finding in preflight.examine_run(config, workdir):
@@ -303,11 +311,11 @@ def _examine(config: Config, workdir: pathlib.Path) -> None:
             log.info(f"preflight, {finding}")
 
 
-def _check_local_room(run: RunConfig, engine: Engine, checkpoints: CheckpointWriter) -> None:
-    """Refuses a run at an address whose checkpoints have no room in its local tier.
+def _check_local_space(run: RunConfig, engine: Engine, checkpoints: CheckpointWriter) -> None:
+    """Refuses a run with a URL whose local tier has too little free space for its checkpoints.
 
     Raises:
-      StoreError: says how much they need.
+      StoreError: with the space that they need.
     """
     if store_of(checkpoints.directory.parent) is None or jax.process_index() != 0:
         return
@@ -317,7 +325,7 @@ def _check_local_room(run: RunConfig, engine: Engine, checkpoints: CheckpointWri
     }
     once = sum(sizes[name] for name in unchanged_params(engine))
     there = len(checkpoints.steps())
-    # The new one is whole before an old one goes.
+    # A new checkpoint is complete before an old one is removed.
     missing = max(0, run.keep_last + run.keep_best + 1 - there)
     needs = missing * (sum(sizes.values()) - once) + (0 if there else once)
     check_free(checkpoints.directory.parent, needs, f"{missing} checkpoints of the run")
@@ -326,22 +334,20 @@ def _check_local_room(run: RunConfig, engine: Engine, checkpoints: CheckpointWri
 def _read_and_compile(
     engine: Engine, workdir: pathlib.Path, *, random: bool
 ) -> tuple[Text, Step, TrainState | None]:
-    """Reads and tokenises the text, and if asked draws random parameters, while the compiler works
-    on the step."""
+    """Reads and tokenises the text, and with `random` draws parameters, while the step compiles."""
     phases.enter_phase("reading text and compiling")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         reading = pool.submit(processes.first, "text", lambda: _open_text(engine, workdir))
 
         def refuse_early(seconds: float) -> None:
-            """An error that shows at once (a missing source, a tokenizer's name) is not held back
-            until the compiler is done."""
+            """Raises an early error (a missing source, a tokenizer's name) before compilation."""
             if reading in concurrent.futures.wait([reading], timeout=seconds).done:
                 reading.result()
 
         refuse_early(0.2)
         key = jax.random.key(engine.config.run.seed)
-        # One program is compiled while another is traced, and not beside another: on GPUs the
-        # compiler times kernels.
+        # One program compiles while another is traced, but no two compile at the same time: XLA for
+        # GPUs times kernels (autotuning) on the device.
         compiling = pool.submit(engine.init.lower(key).compile) if random else None
         lowered = lower_step(engine)
         refuse_early(0.0)
@@ -355,7 +361,7 @@ def _open_text(engine: Engine, workdir: pathlib.Path) -> Text:
     """The text of a run, whose targets are tokens.
 
     Raises:
-      ValueError: as `open_text`, or the model's head chooses from fewer classes.
+      ValueError: as `open_text`, or the model's head has fewer classes.
     """
     config, classes = engine.config, engine.model.num_classes
     text = open_text(config, workdir)
@@ -364,13 +370,13 @@ def _open_text(engine: Engine, workdir: pathlib.Path) -> Text:
             f"the head of model.family = {config.model.family!r} has {classes} classes "
             f"(num_classes), and the targets of data.source are the {text.tokenizer.vocab_size} "
             f"tokens of data.tokenizer = {config.data.tokenizer!r}; train it in Python, by "
-            "engine.step(state, engine.shard(batch)) with batches of your own"
+            "engine.step(state, engine.shard(batch)) with custom batches"
         )
     return text
 
 
 def import_later() -> None:
-    """The modules of `LATER`, for a thread beside the compiler."""
+    """Imports the modules of `LATER`, in a thread during compilation."""
     for module in LATER:
         importlib.import_module(module)
 
@@ -381,10 +387,10 @@ def lower_step(engine: Engine) -> jax.stages.Lowered:
 
 
 def compile_step(engine: Engine, lowered: jax.stages.Lowered | None = None) -> Step:
-    """Compiles the train step; logs how long that took and the memory of the step.
+    """Compiles the train step; logs the time and the memory of the step.
 
     Args:
-      lowered: the step, if it was traced before.
+      lowered: the step, if already traced.
     """
     log.info("compiling the train step ...")
     begin, read = time.monotonic(), programs_read()
@@ -392,11 +398,11 @@ def compile_step(engine: Engine, lowered: jax.stages.Lowered | None = None) -> S
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     assert memory
-    done = "compiled" if programs_read() == read else "read what an earlier run has compiled"
+    done = "compiled" if programs_read() == read else "read from the compilation cache"
     log.info(
-        f"{done} in {duration(time.monotonic() - begin)}; each device holds "
+        f"{done} in {duration(time.monotonic() - begin)}; each device stores "
         f"{human_bytes(memory.argument_size_in_bytes)} between steps and needs "
-        f"{human_bytes(memory.temp_size_in_bytes)} more during one"
+        f"{human_bytes(memory.temp_size_in_bytes)} more during a step"
     )
     return compiled
 

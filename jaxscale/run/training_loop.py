@@ -1,4 +1,4 @@
-"""The training loop: from what `open_trainer` returns to a trained model."""
+"""The training loop: `fit` trains the result of `open_trainer`."""
 
 import collections
 import contextlib
@@ -36,19 +36,19 @@ from jaxscale.training.step import TrainState
 log = logging.getLogger("jaxscale")
 
 MOST_RETURNS = 3
-"""Returns to one checkpoint because of bad steps; a further one ends the run."""
+"""The most returns to one checkpoint after bad steps; another one ends the run."""
 
 TRAINER_ADVICE = (
-    "pass what jaxscale.open_trainer(config, workdir) returns, which is None where the run is "
+    "pass the result of jaxscale.open_trainer(config, workdir), which is None if the run is "
     "complete already"
 )
 
 
 class Stopped(Exception):  # noqa: N818 - a stop that was asked for is not an error
-    """A signal, or the end of `run.max_hours`, ended the run early, after a checkpoint.
+    """The run stopped early, by a signal or `run.max_hours`, after a checkpoint.
 
     Args:
-      said: what asked for it, and after which step.
+      said: the request, and the step after which it stopped.
       summary: of the run so far.
     """
 
@@ -64,12 +64,12 @@ def fit(
     profile: range = range(0),
     started: float | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Trains until `run.steps`, and writes metrics, evaluations and checkpoints.
+    """Trains until `run.steps`; writes metrics, evaluations and checkpoints into `workdir`.
 
     Args:
-      trackers: where metrics go besides files: "tensorboard", "wandb", "mlflow".
-      profile: steps to trace with XLA's profiler, into `workdir`/profile; the summary says where
-        their time went.
+      trackers: experiment trackers that also get the metrics: "tensorboard", "wandb", "mlflow".
+      profile: steps to trace with XLA's profiler, into `workdir`/profile; the summary has their
+        time by cause.
       started: `time.monotonic()` when the process began, for the time to the first step.
 
     Returns:
@@ -81,14 +81,21 @@ def fit(
       SaveError: the last state could not be saved, or nothing can be written at the start.
       Stopped: by one of `signals.SIGNALS`, after a checkpoint.
       TrackerError: wandb or mlflow could not begin a new run.
-      UnusableTokensError: the tokens on disk changed meanwhile, or cannot be read.
+      UnusableTokensError: the tokens on disk changed during the run, or cannot be read.
       ValueError: `trainer` is not one, or was used before; `trackers` is not a tuple of names.
+
+    Examples:
+      >>> config = jaxscale.load("tiny", ["model.num_layers=1", "run.steps=2"])
+      >>> trainer = jaxscale.open_trainer(config, "runs/example")
+      >>> state, summary = jaxscale.fit(trainer)
+      >>> summary["step"]
+      2
     """
     _check_arguments(trainer, trackers)
     if profile and profile[0] <= trainer.begin:
         log.warning(
-            f"warning: of --profile {profile[0]}:{profile[-1]}, the steps up to {trainer.begin} "
-            "were trained before, and are not traced"
+            f"warning: --profile {profile[0]}:{profile[-1]} does not trace the steps up to "
+            f"{trainer.begin}, which were trained before"
         )
     if between := _between(profile, trainer):
         log.warning(
@@ -129,18 +136,18 @@ def fit(
                 except FloatingPointError as error:
                     if not trainer.config.run.skip_bad_steps:
                         raise
-                    bad = error.with_traceback(None)  # which would hold the state
+                    bad = error.with_traceback(None)  # a traceback would keep the state alive
             trainer = _rewound(trainer, bad)
             returned[trainer.begin] += 1
             if returned[trainer.begin] > MOST_RETURNS:
                 raise FloatingPointError(
                     f"{bad}, after {MOST_RETURNS} returns to step {trainer.begin}; lower "
-                    "optimizer.learning_rate, or look at the examples that metrics.jsonl names"
+                    "optimizer.learning_rate, or check the examples, which are in metrics.jsonl"
                 )
 
 
 def _between(profile: range, trainer: Trainer) -> str:
-    """What comes between traced steps, and after which of them; "" where nothing does."""
+    """Text on the saves and evaluations between traced steps, or ""."""
     run, traced = trainer.config.run, range(max(profile.start, trainer.begin + 1), profile.stop)
     periods = {"save": run.checkpoint_every, "evaluation": run.eval_every}
     if not trainer.text.evaluations:
@@ -159,14 +166,14 @@ def _check_arguments(trainer: Trainer, trackers: tuple[str, ...]) -> None:
     check_kind("trainer", trainer, Trainer, TRAINER_ADVICE)
     if isinstance(trackers, str):
         raise ValueError(
-            f"trackers = {trackers!r} is one text; pass a tuple of names, ({trackers!r},)"
+            f"trackers = {trackers!r} is a string; pass a tuple of names, ({trackers!r},)"
         )
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(trainer.state)):
         raise ValueError("this trainer's state was used by an earlier fit; call open_trainer again")
 
 
 def _write_settings(trainer: Trainer, *, new: bool) -> None:
-    """Writes config.json, and of a new run the tokenizer, into its folder."""
+    """Writes config.json, and for a new run the tokenizer, to its folder."""
     trainer.workdir.mkdir(parents=True, exist_ok=True)
     resolved = json.dumps(configs.to_dict(trainer.config), indent=2)
     durable.replace_file(trainer.workdir / "config.json", f"{resolved}\n".encode())
@@ -176,8 +183,8 @@ def _write_settings(trainer: Trainer, *, new: bool) -> None:
 
 
 def _check_writable(folder: pathlib.Path) -> None:
-    """Checkpoints may be on another disk, by a link: one that is away, or somebody else's, is found
-    before the first step, and not at the first save, which may be the last one.
+    """Checks before the first step that checkpoints can be written: the folder may be a link to
+    another disk, which is absent or read-only.
 
     Raises:
       OSError: no file can be made there.
@@ -192,15 +199,16 @@ def _check_writable(folder: pathlib.Path) -> None:
 
 
 def _mend_folder(trainer: Trainer) -> None:
-    """Whoever removes or moves the folder of a run that goes on gets one that can be evaluated."""
+    """Writes config.json and the tokenizer again if the folder was removed or moved during the
+    run, so that it can be evaluated."""
     if jax.process_index() == 0 and not (trainer.workdir / "config.json").is_file():
-        with contextlib.suppress(OSError):  # which the save will report
+        with contextlib.suppress(OSError):  # the save will report it
             _write_settings(trainer, new=True)
 
 
 @contextlib.contextmanager
 def _closing(checkpoints: CheckpointWriter) -> Iterator[None]:
-    """Lets the write under way end, also after an error: it is what the run resumes from."""
+    """Waits for a pending write, also after an error: the run resumes from it."""
     with contextlib.closing(checkpoints):
         try:
             yield
@@ -210,7 +218,7 @@ def _closing(checkpoints: CheckpointWriter) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writing(workdir: pathlib.Path) -> Iterator[None]:
-    """What fails here ends a run before it has trained a step."""
+    """Raises `SaveError` for failed writes before the first step."""
     try:
         yield
     except OSError as error:
@@ -221,9 +229,8 @@ def _writing(workdir: pathlib.Path) -> Iterator[None]:
 
 
 def _rewound(trainer: Trainer, bad: FloatingPointError) -> Trainer:
-    """At the newest checkpoint, past the examples of the bad steps after it: those that updated
-    nothing, or the last ones before a state that is not finite. The examples of bad steps before
-    it, which updated nothing either, are behind it in the order already."""
+    """The trainer at the newest checkpoint, without the examples of the bad steps after it: the
+    steps that updated nothing, or the last ones before a non-finite state."""
     if isinstance(bad, BadStepsError):
         steps = range(bad.first, bad.last + 1)
     elif isinstance(bad, NotFiniteError):
@@ -241,16 +248,16 @@ def _rewound(trainer: Trainer, bad: FloatingPointError) -> Trainer:
     size = config.data.global_batch_size
     first, last = max(steps.start - 1, begin) * size, (steps.stop - 1) * size
     log.warning(
-        f"warning: {bad}: back at step {begin}; the examples {first} to {last - 1} are passed over"
+        f"warning: {bad}: back at step {begin}; the examples {first} to {last - 1} are skipped"
     )
     text = dataclasses.replace(trainer.text, train=skip_examples(trainer.text.train, first, last))
     return dataclasses.replace(trainer, begin=begin, state=state, text=text)
 
 
 def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
-    """The training loop. An implicit transfer between host and devices, such as of a NumPy array
-    among a step's arguments, is an error. The intended ones: batches to the devices, metrics to
-    the host (`Recorder`, by `jax.device_get`), evaluations and checkpoints."""
+    """Trains up to the last step. Implicit transfers between host and devices, such as of a NumPy
+    array among a step's arguments, are errors. Intended transfers are batches to the devices,
+    metrics to the host (`Recorder`, by `jax.device_get`), evaluations and checkpoints."""
     config, engine, text = trainer.config, trainer.engine, trainer.text
     run, data, state = config.run, config.data, trainer.state
     stream = device_batches(
@@ -277,7 +284,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
             state, out = trainer.step(state, batch)
             recorder.push(step, out)
             if step + 1 not in profile:
-                trace(step + 1)  # what follows a traced step, such as an evaluation, is not of it
+                trace(step + 1)  # stops before a following evaluation or save
             last = step == run.steps
             request = stops()
             if _evaluation_due(trainer, step) and not request:
@@ -306,8 +313,8 @@ def _stop(recorder: Recorder, saves: Saves, step: int, state: TrainState, reques
 
 
 def _evaluate_begun(trainer: Trainer, recorder: Recorder, stops: Callable[[], str]) -> str:
-    """The evaluation that is due where a run resumes, if it was stopped before or during it;
-    returns what asked to stop."""
+    """Does the evaluation that is due where a run resumes, if a stop prevented it; returns the
+    request to stop, or ""."""
     begin = trainer.begin
     if not (begin and _evaluation_due(trainer, begin)):
         return ""
@@ -317,7 +324,7 @@ def _evaluate_begun(trainer: Trainer, recorder: Recorder, stops: Callable[[], st
 
 
 def _next_batch(stream: Iterator[ShardedBatch], recorder: Recorder, step: int) -> ShardedBatch:
-    """Raises `signals.Interrupted` where a signal asks to stop meanwhile."""
+    """The next batch. Raises `signals.Interrupted` if a signal asks to stop during the wait."""
     phases.enter_phase("waiting for input", step)
     allowed = jax.transfer_guard_host_to_device("allow")
     with signals.interruptible(), recorder.waiting(), allowed:
@@ -334,9 +341,9 @@ def _say_best(checkpoints: CheckpointWriter, *, keep_best: bool) -> None:
 
 
 class _Stops:
-    """Asks whether to stop, at the same points of the loop in every process.
+    """Requests to stop, asked for at the same points of the loop in every process.
 
-    `point` counts them; the answer stays.
+    The points are counted; an answer is kept.
     """
 
     def __init__(self) -> None:
@@ -351,18 +358,19 @@ class _Stops:
 def _evaluate(
     trainer: Trainer, recorder: Recorder, step: int, params: Any, stops: Callable[[], str]
 ) -> str:
-    """Evaluates, and records it; returns what asked to stop meanwhile, which leaves no record."""
+    """Evaluates and records the result; returns the request to stop during it, which prevents the
+    record, or ""."""
     phases.enter_phase("evaluating", step)
     recorder.flush()
     config = trainer.config
     size, most = config.data.global_batch_size, config.run.eval_batches
 
     def after_batch() -> str:
-        phases.enter_phase("evaluating", step)  # a large set may take hours, a batch may not
+        phases.enter_phase("evaluating", step)  # the watchdog's deadline is for a batch
         return stops()
 
-    # A validation set, which has a name, is read as a whole.
-    with jax.transfer_guard("allow"):  # its batches, and the sums
+    # Validation sets, which have names, are read as a whole.
+    with jax.transfer_guard("allow"):  # batches and sums
         evaluations = {
             name: evaluate_loss(
                 trainer.engine, params, examples, size, None if name else most, stops=after_batch

@@ -1,10 +1,11 @@
-"""Arrays inside a step's `shard_map` whose sharded dimension has blocks over an automatic axis.
+"""Blocked array layout inside a step's `shard_map`: a dimension sharded over an automatic axis and
+over manual axes.
 
-Where tensor has rows, or there are ranks of context, each of them uses a block of consecutive
-features of every weight. Such blocks are of the whole array, and the manual axes divide each. As
-the axis of the blocks is automatic, an array inside the `shard_map` has this dimension apart, as
-[blocks, features of a block]: the part over the manual axes alone would be of other features. There
-are rows or ranks of context, never both.
+Each row of tensor, or rank of context, uses a block of consecutive features of every weight. The
+blocks divide the whole array, and the manual axes divide each block. The axis of the blocks is
+automatic, so inside the `shard_map` the dimension is two, [blocks, features of a block]: with one,
+the manual axes would divide the whole array first and give each rank other features. A layout has
+rows of tensor or ranks of context, never both.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,11 +24,11 @@ Tree = Any
 Sizes = Mapping[str, int]
 
 
-class Form(NamedTuple):
-    """How an array is laid out over the automatic axes."""
+class ArrayLayout(NamedTuple):
+    """The layout of an array over the automatic axes."""
 
     rules: Rules
-    apart: bool = False
+    blocked: bool = False  # the sharded dimension as [blocks, features of a block]
 
 
 def sharded_dim(axes: Axes) -> int | None:
@@ -36,13 +37,13 @@ def sharded_dim(axes: Axes) -> int | None:
 
 
 def blocks_over(rules: Rules, sizes: Sizes) -> str | None:
-    """The automatic axis that has a block of an array each."""
+    """The automatic axis whose ranks have a block of each array; None without blocks."""
     sharded = (axis for axis in rules["embed"] if axis in AUTOMATIC_AXES)
     return next((axis for axis in sharded if sizes.get(axis, 1) > 1), None)
 
 
 def split_blocks(params: Tree, axes: Tree, rules: Rules, sizes: Sizes) -> Tree:
-    """Arrays as they are inside the `shard_map`."""
+    """Converts arrays to the blocked layout inside the `shard_map`."""
     axis = blocks_over(rules, sizes)
 
     def reshaped(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
@@ -52,7 +53,7 @@ def split_blocks(params: Tree, axes: Tree, rules: Rules, sizes: Sizes) -> Tree:
 
 
 def join_blocks(params: Tree, axes: Tree, rules: Rules, sizes: Sizes) -> Tree:
-    """Arrays from inside the `shard_map` as they are outside."""
+    """Converts arrays from the blocked layout inside the `shard_map`."""
 
     def reshaped(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
         return *shape[:dim], -1, *shape[dim + 2 :]
@@ -60,7 +61,7 @@ def join_blocks(params: Tree, axes: Tree, rules: Rules, sizes: Sizes) -> Tree:
     return _reshaped(axes, params, reshaped) if blocks_over(rules, sizes) else params
 
 
-def apart_spec(axes: Axes, rules: Rules, sizes: Sizes) -> PartitionSpec:
+def blocked_spec(axes: Axes, rules: Rules, sizes: Sizes) -> PartitionSpec:
     """The spec of an array inside the `shard_map`, over all axes."""
     spec, dim = resolve(axes, rules, sizes), sharded_dim(axes)
     block = blocks_over(rules, sizes)
@@ -74,31 +75,31 @@ def map_manually(
     one: Callable,
     axes: Tree,
     tree: Tree,
-    given: Form,
-    returned: Form,
+    given: ArrayLayout,
+    returned: ArrayLayout,
     sizes: Sizes,
     *,
     always: bool = False,
 ) -> Tree:
     """Maps `one(axes, array)` over a tree with every mesh axis manual.
 
-    Otherwise XLA's partitioner would first replicate an operand over the axes that are still
-    automatic, before a gather or a scatter over the manual ones; and XLA for CPUs ends the process
-    over a sum in 16 bits where an axis is automatic, even one of a single rank.
+    With automatic axes left, XLA's partitioner replicates an operand over them before a gather or
+    scatter over the manual axes. XLA for CPUs also aborts the process at an all-reduce in 16 bits
+    if an axis is automatic, even one of a single rank.
 
     Args:
-      given, returned: of the arrays that `one` takes and of those that it returns.
+      given, returned: layouts of the arguments and of the results of `one`.
       always: makes automatic axes of a single rank manual, too.
     """
-    is_apart = [form.apart and blocks_over(form.rules, sizes) for form in (given, returned)]
+    is_blocked = [form.blocked and blocks_over(form.rules, sizes) for form in (given, returned)]
 
     def each(axes, x):
         dim = sharded_dim(axes)
         if dim is None:
             return one(axes, x)
         # Each rank has one block.
-        x = one(axes, jnp.squeeze(x, dim) if is_apart[0] else x)
-        return jnp.expand_dims(x, dim) if is_apart[1] else x
+        x = one(axes, jnp.squeeze(x, dim) if is_blocked[0] else x)
+        return jnp.expand_dims(x, dim) if is_blocked[1] else x
 
     def local(tree):
         return jax.tree.map(each, axes, tree, is_leaf=is_axes)
@@ -107,8 +108,8 @@ def map_manually(
     if not always and all(sizes[axis] == 1 for axis in manual):
         return local(tree)
 
-    def specs(form: Form) -> Tree:
-        spec = apart_spec if form.apart else resolve
+    def specs(form: ArrayLayout) -> Tree:
+        spec = blocked_spec if form.blocked else resolve
         return jax.tree.map(
             lambda axes: automatic_part(spec(axes, form.rules, sizes)), axes, is_leaf=is_axes
         )
@@ -117,7 +118,7 @@ def map_manually(
 
 
 def _reshaped(axes_tree: Tree, tree: Tree, shape_of: Callable) -> Tree:
-    """Arrays with the sharded dimension as `shape_of(shape, dim)` has it."""
+    """Reshapes arrays to `shape_of(shape, sharded dimension)`."""
 
     def one(axes, x):
         dim = sharded_dim(axes)

@@ -1,4 +1,4 @@
-"""Bytes of a layer on one device, as its collectives over ranks leave them."""
+"""Bytes of a layer's gathered weights and reduced gradients on one device."""
 
 import math
 from collections.abc import Callable
@@ -15,14 +15,14 @@ Tree = Any
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of all arrays of one layer together."""
+    """Bytes of all arrays of one layer."""
 
-    gathered: int  # weights in use, of those that are gathered over fsdp and context
-    reduced: int  # sums of gradients over ranks: whole arrays, or shards from ZeRO stage 1 on
+    gathered: int  # weights gathered over fsdp and context, in the compute type
+    reduced: int  # reduced gradients: whole arrays, or shards from ZeRO stage 1 on
 
 
 def largest_layer(zero: Zero, params: Tree) -> LayerBytes:
-    """The most that a layer of any stack has; one of several layers of the model is all of them.
+    """The largest `LayerBytes` of any stack's layer, each with all of its `Stack.model_layers`.
 
     Args:
       params: shapes of the parameters, in canonical form.

@@ -1,6 +1,6 @@
-"""What a layout cannot do for a model and its data: the checks of a config that need no devices.
+"""Checks of a layout against its model and data, without devices.
 
-Nothing here imports JAX: the planner uses the same checks.
+Nothing here imports JAX, since the planner uses the same checks.
 """
 
 import math
@@ -17,7 +17,7 @@ def check_divides(layout: Layout, batch: int) -> None:
     """Refuses a batch that does not split evenly over replicas and micro-batches.
 
     Raises:
-      ValueError: with the settings to change.
+      ValueError: names the settings to change.
     """
     parts = layout.batch_shards * layout.microbatches
     if batch % parts:
@@ -32,17 +32,17 @@ def check_divides(layout: Layout, batch: int) -> None:
 
 
 def check_overlap(layout: Layout, batch: int) -> None:
-    """Refuses halves of what does not travel, and of a single sequence.
+    """Refuses `overlap_experts` without expert parallelism, or with one sequence per micro-batch.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     if not layout.overlap_experts:
         return
     if layout.expert == 1:
         raise ValueError(
             "layout.overlap_experts = True with layout.expert = 1: every rank has all experts, "
-            "and no tokens travel; set layout.overlap_experts = False"
+            "and there is no all-to-all to overlap; set layout.overlap_experts = False"
         )
     if batch >= 2 * layout.batch_shards * layout.microbatches:
         return
@@ -53,30 +53,30 @@ def check_overlap(layout: Layout, batch: int) -> None:
         else f"data.global_batch_size = {2 * layout.batch_shards}"
     )
     raise ValueError(
-        "layout.overlap_experts = True exchanges the tokens of half of a rank's sequences beside "
+        "layout.overlap_experts = True overlaps the all-to-all of half of a rank's sequences with "
         "the matmuls of the other half, and a rank has one sequence of a micro-batch; set "
         f"{change}, or layout.overlap_experts = False"
     )
 
 
 def check_ring(layout: Layout) -> None:
-    """Refuses ring steps between ranks that are not there.
+    """Refuses `overlap_tensor` without tensor parallelism.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     if layout.overlap_tensor and layout.tensor == 1:
         raise ValueError(
-            "layout.overlap_tensor = True with layout.tensor = 1: every rank has its matmuls to "
-            "itself, and nothing travels; set layout.overlap_tensor = False"
+            "layout.overlap_tensor = True with layout.tensor = 1: matmuls have no collectives to "
+            "overlap; set layout.overlap_tensor = False"
         )
 
 
 def check_pipeline_gather(layout: Layout) -> None:
-    """Refuses gathers and reductions by layer where there are none.
+    """Refuses `pipeline_gather = 'layer'` where no weights are gathered or gradients scattered.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     if layout.pipeline == 1 or layout.pipeline_gather == "chunk":
         return
@@ -89,34 +89,33 @@ def check_pipeline_gather(layout: Layout) -> None:
 
 
 def check_matmuls(layout: Layout, matmul_dtype: str) -> None:
-    """Refuses matmuls of int8 in ring steps.
+    """Refuses int8 matmuls with `overlap_tensor`.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     if matmul_dtype == "int8" and layout.overlap_tensor:
         raise ValueError(
-            "model.matmul_dtype = 'int8' with layout.overlap_tensor = True: ranks that multiply "
-            "different tokens at a time would need the same scales; set layout.overlap_tensor = "
-            "False"
+            "model.matmul_dtype = 'int8' with layout.overlap_tensor = True: the chunks of a ring "
+            "step would each have other scales; set layout.overlap_tensor = False"
         )
 
 
 def check_ulysses(layout: Layout, model: ModelSettings) -> None:
-    """Refuses heads that do not divide among the ranks of context that exchange them.
+    """Refuses heads that ranks of context cannot divide, for Ulysses.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     if not isinstance(model, ModelConfig):  # others are refused by the kernel
         return
-    if said := ulysses_refusal(layout, model.num_heads, model.num_kv_heads):
-        raise ValueError(said)
+    if refusal := ulysses_refusal(layout, model.num_heads, model.num_kv_heads):
+        raise ValueError(refusal)
 
 
 def ulysses_refusal(layout: Layout, heads: int, key_heads: int) -> str:
-    """Why the heads of a model do not divide among the ranks that exchange them, and what to set;
-    "" where they do, or stay where they are."""
+    """An error text where Ulysses cannot divide a model's heads among ranks; "" where it can, or is
+    not used."""
     if layout.context == 1 or layout.context_method != ULYSSES:
         return ""
     ranks, columns = layout.context, layout.tensor_columns
@@ -126,31 +125,31 @@ def ulysses_refusal(layout: Layout, heads: int, key_heads: int) -> str:
     nearest = max(n for n in range(1, ranks) if divides_heads(n, heads, key_heads))
     each = f" on each of {columns} ranks of tensor" if columns > 1 else ""
     return (
-        f"layout.context_method = 'ulysses' with layout.context = {ranks} divides heads, and there "
-        f"are {heads} and {key_heads} of keys{each}; set layout.context = {nearest}, or "
+        f"layout.context_method = 'ulysses' cannot divide {heads} heads and {key_heads} key/value "
+        f"heads{each} over layout.context = {ranks}; set layout.context = {nearest}, or "
         "layout.context_method = 'ring' or 'gather'"
     )
 
 
 def check_spread_attention(layout: Layout, kernel: str) -> None:
-    """Refuses a kernel that attends within one device where sequences are spread over several.
+    """Refuses an attention kernel for one device where sequences are sharded over several.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     if spreads_attention(layout) and kernel not in ("auto", *SPREAD_ATTENTIONS):
         raise ValueError(
-            f"model.attention = {kernel!r} attends within one device, and layout.context = "
-            f"{layout.context} spreads a sequence over several; set model.attention = 'auto', "
-            "layout.context = 1, or layout.context_method = 'ulysses'"
+            f"model.attention = {kernel!r} needs whole sequences on a device, and layout.context = "
+            f"{layout.context} shards them; set model.attention = 'auto', layout.context = 1, or "
+            "layout.context_method = 'ulysses'"
         )
 
 
 def check_tensor_rows(layout: Layout, model: ModelSettings) -> None:
-    """Refuses rows of tensor for a model with experts, or with modules that predict further tokens.
+    """Refuses rows of tensor for a model with experts or multi-token prediction.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: names the setting to change.
     """
     rows = layout.tensor_rows
     if rows > 1 and model.num_experts:
@@ -167,10 +166,10 @@ def check_tensor_rows(layout: Layout, model: ModelSettings) -> None:
 
 
 def check_sequence(layout: Layout, data: DataConfig) -> None:
-    """Refuses a sequence that the ranks of context and tensor cannot share equally.
+    """Refuses a sequence length that ranks of context and tensor do not divide.
 
     Raises:
-      ValueError: with the nearest lengths that they can.
+      ValueError: with the nearest lengths that they divide.
     """
     chunks = 2 * layout.context if layout.context > 1 else 1
     unit = math.lcm(chunks, layout.context * layout.tensor_columns)

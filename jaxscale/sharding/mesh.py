@@ -1,4 +1,4 @@
-"""The only place where a device mesh is built."""
+"""Device mesh construction, the only one in the package."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,18 +14,24 @@ from jaxscale.config.layout import Layout, resolve_sizes
 
 
 def make_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the axes of a resolved layout (`Layout.sizes`), slowest links first.
+    """Makes the device mesh of a resolved layout, with the axes over the slowest links first.
 
     On TPUs axes are laid along the axes of the torus, or along a part of one if sizes allow nothing
     else; with several slices the first axes span the network between them.
 
     Args:
       layout: its sizes must multiply to the number of devices (`layout.resolve_sizes`).
-      devices: default `jax.devices()`; those of a topology description to compile ahead of time.
+      devices: default `jax.devices()`; the devices of a topology description to compile ahead of
+        time.
 
     Raises:
-      ValueError: the first axes cannot be split over the slices; or `layout` is none of the
+      ValueError: the first axes cannot be split over the slices; or the layout does not fit the
         devices.
+
+    Examples:
+      >>> mesh = jaxscale.make_mesh(jaxscale.Layout(data=1), jax.devices()[:1])
+      >>> mesh.axis_names
+      ('pipeline', 'data', 'fsdp', 'expert', 'context', 'tensor')
     """
     check_kind("layout", layout, Layout, "pass the layout of a config, config.layout")
     devices = jax.devices() if devices is None else devices
@@ -62,13 +68,14 @@ def _slices(devices: Sequence[Any]) -> int:
 
 
 def over_slices(sizes: Mapping[str, int], slices: int) -> list[int]:
-    """Parts of the axes' sizes that multiply to the number of slices, of the first axes first.
+    """Splits axes over TPU slices: parts of their sizes that multiply to the number of slices, from
+    the first axes.
 
     >>> over_slices({"data": 4, "fsdp": 16, "tensor": 2}, slices=8)
     [4, 2, 1]
 
     Raises:
-      ValueError: there are none.
+      ValueError: no parts multiply to it.
     """
     parts, left = [], slices
     for size in sizes.values():

@@ -1,8 +1,9 @@
-"""What tracing a model finds, for pricing it under any layout without JAX: its parameters with
-their logical axes and its stacks (`training.tracing.trace_model`), and its matmuls, attention and
-experts (`training.tracing.trace_work`).
+"""Model traces: records from which the planner prices a model under any layout, without JAX.
 
-In all memory formulas the integers of a layout may be int arrays [N], for N layouts at once.
+Parameters with logical axes and stacks come from `training.tracing.trace_model`; matmuls, attention
+and experts from `training.tracing.trace_work`; saved values from `training.tracing.trace_saved`.
+
+In memory formulas the integers of a layout may be int arrays [N], for N layouts at once.
 """
 
 import functools
@@ -24,7 +25,7 @@ Rows = Mapping[str, Ints]
 
 
 def select(condition: Any, yes: Ints, no: Ints = 0) -> Ints:
-    """`yes` where the condition holds, for one layout or many."""
+    """`yes` where the condition is true, else `no`, for one layout or many."""
     if isinstance(condition, bool | np.bool_):
         return yes if condition else no
     return np.where(condition, yes, no)
@@ -45,24 +46,24 @@ def itemsize(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class ParamShape:
-    """One parameter; a layer's is that of one layer, without the stack's dimension."""
+    """One parameter; of layers, that of one layer, without the stack's dimension."""
 
     part: str  # "embed", the name of a stack, or "head"
     name: str  # as in a checkpoint: "attention/q"
     axes: Axes
     shape: tuple[int, ...]
     dtype: str = "float32"
-    frozen: bool = False  # by the model: no gradient changes it
+    frozen: bool = False  # by the model: no gradient
     own_rules: tuple[tuple[str, tuple[str, ...]], ...] = ()  # of axes of a custom model
 
     @property
     def path(self) -> str:
-        """Its name in the tree of parameters."""
+        """The path in the tree of parameters."""
         return f"{self.part}/{self.name}"
 
     @property
     def in_layers(self) -> bool:
-        """Whether every layer of a stack has one."""
+        """Whether it is a parameter of a stack's layers."""
         return self.part not in ("embed", "head")
 
     @property
@@ -74,8 +75,7 @@ class ParamShape:
         """Elements on one device, sharded over tensor and, where asked, over fsdp and context.
 
         Args:
-          at_rest: between steps embedding and head are sharded over the pipeline, too, where they
-            divide.
+          at_rest: whether embedding and head are sharded over the pipeline, too, as between steps.
         """
         divisor, columns = 1, layout.tensor_columns
         if "embed" in self.axes:
@@ -89,7 +89,7 @@ class ParamShape:
         if any("tensor" in self._rule(axis) for axis in self.axes if axis != "kv_heads"):
             divisor = divisor * columns
         if "kv_heads" in self.axes:
-            # Where ranks outnumber the heads, each has all of them.
+            # Where ranks of tensor outnumber the heads, each has all of them.
             heads = self.shape[self.axes.index("kv_heads")]
             divisor = divisor * select(heads < columns, 1, columns)
         return self.size // divisor
@@ -100,23 +100,23 @@ class ParamShape:
 
 @dataclass(frozen=True)
 class StackTrace:
-    """A stack of like layers (`models.protocol.Stack`)."""
+    """A stack of equal layers (`models.protocol.Stack`)."""
 
     name: str
     num_layers: int
     period: int = 1
-    turn: int = 1  # layers of the model in one of the stack
+    model_layers: int = 1  # of the model, in one layer of the stack
     tensors: tuple[str, ...] = ()  # names of its activations, for remat policies
 
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """What tracing a model finds."""
+    """The parameters and stacks of a traced model."""
 
     parameters: tuple[ParamShape, ...]  # of the embedding, of one layer of each stack, of the head
-    stacks: tuple[StackTrace, ...]  # in the order in which a step passes them
+    stacks: tuple[StackTrace, ...]  # in the order of the forward pass
     borrowed: tuple[str, ...] = ()  # paths of matrices of the embedding that the head reads, too
-    adjusts: bool = False  # whether frozen parameters change by another rule than a gradient's
+    adjusts: bool = False  # whether frozen parameters change by `Model.adjust`
 
     @property
     def stack_layers(self) -> dict[str, int]:
@@ -130,7 +130,7 @@ class ModelTrace:
         return sum(array.size * layers.get(array.part, 1) for array in self.parameters)
 
     def num_active_params(self, experts_per_token: int) -> int:
-        """Parameters that one token meets: those of its own experts and of all that is shared."""
+        """Parameters used by one token: those of its experts, and all others."""
         chosen = {"experts": experts_per_token}
         active = tuple(
             replace(array, shape=tuple(map(chosen.get, array.axes, array.shape)))
@@ -149,10 +149,10 @@ class ModelTrace:
         return max(rows, default=0)
 
     def experts_of(self, stack: str) -> tuple[bool, ...]:
-        """For each layer of the model in a layer of a stack, whether it has experts."""
+        """Whether each of the model's layers in a layer of the stack has experts."""
         arrays = [array for array in self.parameters if array.part == stack]
-        turn = next(one.turn for one in self.stacks if one.name == stack)
-        paths = [f"layer_{i}/" for i in range(turn)] if turn > 1 else [""]
+        count = next(one.model_layers for one in self.stacks if one.name == stack)
+        paths = [f"layer_{i}/" for i in range(count)] if count > 1 else [""]
         return tuple(
             any("experts" in array.axes for array in arrays if array.name.startswith(path))
             for path in paths
@@ -160,88 +160,88 @@ class ModelTrace:
 
 
 UNREAD = "unread"
-"""In place of the name of a result: no backward pass reads it."""
+"""In place of a result's checkpoint name: no backward pass reads the result."""
 REPEATED = "repeated"
-"""The same: it is recomputed under every remat policy."""
+"""In place of a result's checkpoint name: every remat policy recomputes the result."""
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matmul with weights, as the layers of a stack have it."""
+    """A matmul with weights in the layers of a stack."""
 
     inputs: int  # contracted features
     outputs: tuple[tuple[int, int], ...]  # of each weight: heads or features, and features of each
-    over: str = ""  # what ranks of tensor divide: "outputs", "inputs", "tokens" or nothing
-    names: tuple[str, ...] = ()  # of `layout.BLOCK_TENSORS`, of what each weight makes
+    over: str = ""  # the dimension divided over tensor: "outputs", "inputs", "tokens" or none
+    names: tuple[str, ...] = ()  # of `layout.BLOCK_TENSORS`, one for each weight's result
     tokens: float = 1.0  # rows for each token of the stack's sequence
     share: float = 1.0  # of the stack's layers
-    # Of what each weight makes, the name by which remat policies save it: "" has none, and () are
+    # Checkpoint names by which remat policies save each weight's result, "" without one; () means
     # `names`.
     saved_as: tuple[str, ...] = ()
 
     @property
     def of_shared(self) -> bool:
-        """Whether it is that of a shared expert."""
+        """Whether the matmul is a shared expert's."""
         return any(name.startswith("shared") for name in self.names)
 
     @property
     def features(self) -> int:
-        """Of all outputs."""
+        """Features of all outputs."""
         return sum(units * each for units, each in self.outputs)
 
     @property
     def flops(self) -> float:
-        """For a token, in a mean layer of the stack."""
+        """FLOPs per token, in a mean layer of the stack."""
         return 2.0 * self.inputs * self.features * self.tokens * self.share
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """A call of `Kernels.attend`, as the layers of a stack have it."""
+    """A call of `Kernels.attend` in the layers of a stack."""
 
     heads: int
     kv_heads: int
     features: int  # of a query and of a key
     value_features: int
-    keys: float  # that a query attends to, on average
-    length: float  # of a sequence in which it does: of keys, or twice a causal mean
+    keys: float  # attended by a query, on average
+    length: float  # of the sequence of keys, or twice a causal mean
     share: float = 1.0  # of the stack's layers
-    source_len: int = 0  # of another sequence, whose tokens are the keys
+    source_len: int = 0  # of the other sequence, in cross attention
 
     @property
     def flops(self) -> float:
-        """For a token, in a mean layer of the stack."""
+        """FLOPs per token, in a mean layer of the stack."""
         return 2.0 * self.heads * (self.features + self.value_features) * self.keys * self.share
 
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The experts that a router chooses from, as the layers of a stack have them."""
+    """The routed experts in the layers of a stack."""
 
     count: int
     choices: int  # of a token
-    width: int  # of what they read
+    width: int  # input features
     hidden: int
     gated: bool
     share: float = 1.0  # of the stack's layers
-    read: bool = False  # by a backward pass, what they add to the stream
-    router_width: int = 0  # of what the router reads; 0 is `width`
+    read: bool = False  # whether a backward pass reads the experts' output
+    router_width: int = 0  # the router's input features; 0 is `width`
 
     @property
     def router_flops(self) -> float:
-        """For a token, in a mean layer of the stack."""
+        """The router's FLOPs per token, in a mean layer of the stack."""
         return 2.0 * (self.router_width or self.width) * self.count * self.share
 
     @property
     def flops(self) -> float:
-        """The same with its experts."""
+        """FLOPs of router and chosen experts per token, in a mean layer of the stack."""
         each = 2.0 * (2 + self.gated) * self.width * self.hidden
         return self.choices * each * self.share + self.router_flops
 
 
 @dataclass(frozen=True)
 class StackWork:
-    """What the layers of a stack compute, forward: a mean layer, for a token of its sequence."""
+    """The forward pass of a stack's mean layer, per token of its sequence."""
 
     name: str
     num_layers: int  # of the model
@@ -249,38 +249,37 @@ class StackWork:
     matmuls: tuple[Matmul, ...]
     attention: tuple[AttentionCall, ...]
     experts: tuple[RoutedExperts, ...] = ()
-    branches: float = 0.0  # what adds to the residual stream: attention, an MLP
-    sent: float = 0.0  # of them, those whose input and output ranks of tensor exchange
-    rotated: float = 0.0  # features of queries and keys with rotary positions
-    opened: float = 0.0  # features out of an MLP's first matrices, without routed experts
-    hidden: float = 0.0  # and into its last one
-    read: float = 0.0  # inputs of matmuls
-    made: float = 0.0  # their outputs
+    branches: float = 0.0  # residual branches: attention, MLP
+    sent: float = 0.0  # branches whose input is gathered and output scattered over tensor
+    rotated: float = 0.0  # features of queries and keys with RoPE
+    opened: float = 0.0  # output features of an MLP's first matrices, without routed experts
+    hidden: float = 0.0  # input features of its last one
+    read: float = 0.0  # input features of matmuls
+    made: float = 0.0  # output features of matmuls
     scan_flops: float = 0.0  # of state-space mixers
     scan_bytes: float = 0.0
 
     @property
     def flops(self) -> float:
-        """Of a mean layer, for a token."""
+        """FLOPs of a mean layer, per token."""
         return self.matmul_flops + self.scan_flops + sum(one.flops for one in self.attention)
 
     @property
     def matmul_flops(self) -> float:
-        """The same without attention's own matmuls, and without scans."""
+        """`flops` without attention over keys and without scans."""
         return sum(one.flops for one in (*self.matmuls, *self.experts))
 
     def recomputed(self, remat: str) -> float:
-        """FLOPs of a mean layer and a token that a policy of `Layout.remat` repeats."""
+        """FLOPs of a mean layer, per token, recomputed under a policy of `Layout.remat`."""
         policy = parse_remat(remat)
         core = 0.0 if "attention" in policy.names else sum(one.flops for one in self.attention)
         return core + self.recomputed_matmuls(policy.names if policy.by_names else None)
 
     def recomputed_matmuls(self, names: Collection[str] | None) -> float:
-        """FLOPs of matmuls whose results a policy by names does not save; those of experts are up,
-        gate and down.
+        """FLOPs of matmuls recomputed under a policy by names; experts have up, gate and down.
 
         Args:
-          names: None is a policy that saves what it can.
+          names: saved results; None saves all with names.
         """
         found = 0.0
         for one in self.matmuls:
@@ -300,60 +299,60 @@ class StackWork:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What a model computes and holds, as the planner prices it."""
+    """A model's compute and parameter counts, for the planner."""
 
     stacks: tuple[StackWork, ...]
-    layers: int  # over which the work of all stacks is averaged: those of the output sequence
+    layers: int  # layers of the output sequence, over which the work of all stacks is averaged
     seq_len: int  # of the output sequence
     width: int  # of the residual stream
     vocab: int  # padding rows included
     block_params: int
-    routed_params: int  # of them, those of routed experts
+    routed_params: int  # the routed experts' part of `block_params`
     embedding_params: int
     head_params: int
     tied: bool
-    logit_flops: float = 0.0  # of a token, forward, in all passes of the head; without padding
+    logit_flops: float = 0.0  # per token, forward, in all passes of the head; without padding
     head_passes: int = 1
-    transform_flops: float = 0.0  # of the head's other matmuls, for a token
-    extra_predictions: int = 0  # further layers with a head pass each, on the head's rank
-    adapted: bool = False  # whether all but low-rank adapters is frozen
+    transform_flops: float = 0.0  # of the head's other matmuls, per token
+    extra_predictions: int = 0  # MTP layers with a head pass each, on the head's rank
+    adapted: bool = False  # whether all parameters except LoRA adapters are frozen
 
     def share(self, stack: StackWork) -> float:
-        """Layers of a stack for each of `layers`."""
+        """The ratio of a stack's layers to `layers`."""
         return stack.num_layers / self.layers
 
     def tokens(self, stack: StackWork) -> float:
-        """Tokens of a stack for each of the output sequence."""
+        """The ratio of a stack's sequence length to the output's."""
         return stack.seq_len / self.seq_len
 
     def alone(self, stack: StackWork) -> "ModelWork":
-        """One stack as a model of its own, with the parameters of the whole."""
+        """One stack as a separate model, with the parameter counts of the whole."""
         return replace(self, stacks=(stack,), layers=stack.num_layers, seq_len=stack.seq_len)
 
     @property
     def head_flops(self) -> float:
-        """Of the head for a sequence, forward."""
+        """FLOPs of the head per sequence, forward."""
         return self.seq_len * (self.logit_flops + self.transform_flops)
 
     @property
     def layer_flops(self) -> float:
-        """Of all layers for a sequence, forward."""
+        """FLOPs of all layers per sequence, forward."""
         return sum(one.num_layers * one.seq_len * one.flops for one in self.stacks)
 
     @property
     def sequence_flops(self) -> float:
-        """Of a sequence, forward, with the layers and head passes of further predictions."""
+        """FLOPs per sequence, forward, MTP included."""
         layers = 1 + self.extra_predictions / self.layers
         passes = 1 + self.extra_predictions / max(1, self.head_passes)
         return layers * self.layer_flops + passes * self.head_flops
 
     @property
     def training_flops(self) -> float:
-        """Of a sequence, forward and backward: the numerator of MFU.
+        """FLOPs per sequence, forward and backward: the numerator of MFU.
 
-        Two per multiply-add, in matmuls and in attention over the keys that a query attends to:
-        norms, activations, softmax and lookups are left out. Both gradients of a matmul cost as
-        much as it does; a frozen weight of a model with adapters has none.
+        Two per multiply-add, in matmuls and in attention over the attended keys. Norms,
+        activations, softmax and lookups are not counted. Each of a matmul's two gradients costs as
+        much as the matmul; a frozen weight of a model with adapters has no gradient.
         """
         frozen = self.head_flops if self.adapted else 0.0
         for one in self.stacks if self.adapted else ():
@@ -365,34 +364,32 @@ class ModelWork:
         """`training_flops` plus recompute: the numerator of HFU.
 
         Args:
-          remat: the layout's policy, which repeats what it does not save.
-          recomputed: the share of a pipeline's passes that R operations recompute, each as whole
-            layers.
+          remat: the layout's policy.
+          recomputed: the fraction of a pipeline's passes that R operations recompute in full.
         """
         return self.training_flops + (recomputed * self.layer_flops or self.recomputed_flops(remat))
 
     def recomputed_flops(self, remat: str) -> float:
-        """FLOPs of a sequence that a remat policy repeats: of what it does not save, but for
-        results that no backward pass needs, such as of the last matmul of an MLP."""
+        """FLOPs per sequence recomputed under a remat policy, without results that no backward pass
+        needs, such as that of an MLP's last matmul."""
         return sum(one.num_layers * one.seq_len * one.recomputed(remat) for one in self.stacks)
 
     def head_cost(self, layers: int) -> float:
-        """FLOPs of the head over those of a mean layer; layers are split into stages by it.
+        """FLOPs of the head relative to a mean layer, by which layers are split into stages.
 
         Args:
-          layers: of all stacks, each of several of the model's where its `turn` is more than 1.
+          layers: of all stacks; one may be several of the model's (`StackTrace.model_layers`).
         """
         return self.head_flops * layers / self.layer_flops
 
     @property
     def num_experts(self) -> int:
-        """Of a layer; 0 without."""
+        """Routed experts of a layer; 0 for a dense model."""
         return max((one.count for stack in self.stacks for one in stack.experts), default=0)
 
     @property
     def source_len(self) -> int:
-        """Tokens of the sequences that other stacks read, such as an encoder's; 0 where there are
-        none."""
+        """The length of other sequences that stacks read, such as an encoder's; 0 without one."""
         read = [call.source_len for one in self.stacks for call in one.attention]
         others = [one.seq_len for one in self.stacks if one.seq_len != self.seq_len]
         return max((*read, *others), default=0)
@@ -400,13 +397,13 @@ class ModelWork:
 
 @dataclass(frozen=True)
 class SavedValue:
-    """Arrays of a layer that one pass saves for another: of one device, which a layout divides."""
+    """An array of a layer saved by one pass for another, before a layout divides it."""
 
-    held: str  # in the layers' loop "", of a pipeline "residual_b", "residual_w" or "cotangent"
+    held: str  # "" in the layers' loop; in a pipeline "residual_b", "residual_w" or "cotangent"
     per: str  # "sequence", or "row" of experts
     spread: str
-    """What ranks of tensor have of it: "stream" each a part, "gathered" the same, and whole for a
-    matmul, "features" each some of the features, "whole" each all."""
+    """Sharding over tensor: "stream" by tokens, "gathered" by tokens and gathered for a matmul,
+    "features" by features, "whole" replicated."""
     heads: int
     features: int  # of a head, or of a token
     entries: float  # for each sequence or row
@@ -415,21 +412,21 @@ class SavedValue:
 
     @property
     def num_bytes(self) -> float:
-        """Of a sequence or a row, of all ranks of tensor together, where none repeats any."""
+        """Bytes per sequence or row, summed over ranks of tensor without replication."""
         return self.count * self.entries * self.heads * self.features * self.element_bytes
 
 
 @dataclass(frozen=True)
 class StackSaved:
-    """What a mean layer of a stack saves."""
+    """Values saved by a mean layer of a stack."""
 
     name: str
     length: int  # tokens of a sequence
-    width: int  # features of each that layers hand on
-    rows: float  # of its experts, for a token, with all experts on a rank
+    width: int  # features of the stream
+    rows: float  # of experts, per token, with all experts on a rank
     values: tuple[SavedValue, ...]
     live: float = 0.0
-    """Of custom models, bytes that the backward pass of a layer computes and has at once, for a
+    """For custom models, the peak bytes of values computed in a layer's backward pass, per
     sequence."""
     live_forward: float = 0.0
     heads: int = 0  # of attention, in such a layer
@@ -438,11 +435,11 @@ class StackSaved:
 
 @dataclass(frozen=True)
 class SavedValues:
-    """What the layers of a model save, under one remat policy."""
+    """Values saved by the layers of a model under one remat policy."""
 
     stacks: tuple[StackSaved, ...]
     extra_bytes: int = 0  # of a sequence's `Batch.extras`
 
     def of(self, stack: str) -> StackSaved:
-        """Those of a stack."""
+        """The saved values of a stack."""
         return next(one for one in self.stacks if one.name == stack)

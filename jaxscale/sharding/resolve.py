@@ -1,4 +1,4 @@
-"""Logical axis names to mesh axes: the one function that joins mathematics and layout."""
+"""Resolves logical axis names to mesh axes and shardings."""
 
 import math
 from collections.abc import Mapping
@@ -30,7 +30,24 @@ def resolve(
     *,
     name: str = "an array",
 ) -> PartitionSpec:
-    """`rules.mesh_axes`, which has the arguments and errors, as a `PartitionSpec`."""
+    """Resolves the logical axes of an array to a `PartitionSpec` over mesh axes.
+
+    Args:
+      axes: a logical name for each dimension.
+      rules: logical name -> mesh axes.
+      sizes: mesh axis -> size; absent axes have size 1, and axes of size 1 are left out.
+      shape: checked for divisibility if given.
+      name: name of the array in errors.
+
+    Raises:
+      ValueError: an unknown name, two names on one mesh axis, or a dimension that does not divide.
+
+    Examples:
+      >>> rules = {"embed": ("fsdp",), "mlp": ("tensor",)}
+      >>> spec = jaxscale.resolve(("embed", "mlp"), rules, {"fsdp": 2, "tensor": 4}, (64, 256))
+      >>> spec == jax.P("fsdp", "tensor")
+      True
+    """
     over = mesh_axes(axes, rules, sizes, shape, name=name)
     return PartitionSpec(*(one if len(one) > 1 else one[0] if one else None for one in over))
 
@@ -46,8 +63,8 @@ def has_experts(axes: Any) -> bool:
 
 
 def weight_dtype(axes: Axes, compute_dtype: Any) -> jnp.dtype:
-    """The type in which a model uses a weight. Those of routers are in float32 or wider: rounded,
-    they would choose other experts."""
+    """The type in which a model uses a weight: the compute type; for routers float32 or wider,
+    since rounded weights would choose other experts."""
     dtype = jnp.dtype(compute_dtype)
     return jnp.promote_types(dtype, jnp.float32) if "routes" in axes else dtype
 
@@ -63,8 +80,8 @@ def weights_in_use(axes_tree: Any, params: Any, compute_dtype: Any) -> Any:
 
 
 def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
-    """A tree of axes in which parameters outside the layers are sharded over the pipeline too, if
-    their "embed" dimension divides."""
+    """Renames axes so that parameters outside the layers are sharded over the pipeline, too, if it
+    divides their "embed" dimension."""
     share = d_model // sizes.get(TENSOR_ROWS, 1)
     if not spreads_outer(sizes["pipeline"], sizes["fsdp"] * sizes["context"], share):
         return axes_tree
@@ -89,8 +106,8 @@ def whole_kv_heads(axes_tree: Any, abstract: Any, sizes: Mapping[str, int]) -> A
 
 
 def layer_rules(sizes: Mapping[str, int], rows: int, rules: Rules = WEIGHTS) -> list[Rules]:
-    """Rules that keep the matrices of a stack whole over fsdp, and shard its layers over those of
-    `LAYER_SHARD_AXES` where that saves work: each rule over one more axis.
+    """Rules that shard a stack's layers, with whole matrices, over axes of `LAYER_SHARD_AXES` where
+    that saves work: each rule over one more axis.
 
     Args:
       rows: layers in the stack, over all ranks of the pipeline.
@@ -107,8 +124,8 @@ def layer_rules(sizes: Mapping[str, int], rows: int, rules: Rules = WEIGHTS) -> 
 def resolve_tree(axes_tree: Any, rules: Rules, mesh: jax.sharding.Mesh, abstract: Any) -> Any:
     """`NamedSharding`s for a tree of arrays (shapes in `abstract`) from its tree of axes.
 
-    The arrays are mapped over, not the axes: an optimizer's state may hold an empty tuple, which
-    the axes of a scalar are, too.
+    The arrays are mapped over, not the axes: an optimizer's state may contain an empty tuple, which
+    looks like the axes of a scalar.
     """
 
     def one(path, leaf, axes):
@@ -119,7 +136,7 @@ def resolve_tree(axes_tree: Any, rules: Rules, mesh: jax.sharding.Mesh, abstract
 
 
 def leaf_name(path: tuple) -> str:
-    """A tree path in readable form: layers/attention/q."""
+    """A readable tree path: layers/attention/q."""
     return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
 
 

@@ -1,6 +1,6 @@
-"""The mesh axes of each logical axis of weights and activations.
+"""Sharding rules: logical axes of weights and activations to mesh axes.
 
-Nothing here imports JAX: the planner uses the same rules.
+Nothing here imports JAX, since the planner uses the same rules.
 """
 
 from collections.abc import Mapping
@@ -12,21 +12,21 @@ from jaxscale.config.layout import TENSOR_ROWS, ULYSSES, Layout
 Axes = tuple[str, ...]
 Rules = Mapping[str, tuple[str, ...]]
 
-# Logical axis -> the mesh axes that it is sharded over. Weights and activations differ: a weight's
-# embed dimension is the one that ZeRO shards, an activation's only the rows of tensor, if it has
-# any. "tensor" is its columns then: weights alternate between embed over rows and hidden over
-# columns, and the reverse, so that no activation moves between two matmuls (arXiv 2305.13525).
+# Logical axis -> the mesh axes that shard it. Weights and activations differ: ZeRO shards a
+# weight's embed dimension; an activation's is sharded over the rows of tensor only, if any.
+# "tensor" is then the columns: weights alternate between embed over rows and hidden over columns,
+# and the reverse, so that no activation is resharded between two matmuls (arXiv 2305.13525).
 WEIGHTS: Rules = {
     "layers": ("pipeline",),
     "embed": ("tensor_rows", "context", "fsdp"),
-    # Of parameters outside the layers, which the ranks of the pipeline would otherwise replicate.
+    # Of parameters outside the layers, which pipeline ranks would otherwise replicate.
     "outer_embed": ("tensor_rows", "context", "pipeline", "fsdp"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
-    # Where ranks outnumber them: `with_whole_kv_heads`.
+    # Where ranks of tensor outnumber the heads: `with_whole_kv_heads`.
     "whole_kv_heads": (),
     "head_dim": (),
-    # Of latent attention: whole on each rank of tensor, but for the heads.
+    # Of latent attention: replicated over tensor, except for the heads.
     "query_rank": (),
     "kv_rank": (),
     "plain_dim": (),
@@ -34,24 +34,24 @@ WEIGHTS: Rules = {
     "halves": (),
     "pairs": (),
     "lora_rank": (),  # of adapters, between their two matrices
-    "lora_tokens": (),  # with rows of their own beside a frozen table
+    "lora_tokens": (),  # trained rows of a frozen table
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "positions": (),
     "buckets": (),
     "token_types": (),
-    # Each rank of expert has some of the experts, whole but for their columns.
+    # Each rank of expert has some of the experts, with columns sharded over tensor.
     "experts": ("expert",),
     "expert_mlp": ("tensor",),
     "shared_mlp": ("tensor",),
-    "routes": (),  # of a router, which every rank has whole: a score for each expert
-    "transform": (),  # of a head, between its two matrices: each rank transforms its own tokens
+    "routes": (),  # a router's scores, one for each expert: replicated
+    "transform": (),  # of a head, between its two matrices: each rank transforms its tokens
 }
 ACTIVATIONS: Rules = {
     "batch": ("data", "fsdp", "expert"),
     "seq": ("context",),
-    # Between the matmuls of attention and MLP, which need all tokens of a rank of context, the
-    # tokens are sharded over tensor too (sequence parallelism, arXiv 2205.05198, section 4.2).
+    # Outside the matmuls of attention and MLP tokens are sharded over tensor, too (sequence
+    # parallelism, arXiv 2205.05198, section 4.2).
     "residual_seq": ("context", "tensor"),
     "embed": ("tensor_rows",),
     "heads": ("tensor",),
@@ -71,7 +71,7 @@ SETTINGS = {
     "expert_mlp": "model.expert_d_ff (or model.d_ff)",  # which not every family has, or 0
     "shared_mlp": "model.shared_d_ff",
 }
-"""The setting that gives the size of a dimension, where there is one."""
+"""Logical axis -> the setting of its size, for errors."""
 
 REPLICATED_WEIGHTS: Rules = {
     **WEIGHTS,
@@ -89,14 +89,14 @@ def mesh_axes(
     *,
     name: str = "an array",
 ) -> list[tuple[str, ...]]:
-    """The mesh axes of each dimension; mesh axes of size 1 are left out.
+    """The mesh axes of each dimension, without mesh axes of size 1.
 
     Args:
       axes: a logical name for each dimension.
       rules: logical name -> mesh axes.
-      sizes: mesh axis -> size; one that is not there has size 1.
+      sizes: mesh axis -> size; absent axes have size 1.
       shape: checked for divisibility when given.
-      name: what the errors call the array.
+      name: of the array, for errors.
 
     Raises:
       ValueError: an unknown name, two names on one mesh axis, or a dimension that does not divide.
@@ -129,15 +129,15 @@ def mesh_axes(
 
 
 def _set(axis: str, sizes: Mapping[str, int]) -> str:
-    """What sets the size of a mesh axis."""
+    """The setting of a mesh axis's size."""
     rows = axis == "tensor" and sizes.get(TENSOR_ROWS, 1) > 1
     return f"layout.{axis}" + " / layout.tensor_rows" * rows
 
 
 def with_whole_kv_heads(axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Axes:
-    """The names of an array's dimensions, "kv_heads" as "whole_kv_heads" where the ranks of tensor
-    outnumber the heads and are a multiple of them: each rank has all heads then, and uses the one
-    that its query heads read (`training/kernels.py`)."""
+    """Renames "kv_heads" to "whole_kv_heads" where the ranks of tensor are a multiple of the heads:
+    each rank then has all heads and uses the one that its query heads read (`_key_heads` in
+    `training/kernels.py`)."""
     if "kv_heads" not in axes:
         return axes
     heads, ranks = shape[axes.index("kv_heads")], sizes["tensor"]
@@ -147,7 +147,7 @@ def with_whole_kv_heads(axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, 
 
 
 def spreads_outer(pipeline: Any, ranks: Any, d_model: int) -> Any:
-    """Whether parameters outside the layers are sharded over the pipeline: of ints or arrays.
+    """Whether parameters outside the layers are sharded over the pipeline, for ints or arrays.
 
     Args:
       ranks: of fsdp and context together.
@@ -156,19 +156,19 @@ def spreads_outer(pipeline: Any, ranks: Any, d_model: int) -> Any:
 
 
 LAYER_SHARD_AXES = ("fsdp", "data", "context")
-"""Mesh axes over which the layers of a stack are sharded for updates of whole matrices (Muon's),
-which their ranks would otherwise all repeat."""
+"""Mesh axes that shard a stack's layers for updates of whole matrices (Muon), which ranks would
+otherwise repeat."""
 
 
 def shards_layers(rows: Any, pipeline: Any, ranks: Any, size: Any) -> Any:
-    """Whether a stack's layers are sharded over one more of these axes: of ints or arrays.
+    """Whether a stack's layers are sharded over one more of `LAYER_SHARD_AXES`, for ints or arrays.
 
-    A first one may leave ranks without a layer. A further one, and one beside a pipeline, must
-    divide evenly, or the compiler would have to replicate the stack in between.
+    The first axis may leave ranks without a layer. A further axis, or any axis with a pipeline,
+    must divide evenly, or the compiler would replicate the stack in between.
 
     Args:
       rows: layers of a rank of the pipeline.
-      ranks: that they are sharded over already.
+      ranks: ranks that shard the layers already.
       size: of the axis.
     """
     even = rows % (ranks * size) == 0
@@ -176,27 +176,27 @@ def shards_layers(rows: Any, pipeline: Any, ranks: Any, size: Any) -> Any:
 
 
 def own_rules(rules: Rules) -> Rules:
-    """Checked rules for the logical axes of a model of one's own.
+    """Checked rules for the logical axes of a custom model.
 
     Raises:
-      ValueError: a name that exists, or mesh axes that these rules cannot use.
+      ValueError: a name that exists, or mesh axes that custom rules cannot use.
     """
     for name, over in rules.items():
         if name in WEIGHTS or name in ACTIVATIONS:
             raise ValueError(f"rules: {name!r} is a logical axis already; choose another name")
         if set(over) - {"tensor"}:
             raise ValueError(
-                f"rules: {name!r} -> {over}; a logical axis of one's own can be sharded over "
-                "('tensor',), or be whole: (). Name a dimension 'embed' to shard it over fsdp"
+                f"rules: {name!r} -> {over}; a custom logical axis can be sharded over ('tensor',) "
+                "or replicated, (). Name a dimension 'embed' to shard it over fsdp"
             )
     return {name: tuple(over) for name, over in rules.items()}
 
 
 def divides_heads(ranks: int, heads: int, key_heads: int) -> bool:
-    """Whether ranks can have equally many heads, and the key heads that these read."""
+    """Whether ranks can divide query heads evenly, and key heads accordingly."""
     return heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
 
 
 def spreads_attention(layout: Layout) -> bool:
-    """Whether a rank attends with its part of a sequence, which not every kernel does."""
+    """Whether attention kernels see a part of a sequence (context parallelism, not Ulysses)."""
     return layout.context > 1 and layout.context_method != ULYSSES

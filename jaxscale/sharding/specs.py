@@ -1,7 +1,7 @@
-"""The `PartitionSpec`s of arrays outside a model: batches, scalars, a pipeline's tables.
+"""`PartitionSpec`s of arrays outside a model: batches, scalars, a pipeline's tables.
 
-Those of parameters and activations follow from their logical axes (`resolve`). Other folders take
-specs from here, and build none: a name says what is spread over which mesh axes.
+The specs of parameters and activations follow from logical axes (`resolve`). Other folders use the
+specs named here and build none.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,13 +19,13 @@ REPLICATED = PartitionSpec()
 BATCH_ROWS = PartitionSpec(("data", "fsdp", "expert"))
 """A batch [batch, seq] in a `shard_map` over the manual axes."""
 FSDP_ROWS = PartitionSpec("fsdp")
-"""A matrix whose rows the ranks of fsdp share."""
+"""A matrix with rows sharded over fsdp."""
 TABLE_COLUMNS = PartitionSpec(None, "pipeline")
 """The columns of a pipeline schedule's table, [ticks, ranks, 1]."""
 CHUNKS = PartitionSpec("pipeline")
 """Facts about each chunk of each rank, [ranks, chunks]."""
 PER_MANUAL_RANK = PartitionSpec(MANUAL_AXES)
-"""One entry of the first dimension for every rank of the manual axes."""
+"""One entry of the first dimension per rank of the manual axes."""
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -39,7 +39,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def transposed(sharding: Sharding, order: tuple[int, ...]) -> Sharding:
-    """The sharding of an array whose dimensions are those of another in this order."""
+    """The sharding of an array after a transpose of its dimensions to `order`."""
     if not isinstance(sharding, NamedSharding) or order == tuple(range(len(order))):
         return sharding
     spec = (*sharding.spec, *[None] * (len(order) - len(sharding.spec)))
@@ -53,11 +53,11 @@ def manually(
     out_specs: Any,
     mesh: Mesh | None = None,
 ) -> Callable:
-    """A function of each rank's part of arrays, with these mesh axes manual, as one of the whole
-    arrays. That ranks agree on what a spec replicates is not checked.
+    """`shard_map` of a function over these mesh axes, without the check that ranks agree on
+    replicated values (`check_vma`).
 
     Args:
-      mesh: None is that of the region around the call.
+      mesh: None is the mesh of the surrounding region.
     """
     return jax.shard_map(
         function,
@@ -73,8 +73,8 @@ def kernel_spec(axes: Axes, sizes: Mapping[str, int]) -> PartitionSpec:
     """The spec of an array that a kernel computes with under a `shard_map` over the automatic axes,
     in a region where the batch is manual.
 
-    Mesh axes of size 1 are put on the batch dimension: the backward pass would sum over those that
-    a spec leaves out.
+    Mesh axes of size 1 are put on the batch dimension: the backward pass would sum over axes that a
+    spec omits.
 
     Args:
       axes: logical; the first one is "batch".
@@ -85,15 +85,15 @@ def kernel_spec(axes: Axes, sizes: Mapping[str, int]) -> PartitionSpec:
 
 
 def kernel_vector_spec(axis: str, sizes: Mapping[str, int]) -> PartitionSpec:
-    """`kernel_spec` of an array with one dimension, of this logical name."""
+    """`kernel_spec` of a vector with this logical axis."""
     spec = kernel_spec(("batch", axis), sizes)
     return PartitionSpec(tuple(name for entry in spec for name in mesh_axes_of(entry)))
 
 
 def across_pipeline(sharding: Any, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
-    """A sharding over the pipeline by another dimension than the layers, so that each rank has a
-    part of every layer: by the "embed" dimension, as over fsdp, or another one that divides. Where
-    none does, the array is replicated over the pipeline."""
+    """Shards a dimension other than the layers over the pipeline, so that each rank has a part of
+    every layer: "embed", as over fsdp, or else another dimension that divides. If none does, the
+    array is replicated over the pipeline."""
     assert isinstance(sharding, NamedSharding)
     ranks = sharding.mesh.shape["pipeline"]
     spec = [mesh_axes_of(entry) for entry in sharding.spec]

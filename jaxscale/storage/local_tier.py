@@ -60,7 +60,7 @@ def local_tier(url: str) -> pathlib.Path:
       OSError: the folder cannot be created.
     """
     store = open_store(url)
-    url, names = store.address, store.root.strip("/").split("/")
+    url, names = store.url, store.root.strip("/").split("/")
     real = [name for name in names if name not in ("", ".", "..")]
     # s3fs lists bucket//run as bucket/run, and has other objects there.
     if store.folder is None and names != real:
@@ -127,7 +127,7 @@ def nobody_fetching(workdir: pathlib.Path) -> Iterator[None]:
     if store is None:
         yield
         return
-    waiting = f"another process downloads {store.address}; waiting for it"
+    waiting = f"another process downloads {store.url}; waiting for it"
     with durable.exclusive(workdir / FETCHING, lambda: log.info(waiting)):
         yield
 
@@ -141,7 +141,7 @@ def check_not_emptied(store: ObjectStore, workdir: pathlib.Path) -> None:
     steps = local_steps(workdir / CHECKPOINTS)
     if steps and (workdir / SENT).is_file() and not stored_steps(store):
         raise ValueError(
-            f"{store.address} has no checkpoint any more, and its local tier {workdir} has step "
+            f"{store.url} has no checkpoint any more, and its local tier {workdir} has step "
             f"{steps[-1]}: remove that folder to begin again, or {workdir / SENT} to upload it"
         )
 

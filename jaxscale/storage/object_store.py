@@ -65,7 +65,7 @@ class ObjectStore:
     Every method raises a StoreError with the store's reason when it fails.
     """
 
-    address: str  # the URL, without a trailing slash
+    url: str  # without a trailing slash
     fs: Any
     root: str  # the path of the URL in `fs`
 
@@ -137,7 +137,7 @@ class ObjectStore:
         return f"{self.root}/{name}" if name else self.root
 
     def _answer[T](self, request: Callable[[], T], name: str = "", num_bytes: int = 0) -> T:
-        url = f"{self.address}/{name}" if name else self.address
+        url = f"{self.url}/{name}" if name else self.url
         return answer(url, request, num_bytes)
 
 

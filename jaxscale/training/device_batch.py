@@ -1,4 +1,4 @@
-"""Batches on the mesh: checked on the host, in the order of the context ranks, then transferred."""
+"""Host batches to device arrays: checks, order of the context ranks, transfer."""
 
 import dataclasses
 import functools
@@ -24,8 +24,12 @@ def shard_batch(
     prepare: Callable[[Batch], Batch],
     num_classes: int | None,
 ) -> ShardedBatch:
-    """`Engine.shard`, for a config's layout and the sharding of its batches; `prepare` is the
-    model's, and so is `num_classes`, that targets are of; None is the vocabulary."""
+    """`Engine.shard`, for a config's layout and the sharding of its batches.
+
+    Args:
+      prepare: `Model.prepare`.
+      num_classes: `Model.num_classes`, of targets; None: the vocabulary.
+    """
     _check_fields(batch)
     _check_values(batch, config.model)
     batch = prepare(batch)
@@ -38,23 +42,23 @@ def shard_batch(
         held, rows = local_rows(sharding, global_batch_size), global_batch_size
         if len(held) != len(batch.tokens):
             raise ValueError(
-                f"the batch has {len(batch.tokens)} rows, and this process's devices hold "
-                f"{len(held)} of global_batch_size = {rows}; load those of engine.local_rows"
+                f"the batch has {len(batch.tokens)} rows, and this process's devices take "
+                f"{len(held)} of global_batch_size = {rows}; load the rows of engine.local_rows"
             )
     _check_shape(config.layout, config.data, rows, seq_len)
     for name, field in dict(batch.extras).items():
         try:
             _check_shape(config.layout, config.data, rows, field.shape[1])
         except ValueError as error:
-            raise ValueError(f"batch.extras[{name!r}], like any sequence: {error}") from None
+            raise ValueError(f"batch.extras[{name!r}], as any sequence: {error}") from None
     every_row = np.arange(rows)
-    place = {row: i for i, row in enumerate(held)}
+    local = {row: i for i, row in enumerate(held)}
 
     def on_devices(field: np.ndarray) -> jax.Array:
         order = balanced_order(field.shape[1], config.layout.context)
 
         def part(index):
-            return field[[place[row] for row in every_row[index[0]]]][:, order[index[1]]]
+            return field[[local[row] for row in every_row[index[0]]]][:, order[index[1]]]
 
         return jax.make_array_from_callback((rows, field.shape[1]), sharding, part)
 
@@ -62,17 +66,17 @@ def shard_batch(
 
 
 def check_rows(layout: Layout, data: DataConfig, rows: int) -> None:
-    """Refuses a number of rows of a batch that does not divide over the layout.
+    """Refuses a number of rows that does not divide over the layout.
 
     Raises:
-      ValueError: names the nearest that does.
+      ValueError: with the nearest number that does.
     """
     _check_shape(layout, data, rows, data.seq_len)
 
 
 @functools.cache
 def local_rows(sharding: NamedSharding, global_batch_size: int) -> tuple[int, ...]:
-    """The rows of a batch that this process's devices hold, in order."""
+    """The rows of a batch on this process's devices, in order."""
     shape = (global_batch_size, sharding.mesh.shape["context"])
     indices = sharding.addressable_devices_indices_map(shape).values()
     every_row = np.arange(global_batch_size)
@@ -80,30 +84,30 @@ def local_rows(sharding: NamedSharding, global_batch_size: int) -> tuple[int, ..
 
 
 def unpack_sharded(batch: Batch) -> Batch:
-    """The fields of a sharded batch, for a traced step: the check runs at tracing only.
+    """The fields of a sharded batch, checked when a step is traced.
 
     Raises:
       ValueError: the batch was not returned by `Engine.shard`.
     """
     if not isinstance(batch, ShardedBatch):
         raise ValueError(
-            f"the batch is a {type(batch).__name__}; a step takes only what engine.shard returns, "
-            "which orders tokens for the ranks of context: pass engine.shard(batch)"
+            f"the batch is a {type(batch).__name__}; a step needs the order of the context ranks: "
+            "pass engine.shard(batch)"
         )
     return Batch(*batch)
 
 
 def _check_fields(batch: Any) -> None:
     if isinstance(batch, ShardedBatch):
-        raise ValueError("the batch is a ShardedBatch already: pass it to engine.step as it is")
+        raise ValueError("the batch is already a ShardedBatch: pass it to engine.step")
     if not isinstance(batch, Batch):
         raise ValueError(f"the batch is a {type(batch).__name__}; pass a jaxscale.Batch")
     fields = batch._asdict()
     extras, noise = fields.pop("extras"), fields.pop("noise")
     if noise != ():
-        raise ValueError("batch.noise is given; leave it out: a step makes its own")
+        raise ValueError("batch.noise is given; leave it out: each step makes its noise")
     if extras != () and not isinstance(extras, dict):
-        raise ValueError(f"batch.extras is a {_kind(extras)}; pass a dictionary of arrays")
+        raise ValueError(f"batch.extras is a {_type(extras)}; pass a dictionary of arrays")
     for name, field in fields.items():
         _check_array(name, field, ("float32",) if name == "weights" else ("int32",))
         if field.shape != batch.tokens.shape:
@@ -116,12 +120,12 @@ def _check_fields(batch: Any) -> None:
         if len(field) != len(batch.tokens):
             raise ValueError(
                 f"batch.extras[{name!r}] has shape {field.shape}, and batch.tokens "
-                f"{batch.tokens.shape}; it is [batch, a length of its own]"
+                f"{batch.tokens.shape}; it is [batch, any length]"
             )
 
 
 def _check_values(batch: Batch, model: Any) -> None:
-    """Refuses what a gather on a device would clip silently."""
+    """Refuses values out of range, which a gather on a device would clip silently."""
     vocabulary, at_most = model.vocab_size, f"below model.vocab_size = {model.vocab_size}"
     _check_range("tokens", batch.tokens, vocabulary, at_most)
     if model.max_positions is None:
@@ -134,7 +138,7 @@ def _check_values(batch: Batch, model: Any) -> None:
 
 
 def _check_targets(batch: Batch, vocab_size: int, num_classes: int | None) -> None:
-    """Refuses what is none of the head's classes, which are the vocabulary by default."""
+    """Refuses targets that are not one of the head's classes, by default the vocabulary."""
     targets, end = np.where(batch.weights != 0, batch.targets, 0), num_classes or vocab_size
     at_most = f"below model.vocab_size = {vocab_size}"
     if end != vocab_size:
@@ -143,14 +147,14 @@ def _check_targets(batch: Batch, vocab_size: int, num_classes: int | None) -> No
 
 
 def _check_one_document(segments: np.ndarray, objective: str) -> None:
-    """Refuses documents in a row that kernels of attention would not keep apart."""
+    """Refuses rows of several documents, which attention kernels would not separate."""
     lengths = np.count_nonzero(segments == 1, axis=1)
     wrong = (segments != (np.arange(segments.shape[1]) < lengths[:, None])).any(axis=1)
     if wrong.any():
         raise ValueError(
-            f"data.objective = {objective!r} takes rows of one document, segments 1 ... 1, and "
-            f"then padding, 0 ... 0, and row {wrong.argmax()} of batch.segments is not one; pass "
-            "such rows, or set data.objective = 'causal', which keeps documents apart"
+            f"data.objective = {objective!r} takes rows of one document, segments 1 ... 1, then "
+            f"padding, 0 ... 0, and row {wrong.argmax()} of batch.segments is not; pass such rows, "
+            "or set data.objective = 'causal', which separates documents"
         )
 
 
@@ -165,19 +169,19 @@ def _check_range(name: str, field: np.ndarray, end: int, at_most: str) -> None:
 def _check_array(name: str, field: Any, wanted: tuple[str, ...]) -> None:
     allowed = " or ".join(wanted)
     if not isinstance(field, np.ndarray):
-        raise ValueError(f"batch.{name} is a {_kind(field)}; pass a NumPy array of {allowed}")
+        raise ValueError(f"batch.{name} is a {_type(field)}; pass a NumPy array of {allowed}")
     if field.dtype not in wanted:
         raise ValueError(f"batch.{name} is {field.dtype}; pass {allowed}")
     if field.ndim != 2:
         raise ValueError(f"batch.{name} has shape {field.shape}; it is [batch, seq]")
 
 
-def _kind(value: Any) -> str:
+def _type(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__name__}"
 
 
 def _check_shape(layout: Layout, data: DataConfig, rows: int, seq_len: int) -> None:
-    """Refuses a batch of another shape than the config's if it does not divide over the layout."""
+    """Refuses a shape, unless it is the config's, that does not divide over the layout."""
     if (rows, seq_len) != (data.global_batch_size, data.seq_len):
         check_divides(layout, rows)
         check_sequence(layout, dataclasses.replace(data, global_batch_size=rows, seq_len=seq_len))

@@ -1,4 +1,4 @@
-"""The engine: the jitted functions of a run, from a model, a layout and an optimizer."""
+"""The engine: jitted functions of a run, from a model, a layout and an optimizer."""
 
 import functools
 from collections.abc import Callable
@@ -50,7 +50,7 @@ from jaxscale.training.tracing.abstract_model import MakeModel, example_of, find
 from jaxscale.training.tracing.traces import model_work
 from jaxscale.training.xla_options import init_options, step_options
 
-ENGINE_ADVICE = "pass the second of what jaxscale.open_engine(config) returns"
+ENGINE_ADVICE = "pass the second result of jaxscale.open_engine(config)"
 
 Tree = Any
 
@@ -60,32 +60,32 @@ class EvaluationSums(NamedTuple):
 
     nll: jax.Array  # nats
     tokens: jax.Array
-    num_bytes: jax.Array  # of the text that the tokens stand for
+    num_bytes: jax.Array  # of the tokens' text
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The jitted functions of a run and where their arguments live."""
+    """The jitted functions of a run, and the shapes and shardings of their arguments."""
 
     config: Config
     model: Model
     layout: Layout
     mesh: Mesh
     init: Callable[[jax.Array], TrainState]  # from a key
-    draw: Callable[[jax.Array], Tree]  # the parameters of that; not jitted
+    draw: Callable[[jax.Array], Tree]  # the parameters of `init`; not jitted
     begin: Callable[[Tree], TrainState]  # from parameters, which are donated
     step: Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]  # donates the state
     evaluate: Callable[[Tree, ShardedBatch, jax.Array], EvaluationSums]
     abstract_state: TrainState  # shapes, types and shardings
-    abstract_batch: ShardedBatch  # likewise
+    abstract_batch: ShardedBatch  # the same for a batch
     placement: LayerPlacement  # of the state's layers; checkpoints have the canonical form
     state_axes: TrainState  # logical axes of every array in it
     zero: Zero
     stages: PipelineStages | None  # of a pipeline
     batch_sharding: NamedSharding
     attention: str  # the implementation in use
-    count_flops: Callable[[], StepFlops]  # of a token; traces the model
-    learning_rate: Callable[[Any], Any] | None  # of an update's number; None: the optimizer's own
+    count_flops: Callable[[], StepFlops]  # per token; traces the model
+    learning_rate: Callable[[Any], Any] | None  # of an update's number; None: custom optimizer
 
     @property
     def own_optimizer(self) -> bool:
@@ -93,17 +93,17 @@ class Engine:
         return self.learning_rate is None
 
     def __repr__(self) -> str:
-        """In a line; all fields would be hundreds."""
+        """One line; all fields would be hundreds."""
         return f"Engine(model={type(self.model).__name__}, layout={self.layout})"
 
     def shard(self, batch: Batch, *, global_batch_size: int | None = None) -> ShardedBatch:
-        """A batch of NumPy arrays as `step` and `evaluate` take it: sharded over the mesh, the
-        tokens of each sequence split over the ranks of context in their balanced order.
+        """Shards a batch of NumPy arrays over the mesh, for `step` and `evaluate`; the tokens of
+        each sequence are split over the context ranks in their balanced order.
 
         Args:
-          batch: [rows, time] each, in the order of the text: all rows of a step.
-          global_batch_size: the rows of all processes, where `batch` has only those that this
-            process's devices hold, in the order of `local_rows`.
+          batch: arrays [rows, time] in the order of the text, with all rows of a step.
+          global_batch_size: the rows of all processes, if `batch` has only the rows of this
+            process's devices, in the order of `local_rows`.
 
         Raises:
           ValueError: it is not a batch on the host, has values out of range, or does not divide
@@ -115,7 +115,7 @@ class Engine:
         )
 
     def local_rows(self, global_batch_size: int) -> tuple[int, ...]:
-        """The rows of a step's batch that this process's devices hold, in order.
+        """The rows of a step's batch on this process's devices, in order.
 
         Raises:
           ValueError: the batch does not divide over the layout.
@@ -125,7 +125,7 @@ class Engine:
         return local_rows(self.batch_sharding, global_batch_size)
 
     def pipeline_buffers(self) -> dict[str, Tree]:
-        """The shapes of what a rank of a pipeline carries between ticks, by the names of
+        """The shapes of a pipeline rank's buffers between ticks, by the names of
         `pipeline.executor`; {} without a pipeline."""
         if self.stages is None:
             return {}
@@ -144,16 +144,16 @@ def make_engine(
     rules: Rules | None = None,
     unroll_loops: bool = False,
 ) -> Engine:
-    """Builds what a run needs, compiling nothing yet.
+    """Builds the jitted functions of a run: init, step, evaluate. Compiles nothing yet.
 
     Args:
       config: its layout must be resolved: no -1, nothing "auto".
       mesh: of that layout; its devices may be absent ones, to compile only.
-      model: makes the model from `config.model` and the kernels that the layout asks for; None is
+      model: function of `config.model` and the layout's kernels that makes a custom model; None is
         the one of `model.family`.
-      optimizer: an update rule of one's own in place of `config.optimizer`'s rule and learning
-        rate; the gradients come in as means over tokens, clipped to `optimizer.clip_norm`.
-      rules: the mesh axes of logical axes of one's own, such as {"rank": ("tensor",)}, beside the
+      optimizer: custom update rule in place of `config.optimizer`'s rule and learning rate; its
+        gradients are means over tokens, clipped to `optimizer.clip_norm`.
+      rules: mesh axes of custom logical axes, such as {"rank": ("tensor",)}, in addition to the
         model's `rules`.
       unroll_loops: unrolls the loops over layers, as `layout.unroll_layers` does, and those of the
         loss, for XLA's cost analysis, which counts the body of a loop once.
@@ -161,6 +161,13 @@ def make_engine(
     Raises:
       ValueError: a dimension that does not divide over its mesh axes, or a kernel that cannot
         honour the model's settings.
+
+    Examples:
+      >>> config = jaxscale.load("tiny", ["layout.data=1"])
+      >>> mesh = jaxscale.make_mesh(config.layout, jax.devices()[:1])
+      >>> engine = jaxscale.make_engine(config, mesh)
+      >>> engine.abstract_state.params["layers"]["mlp"]["up"].shape
+      (2, 64, 128)
     """
     check_engine_arguments(config, mesh, model, optimizer, rules)
     check_engine_settings(config, mesh)
@@ -226,12 +233,12 @@ def make_engine(
 
 
 class _Models(NamedTuple):
-    """The model of a run, with the kernels of each of its uses."""
+    """The model of a run, with the kernels for each use."""
 
-    built: Model  # those of the layout
-    trained: Model  # the same, and attention under the remat policy
-    evaluated: Model  # kernels of evaluations, and no stacks that only training passes through
-    rules: Rules  # the mesh axes of the model's own logical axes
+    built: Model  # with the layout's kernels
+    trained: Model  # the same, with attention under the remat policy
+    evaluated: Model  # with kernels for evaluation, without stacks for training only
+    rules: Rules  # the mesh axes of the model's custom logical axes
 
 
 def _make_models(
@@ -242,7 +249,7 @@ def _make_models(
     rules: Rules | None,
     unroll_loops: bool,
 ) -> _Models:
-    """The models of `make_engine`, which has the arguments."""
+    """The models of `make_engine`, by its arguments."""
     make = model or find_model(config.model)
     plain = make(config.model, plain_kernels())
     advice = "let its class extend jaxscale.models.protocol.Model, which has the optional members"
@@ -267,8 +274,8 @@ def _make_models(
 
 def _combined_layer(layout: Layout, zero: Zero, params: Tree) -> LayerBytes | None:
     """The largest layer, if its collectives are to be combined: not in a pipeline, which gathers by
-    chunks; nor with experts, whose own exchanges and loops lie between them, so that a step can
-    wait longer for fewer, larger ones."""
+    chunks; nor with experts, whose all-to-alls and loops are between the collectives, so that a
+    step can wait longer for fewer, larger ones."""
     alone = layout.batch_shards * layout.context == 1
     if alone or has_experts(zero.axes) or layout.pipeline > 1:
         return None
@@ -276,19 +283,19 @@ def _combined_layer(layout: Layout, zero: Zero, params: Tree) -> LayerBytes | No
 
 
 def check_params(engine: Any, params: Any) -> None:
-    """Refuses what is no engine, a state in the place of its parameters, and parameters that are
-    no more.
+    """Refuses arguments that are not an engine or parameters, such as a state, and parameters that
+    were donated.
 
     Raises:
-      ValueError: says what to pass.
+      ValueError: with the argument to pass.
     """
     check_kind("engine", engine, Engine, ENGINE_ADVICE)
     if isinstance(params, TrainState):
         raise ValueError("params is of type TrainState; pass its parameters, state.params")
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(params)):
         raise ValueError(
-            "params are of a state that engine.step or jaxscale.fit was given, and donated to the "
-            "next one: pass those of the state that it returned"
+            "params are of a state that engine.step or jaxscale.fit took and donated: pass those "
+            "of the state that it returned"
         )
 
 
@@ -297,12 +304,12 @@ def _shardings(abstract: Tree) -> Tree:
 
 
 def _make_draw(model: Model, stages: PipelineStages | None) -> Callable[[jax.Array], Tree]:
-    """Fresh parameters from a key, their layers where the stages have them."""
+    """New parameters from a key, with layers in the order of the stages."""
     return lambda key: model.init(key, stages.layer_of_row if stages else None)
 
 
 def _begin(optimizer: optax.GradientTransformation, guarded: bool, params: Tree) -> TrainState:
-    """From parameters to the state before the first step."""
+    """The state before the first step, from parameters."""
     guard = init_guard() if guarded else None
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), guard)
 
@@ -353,7 +360,9 @@ def _abstract_batch(model: Model, data: DataConfig, sharding: NamedSharding) -> 
 
 
 def _open_stages(config: Config, built: Model, make: MakeModel | None) -> PipelineStages:
-    stacks = [StackLayers(one.name, one.num_layers, one.period, one.turn) for one in built.stacks]
+    stacks = [
+        StackLayers(one.name, one.num_layers, one.period, one.model_layers) for one in built.stacks
+    ]
     work = model_work(config.model, config.data.seq_len, config.data.output_len, make)
     layers = sum(stack.num_layers for stack in stacks)
     return open_stages(config.layout, stacks, work.head_cost(layers))

@@ -1,4 +1,4 @@
-"""What `make_engine` refuses."""
+"""Checks of `make_engine`'s arguments and settings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,10 +18,10 @@ from jaxscale.training.remat import check_host_memory
 
 
 def check_engine_arguments(config: Any, mesh: Any, model: Any, optimizer: Any, rules: Any) -> None:
-    """Refuses what is not of `make_engine`'s types, and a mesh of another layout.
+    """Refuses arguments of wrong types, and a mesh of another layout.
 
     Raises:
-      ValueError: says what to pass.
+      ValueError: with the argument to pass.
     """
     check_kind("config", config, Config, CONFIG_ADVICE)
     check_kind("mesh", mesh, Mesh, "pass jaxscale.make_mesh(config.layout)")
@@ -45,40 +45,39 @@ def check_engine_arguments(config: Any, mesh: Any, model: Any, optimizer: Any, r
 def check_own_optimizer(
     groups: Sequence[ParamGroup], optimizer: optax.GradientTransformation, params: Any
 ) -> None:
-    """Refuses an update rule of one's own that a step cannot call, and settings that it would leave
-    out.
+    """Refuses a custom optimizer that a step cannot call, and settings that it would not read.
 
     Args:
       params: the parameters' shapes.
 
     Raises:
-      ValueError: says what to change.
+      ValueError: with the change to make.
     """
     for i, group in enumerate(groups):
         if not group.frozen and group != ParamGroup(group.params):
             raise ValueError(
                 f"optimizer.groups[{i}] = {group.params!r} sets a rate or a decay, which optimizer="
-                " has of its own: use optax.partition there, and leave this entry out; only "
+                " defines itself: use optax.partition in it, and leave this entry out; only "
                 "frozen = True is for any optimizer"
             )
     try:
         jax.eval_shape(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
     except TypeError as error:
         raise ValueError(
-            f"optimizer= cannot be called with gradients, its state and the parameters, which is "
-            f"what a step has for it, and no loss or function: {error}"
+            "optimizer= cannot be called with gradients, its state and the parameters only, as a "
+            f"step does: {error}"
         ) from error
 
 
 def check_engine_settings(config: Config, mesh: Mesh) -> None:
-    """Refuses what no model can be built for.
+    """Refuses settings for which no model can be built.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: with the setting to change.
     """
     if config.layout.remat == AUTO:
         raise ValueError(
-            "layout.remat = 'auto' is chosen when a run begins, and by jaxscale.open_engine; here "
+            "layout.remat = 'auto' is chosen when a run starts, and by jaxscale.open_engine; here "
             "set a policy, such as 'full'"
         )
     layout, model, data = config.layout, config.model, config.data
@@ -96,7 +95,7 @@ def check_engine_settings(config: Config, mesh: Mesh) -> None:
 
 
 def check_expert_ranks(layout: Layout, model: Model) -> None:
-    """Refuses ranks of expert without experts.
+    """Refuses expert ranks without experts.
 
     Raises:
       ValueError: no parameter has experts.
@@ -110,10 +109,10 @@ def check_expert_ranks(layout: Layout, model: Model) -> None:
 
 
 def _check_types(sections: Mapping[str, Any]) -> None:
-    """Refuses float64 where JAX would silently compute in float32.
+    """Refuses float64 if JAX would silently compute in float32.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: with the variable to set.
     """
     wide = {
         f"{section}.{name}"

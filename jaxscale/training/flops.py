@@ -1,4 +1,4 @@
-"""FLOPs of a step for each token, the numerators of MFU and HFU, from a model's recorded work."""
+"""FLOPs of a step per token, the numerators of MFU and HFU, from a model's recorded work."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,8 +10,8 @@ from jaxscale.training.tracing.traces import model_work
 class StepFlops(NamedTuple):
     """FLOPs of a token, forward and backward."""
 
-    model: float  # what the model needs
-    hardware: float  # with what is recomputed
+    model: float  # without recomputation
+    hardware: float  # with recomputation
 
 
 def step_flops(
@@ -22,7 +22,7 @@ def step_flops(
     Args:
       recomputed: in a pipeline whose schedule has recompute operations, the share of passes that
         are recomputed (`PipelineStages.recomputed`), each as whole layers.
-      make: what makes the model, where that is not `model.family`'s.
+      make: the function that makes the model; None: by `model.family`.
     """
     data = config.data
     work = model_work(config.model, data.seq_len, data.output_len, make)

@@ -44,8 +44,8 @@ def make_gradients(
 ) -> Callable[[Tree, Batch], tuple[Sums, Tree]]:
     """`(params, batch) -> (sums, gradient sums)` for a resolved layout.
 
-    Sums over every weighted token of the global batch, not yet divided by their number. Gradients
-    leave in the accumulation type, sharded over fsdp from ZeRO stage 1 on.
+    Sums are over every weighted token of the global batch, not divided by their number. Gradients
+    are in the accumulation type, sharded over fsdp from ZeRO stage 1 on.
     """
     if stages is not None:
         return _pipelined(model, layout, zero, mesh, stages)
@@ -61,7 +61,7 @@ def make_gradients(
 def _pipelined(
     model: Model, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages
 ) -> Callable[[Tree, Batch], tuple[Sums, Tree]]:
-    """`make_gradients`, by the table of a pipeline."""
+    """`make_gradients` by the table of a pipeline."""
     remat = _pipelined_remat(layout)
     row_major = mesh.devices.flat[0].platform == "tpu"
 
@@ -99,8 +99,8 @@ def pipeline_buffers(
     params: Tree,
     batch: Batch,
 ) -> dict[str, Tree]:
-    """The shapes of what a rank of a pipeline carries between ticks, by the names of `executor`;
-    the automatic axes shard some of them further.
+    """The shapes of a pipeline rank's buffers between ticks, by the names of `executor`; the
+    automatic axes shard some of them further.
 
     Args:
       params, batch: shapes.
@@ -120,12 +120,12 @@ def pipeline_buffers(
 def make_loss(
     model: Model, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages | None = None
 ) -> Callable[[Tree, Batch], jax.Array]:
-    """`(params, batch) -> nll_sum`: the forward pass alone, for evaluation."""
+    """`(params, batch) -> nll_sum`: the forward pass only, for evaluation."""
     if stages is not None:
         return _pipelined_loss(model, layout, zero, mesh, stages)
 
     def local(params: Tree, batch: Batch) -> jax.Array:
-        # Once, as in a train step, or for each micro-batch.
+        # Gathered once, as in a train step, or for each micro-batch.
         weights = zero.gather(params, zero.axes) if zero.keeps else params
         held = zero.kept
 
@@ -144,7 +144,7 @@ def make_loss(
 def _pipelined_loss(
     model: Model, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages
 ) -> Callable[[Tree, Batch], jax.Array]:
-    """`make_loss`, by the forward part of a pipeline's table."""
+    """`make_loss` by the forward part of a pipeline's table."""
 
     def local(params: Tree, batch: Batch, columns: Columns, chunks: Chunks) -> jax.Array:
         groups = split_batch(batch, layout.microbatches)
@@ -158,7 +158,7 @@ def _pipelined_loss(
 def _gradients(
     local: Callable[..., tuple[Sums, Tree]], zero: Zero, mesh: Mesh, *others: Tree
 ) -> Callable[..., tuple[Sums, Tree]]:
-    """`_manually`, of a function that returns sums over all ranks, and gradients."""
+    """`_manually` for a function that returns sums over all ranks, and gradients."""
     run = _manually(local, zero, mesh, others, (REPLICATED, _param_specs(zero)))
 
     def gradients(params: Tree, *arguments: Tree) -> tuple[Sums, Tree]:
@@ -176,16 +176,17 @@ def _manually(
 
     Args:
       others: the specs of the arguments after the parameters.
-      returned: those of the results.
+      returned: the specs of the results.
     """
     run = manually(local, MANUAL_AXES, (_param_specs(zero), *others), returned, mesh)
     return lambda params, *arguments: run(zero.split_blocks(params), *arguments)
 
 
 def _param_specs(zero: Zero) -> Tree:
-    """Over the manual axes, of parameters inside the `shard_map`, and of their gradients."""
+    """The specs over the manual axes of parameters inside the `shard_map`, and of their
+    gradients."""
     return jax.tree.map(
-        lambda axes: manual_part(zero.apart_spec(axes, zero.state_rules)),
+        lambda axes: manual_part(zero.blocked_spec(axes, zero.state_rules)),
         zero.axes,
         is_leaf=is_axes,
     )
@@ -194,8 +195,8 @@ def _param_specs(zero: Zero) -> Tree:
 def split_batch(batch: Batch, *groups: int) -> Batch:
     """Splits the rows of a batch into leading dimensions: [b, T] to [*groups, b / ..., T].
 
-    Of M micro-batches the first has rows 0, M, 2 M and so on: each has the same rows of the global
-    batch however many ranks share it, as a loss over a micro-batch needs.
+    The first of M micro-batches has rows 0, M, 2 M and so on: each micro-batch has the same rows of
+    the global batch for any number of ranks, as a loss over a micro-batch needs.
     """
 
     def split(x: jax.Array) -> jax.Array:

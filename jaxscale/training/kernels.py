@@ -1,4 +1,4 @@
-"""The kernels that a layout replaces in a model.
+"""Distributed kernels of a layout, in place of a model's defaults.
 
 They run inside the `shard_map` in which pipeline, data and fsdp are manual.
 """
@@ -40,7 +40,7 @@ with epy.lazy_imports():  # half a second, and only a GPU needs it
     from jaxscale.ops.attention import context_flash
 
 ATTENTION_SCOPE = "attention_kernel"
-"""The named scope of all that computes the heads' outputs from queries, keys and values."""
+"""The named scope of attention from queries, keys and values to the heads' outputs."""
 
 
 def make_kernels(
@@ -59,13 +59,15 @@ def make_kernels(
       implementation: of attention, by `attention_name`.
       matmul_dtype: of the model.
       one_document: whether every row is one document, and padding after it.
-      rules: of a model's own logical axes.
-      unroll: writes loops out, for XLA's cost analysis.
+      rules: of a model's additional logical axes.
+      unroll: unrolls loops, for XLA's cost analysis.
     """
-    # With context the compiler spreads a sequence, and would gather it to merge its dimensions.
+    # With context the partitioner shards the sequence, and would all-gather it for the reshape
+    # with which the CPU's form of a weight's gradient merges batch and time.
     in_parts = platform == "cpu" and layout.context > 1
     how = {"dtype": matmul_dtype, "platform": "" if in_parts else platform}
-    # With collectives XLA hid less of them: in float8, fsdp 8, 29 ms were exposed in place of 3.
+    # On one GPU only: with collectives XLA for GPUs (jax 0.12) overlaps less of them. Llama 3 8B in
+    # float8 on eight H200, fsdp 8, exposes 29 ms of collectives instead of 3.
     alone = platform == "gpu" and layout.num_devices == 1
     replaced: dict[str, Any] = {
         "columns": functools.partial(columns, **how, side_by_side=alone),
@@ -92,7 +94,8 @@ def make_kernels(
         }
         replaced["key_heads"] = functools.partial(_key_heads, layout)
     if implementation == "splash":
-        # Its kernel does not scale. Rotation does so in float32, with no rounding of its own.
+        # The splash kernel does not scale scores. Scaling bfloat16 queries first would round them
+        # a second time; RoPE scales in float32, before its one rounding.
         replaced |= {"rotary": _rotary(layout), "rotary_scales": True}
     return Kernels(
         attend=_attend(layout, implementation, one_document),
@@ -105,14 +108,14 @@ def make_kernels(
             layout.tensor,
             layout.context,
             automatic_axes(layout.sizes),
-            # XLA's own operation is a kernel on TPUs; elsewhere it would multiply every row by the
-            # matrix of every expert (jax 0.12).
+            # XLA has a kernel for ragged_dot on TPUs; elsewhere (jax 0.12) it multiplies every row
+            # by the matrix of every expert.
             "ragged_dot" if platform == "tpu" else "blocks",
             ragged=platform != "cpu",
             dtype=matmul_dtype,
             halves=layout.overlap_experts,
         ),
-        all_rows=functools.partial(_all_rows, layout),
+        sum_over_batch_ranks=functools.partial(_sum_over_batch_ranks, layout),
         cross_entropy=functools.partial(
             _cross_entropy, layout, LossForm(platform=platform, unroll=unroll)
         ),
@@ -121,17 +124,17 @@ def make_kernels(
 
 
 def evaluation_kernels(kernels: Kernels) -> Kernels:
-    """The kernels with experts that take every token, whatever their capacity; a batch to evaluate
-    may have too few sequences for halves."""
+    """The kernels for evaluation: experts drop no token, and sequences are not split into halves,
+    since an evaluation batch may have a single one."""
     everything = dataclasses.replace(kernels.dispatch, keeps_all=True, halves=False)
     return dataclasses.replace(kernels, dispatch=everything)
 
 
 def attention_name(layout: Layout, model: ModelSettings, data: DataConfig, platform: str) -> str:
-    """The implementation of attention that a run uses.
+    """The attention implementation of a run.
 
     Raises:
-      ValueError: the one that is set cannot honour the settings.
+      ValueError: the implementation that is set cannot honour the settings.
     """
     check_spread_attention(layout, model.attention)
     spread = spreads_attention(layout)
@@ -140,7 +143,7 @@ def attention_name(layout: Layout, model: ModelSettings, data: DataConfig, platf
         platform,
         dtype=model.compute_dtype,
         head_dim=model.head_dim,
-        # A kernel sees a pair of the chunks of `context_chunks.py`.
+        # With ring or gather a kernel attends to one pair of chunks (`context_chunks.py`).
         seq_len=data.seq_len // (2 * layout.context if spread else 1),
         uses=model.attention_uses,
         causal=model.causal,
@@ -150,36 +153,36 @@ def attention_name(layout: Layout, model: ModelSettings, data: DataConfig, platf
 
 
 def attention_text(layout: Layout, implementation: str) -> str:
-    """The implementation of attention as a run prints it."""
+    """The attention implementation as a run prints it."""
     return (
         implementation if layout.context == 1 else f"{implementation}, by {layout.context_method}"
     )
 
 
 def check_matmul_device(matmul_dtype: str, device: Any) -> None:
-    """Refuses matmuls of 8 bits on a device that has no units for them. A CPU emulates them.
+    """Refuses 8-bit matmuls on a device without units for them. A CPU emulates them.
 
     Raises:
-      ValueError: names the devices that have.
+      ValueError: names the devices with such units.
     """
     if not matmul_dtype or device.platform == "cpu":
         return
     chip = find_chip(device.device_kind)
-    # A GPU that the table does not have says what its kernels are written for.
+    # A GPU missing from hardware.csv is known by its compute capability.
     capability = str(getattr(device, "compute_capability", "")).replace(".", "")
     generation = chip.generation if chip else f"sm{capability}"
     check_matmul_units(matmul_dtype, generation, device.device_kind)
 
 
 def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable[..., jax.Array]:
-    """Attention with every axis manual, each rank for its heads and its part of a sequence:
-    kernels know nothing of meshes, and the compiler cannot partition them."""
+    """Attention with every axis manual, each rank for its heads and its part of a sequence: the
+    compiler cannot partition kernels."""
     queries = kernel_spec(("batch", "seq", "heads", "head_dim"), layout.sizes)
     keys = kernel_spec(("batch", "seq", "kv_heads", "head_dim"), layout.sizes)
     segments = kernel_spec(("batch", "seq"), layout.sizes)
     bias = kernel_spec(("buckets", "heads"), layout.sizes)
     sinks = kernel_vector_spec("heads", layout.sizes)
-    # Where a table recomputes a pipeline's passes, the layer itself is under no policy.
+    # With `keep:N` the pipeline's R operations recompute, and layers have no remat policy.
     under_policy = layout.remat_policy.by_names and layout.remat_policy.kept_passes is None
 
     def attend(*arrays: Any, **settings: Any) -> jax.Array:
@@ -208,13 +211,13 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
 
 
 def _manual(layout: Layout, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-    """A kernel with every axis manual, which the rows of tensor all repeat."""
+    """A kernel with every axis manual, repeated on all rows of tensor."""
     axes = {*automatic_axes(layout.sizes)} - {TENSOR_ROWS}
     kernel = manually(local, axes, in_specs, out_specs)
     if layout.tensor_rows == 1:
         return kernel
-    # Without this check the backward pass would sum gradients over the rows, which are equal there,
-    # and divide by their number. Kernels do not pass it, but may be inside.
+    # Without check_vma the backward pass sums gradients over the rows, where they are equal, and
+    # divides by their number. Kernels fail the check themselves, but may be inside.
     return jax.shard_map(
         kernel,
         in_specs=REPLICATED,
@@ -233,25 +236,25 @@ def _noisy(
     site: int,
     amount: float,
 ) -> jax.Array:
-    """`dropout` or `jitter` by the places of tokens in the text."""
-    place = jnp.asarray(balanced_order(x.shape[1], layout.context))
-    return kernel(x, noise, layer, site, amount, place)
+    """`dropout` or `jitter` with the tokens' positions in the text."""
+    positions = jnp.asarray(balanced_order(x.shape[1], layout.context))
+    return kernel(x, noise, layer, site, amount, positions)
 
 
-def _all_rows(layout: Layout, x: jax.Array) -> jax.Array:
-    """The sum over the ranks that share a micro-batch's rows."""
+def _sum_over_batch_ranks(layout: Layout, x: jax.Array) -> jax.Array:
+    """All-reduce over the ranks that share a micro-batch's rows."""
     axes = _mesh_axes(layout, ACTIVATIONS["batch"])
     return jax.lax.psum(x, axes) if axes else x
 
 
 def _key_heads(layout: Layout, x: jax.Array) -> jax.Array:
-    """Weights with a key/value head for each rank of tensor, if there are fewer: the one that the
-    rank's query heads read, of weights that every rank has whole (`whole_kv_heads`).
+    """Repeats key/value heads where ranks of tensor outnumber them: each rank gets the head that
+    its query heads read, from replicated weights (`whole_kv_heads`).
 
-    Each rank projects its own head only. Against an even division, the weights, their gradients
-    and their optimizer state take memory tensor / num_kv_heads times, and keys and values that are
-    saved for the backward pass as well. The ranks' gradients of a head are summed, which costs an
-    all-reduce over tensor of the gradients of these weights, for each layer and micro-batch.
+    Each rank projects one head only. Compared with an even division, the weights, their gradients,
+    their optimizer state and the saved keys and values need tensor / num_kv_heads times the memory.
+    The gradients of a head are summed over its ranks: an all-reduce over tensor of these weights'
+    gradients, for each layer and micro-batch.
     """
     heads = x.shape[-2]
     if heads % layout.tensor_columns == 0:
@@ -263,17 +266,17 @@ def _key_heads(layout: Layout, x: jax.Array) -> jax.Array:
 
 
 def _rotary(layout: Layout) -> Callable[..., jax.Array]:
-    """Rotary positions with every axis manual: each rank rotates its own heads."""
+    """RoPE with every axis manual: each rank rotates its heads."""
     heads = kernel_spec(("batch", "seq", "heads", "head_dim"), layout.sizes)
 
-    def turn(x: jax.Array, positions: jax.Array, **settings: Any) -> jax.Array:
+    def rotate(x: jax.Array, positions: jax.Array, **settings: Any) -> jax.Array:
         if x.shape[-1] != LANES or x.shape[1] % LANES:
             return rotary(x, positions, **settings)
         local = functools.partial(rotary_on_tpu, **settings)
         specs = heads, kernel_spec(("batch", "seq"), layout.sizes)
         return _manual(layout, local, specs, heads)(x, positions)
 
-    return turn
+    return rotate
 
 
 def _lookup(
@@ -304,10 +307,10 @@ def _cross_entropy(
     *args: jax.Array,
     **settings: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss, which ranks of context and tensor share."""
+    """The loss, divided among ranks of context (tokens) and tensor (vocabulary)."""
     time, columns = _mesh_axes(layout, ACTIVATIONS["seq"]), _mesh_axes(layout, WEIGHTS["vocab"])
     features = _mesh_axes(layout, ACTIVATIONS["embed"])
-    # Every rank has a head of a model of one's own whole where they do not divide its columns.
+    # A custom model's head may have a number of columns that tensor does not divide: replicated.
     vocab = head.shape[0 if settings.get("transposed") else 1]
     axis = columns[0] if columns and vocab % layout.tensor_columns == 0 else None
     spread = None
@@ -320,7 +323,7 @@ def _cross_entropy(
 
 
 def _scatters(layout: Layout, features: int) -> bool:
-    """Whether ranks of context keep their features of a gradient alone, as they do of the state."""
+    """Whether ranks of context keep only their part of a gradient's features, as of the state."""
     return zero_stage.shards_state(layout.zero_stage) and features % layout.context == 0
 
 

@@ -1,4 +1,4 @@
-"""The learning rate: its schedules, and what becomes of them when a run is resumed."""
+"""Learning-rate schedules, and their continuation in a resumed run."""
 
 import dataclasses
 import math
@@ -12,10 +12,11 @@ from jaxscale.config import Config, from_dict
 from jaxscale.config.optimizer import OptimizerConfig
 
 DECAY_SHARE = 0.2
-"""Last share of a wsd run, in which the rate falls (arXiv 2405.18392 finds 20 % enough)."""
+"""The last share of a wsd schedule, in which the rate decays (arXiv 2405.18392 finds 20 %
+enough)."""
 
 RATE_SETTINGS = ("schedule", "learning_rate", "final_learning_rate", "warmup_steps")
-"""Settings of the optimizer that the learning rate depends on, beside the steps it spans."""
+"""Optimizer settings of the learning rate, in addition to the length of the schedule."""
 
 
 def schedule(
@@ -23,16 +24,16 @@ def schedule(
 ) -> Callable[[Any], Any]:
     """The learning rate as a function of the number of updates already made, int or array.
 
-    Warm-up is linear, its last update is the first at the full rate. Then "constant" stays,
-    "linear" and "cosine" (arXiv 1608.03983) fall from there on, and "wsd" (warm-up, stable, decay;
-    arXiv 2404.06395) stays until the last fifth and falls with 1 - sqrt (arXiv 2405.18392).
+    Warm-up is linear; its last update is the first at the full rate. Then "constant" is constant,
+    "linear" and "cosine" (arXiv 1608.03983) decay, and "wsd" (warm-up, stable, decay; arXiv
+    2404.06395) is constant until the last fifth and decays with 1 - sqrt (arXiv 2405.18392).
 
     Args:
       name: one of the above.
       learning_rate: at the peak.
-      final: at the end of the schedule, as a share of the peak; "constant" ignores it.
+      final: at the end of the schedule, as a share of the peak; not for "constant".
       warmup_steps: updates of warm-up.
-      steps: updates that the schedule spans; beyond them the rate stays at its final value.
+      steps: length of the schedule in updates; beyond it the rate has its final value.
     """
     begin = max(warmup_steps, round(steps * (1 - DECAY_SHARE))) if name == "wsd" else warmup_steps
     falls = {
@@ -45,7 +46,7 @@ def schedule(
         raise ValueError(f"optimizer.schedule = {name!r}; it can be {', '.join(falls)}")
 
     def rate(step: Any) -> Any:
-        # On the host for an int: who asks for a number to show must not wait for the devices.
+        # On the host for an int: printing a rate must not wait for the devices.
         xp = np if isinstance(step, int) else jnp
         step = xp.asarray(step, jnp.result_type(float))
         warm = xp.minimum((step + 1) / max(warmup_steps, 1), 1)
@@ -56,7 +57,7 @@ def schedule(
 
 
 def schedule_of(config: OptimizerConfig, steps: int) -> Callable[[Any], Any]:
-    """The `schedule` of a run's settings, over so many steps."""
+    """The `schedule` of a run's settings, over `steps` updates."""
     return schedule(
         config.schedule,
         learning_rate=config.learning_rate,
@@ -67,11 +68,11 @@ def schedule_of(config: OptimizerConfig, steps: int) -> Callable[[Any], Any]:
 
 
 def with_schedule(config: Config, saved: dict[str, dict]) -> Config:
-    """The config with the steps of its schedule settled: as asked, else as a checkpoint of the run
-    has them, else `run.steps`. Training on does not stretch a schedule that has begun.
+    """The config with the length of its schedule: as set, else the checkpoint's, else `run.steps`.
+    Longer training does not stretch a started schedule.
 
     Args:
-      saved: the checkpoint's config; {} where there is none.
+      saved: the checkpoint's config, or {}.
     """
     if config.optimizer.schedule_steps is not None:
         return config
@@ -81,8 +82,8 @@ def with_schedule(config: Config, saved: dict[str, dict]) -> Config:
 
 
 def early_end(optimizer: OptimizerConfig, run_steps: int) -> str:
-    """A line about a schedule that ends before a new run does, "" where it does not: a config.json
-    has the steps of the run that it was written for.
+    """A line about a schedule that ends before a new run, or "": the config.json of another run has
+    the steps of that run.
 
     Args:
       optimizer: of a run without a checkpoint.
@@ -93,19 +94,19 @@ def early_end(optimizer: OptimizerConfig, run_steps: int) -> str:
     last = schedule_of(optimizer, steps)(steps)
     return (
         f"optimizer.schedule_steps = {steps} is below run.steps = {run_steps}: from step "
-        f"{steps + 1} on the learning rate stays at {last:.3g}. Where the configuration is that of "
-        "an earlier run, --config.optimizer.schedule_steps=None spreads the schedule over run.steps"
+        f"{steps + 1} on the learning rate is {last:.3g}. If the configuration is from an earlier "
+        "run, --config.optimizer.schedule_steps=None spreads the schedule over run.steps"
     )
 
 
 def rate_change(
     saved: dict[str, dict], optimizer: OptimizerConfig, run_steps: int, begin: int
 ) -> str:
-    """A line on what changed settings do to the learning rate of the next step, "" if none changed.
+    """A line on the learning rate of the next step under changed settings, or "".
 
     Args:
       saved: the config of the checkpoint.
-      optimizer, run_steps: of the present one.
+      optimizer, run_steps: of the present config.
       begin: steps done.
     """
     saved_config = _saved_schedule(saved)
@@ -123,8 +124,8 @@ def rate_change(
 
 
 def _saved_schedule(saved: dict[str, dict]) -> Config:
-    """What the learning rate depends on in a checkpoint's config, checked like any setting. One
-    from before `schedule_steps` has a schedule of its `run.steps`."""
+    """The learning-rate settings of a checkpoint's config, checked. Without `schedule_steps`, in
+    older ones, the length is `run.steps`."""
     names = {"optimizer": (*RATE_SETTINGS, "schedule_steps"), "run": ("steps",)}
     parts = {part: saved.get(part, {}) for part in names}
     return from_dict(

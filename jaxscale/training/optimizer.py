@@ -1,11 +1,11 @@
-"""Update rules: optax, with each array's meaning by logical axes.
+"""Optimizers: optax's update rules for stacked parameters, described by logical axes.
 
-Parameters come stacked, [layers, ...], and one parameter may hold several dimensions per side of
-its matrix ([layers, embed, heads, head_dim]). What belongs to a matrix (Muon's orthogonalisation,
-Adafactor's rows, columns and clipping) is done per matrix, so stacking changes nothing.
+Parameters are stacks, [layers, ...], and a side of a matrix may be several dimensions ([layers,
+embed, heads, head_dim]). Operations on matrices (Muon's orthogonalisation, Adafactor's rows,
+columns and clipping) are per matrix, so stacking changes no result.
 
-The updates of all rules but Lion have about the size of Adam's, so that a learning rate carries
-over; Lion wants a third to a tenth of it (arXiv 2302.06675).
+The updates of all rules except Lion have about the size of Adam's, so that a learning rate carries
+over; Lion needs a third to a tenth of it (arXiv 2302.06675).
 """
 
 import functools
@@ -33,19 +33,19 @@ from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.training.learning_rate import schedule_of
 
 SECOND_MOMENTS = ("nu", "rows", "columns", "whole")
-"""Fields of states, here and in optax, that average squares of gradients."""
+"""Fields of states, here and in optax, with averages of squared gradients."""
 
 MUON_MOMENTUM = 0.95
 MUON_COEFFICIENTS = np.float32(3.4445), np.float32(-4.775), np.float32(2.0315)
-"""The coefficients of the Newton-Schulz iteration (Jordan et al. 2024). They are part of the state,
-so of one type, whatever JAX's default is."""
+"""Coefficients of the Newton-Schulz iteration (Jordan et al. 2024). They are part of the state, so
+their type must not depend on JAX's default."""
 MUON_STEPS = 5
 MUON_RMS = 0.2
-"""Muon's updates get the root mean square that Adam's have in practice (arXiv 2502.16982)."""
+"""Root mean square of Muon's updates, that of Adam's in practice (arXiv 2502.16982)."""
 
 
 ByLayer = Callable[[Callable[[jax.Array], jax.Array], jax.Array, tuple[str, ...]], jax.Array]
-"""Applies a function of whole matrices to a stack of them with these logical axes."""
+"""Applies a function of whole matrices to a stack with these logical axes."""
 
 
 def make(
@@ -56,26 +56,25 @@ def make(
     frozen: Any = None,
     by_layer: ByLayer = lambda function, stack, names: function(stack),
 ) -> optax.GradientTransformation:
-    """The update rule of a run, on global arrays; the gradients come in clipped.
+    """The update rule of a run, on global arrays and clipped gradients.
 
-    Weight decay is decoupled and, where no group says otherwise, for matrices only: parameters
-    that `matrix_dims` gives rows and columns, such as both of an adapter. Arithmetic is in float32
-    or wider, whatever the parameters are. Between updates first moments (of AdamW, Lion and Muon)
-    are kept in `config.moment_dtype`, and second moments (of AdamW, also beside Muon, and
+    Weight decay is decoupled and, unless a group sets it, for matrices only: parameters with rows
+    and columns by `matrix_dims`, such as both factors of an adapter. Arithmetic is in float32 or
+    wider for any type of parameters. Between updates first moments (of AdamW, Lion and Muon) are
+    stored in `config.moment_dtype`, and second moments (of AdamW, also for Muon's vectors, and
     Adafactor) in `config.second_moment_dtype`.
 
     Args:
-      config: names the rule; `b1` and `b2` are those of AdamW (also beside Muon) and Lion.
-      steps: updates that the learning rate's schedule spans.
+      config: the rule's settings; `b1` and `b2` are for AdamW (also for Muon's vectors) and Lion.
+      steps: length of the learning-rate schedule in updates.
       axes: tree of the parameters with a tuple of logical axes for each.
-      frozen: tree of the parameters with whether each is left as it is, without moments; None is
-        none.
-      by_layer: how Muon's matmuls are distributed over devices.
+      frozen: tree of the parameters with whether each is frozen, without moments; None: none is.
+      by_layer: distributes Muon's matmuls over devices.
     """
     schedule = schedule_of(config, steps)
 
     def rate(updates: Any) -> Any:
-        # A value of its own: XLA would compute the schedule again in the update of each parameter.
+        # Behind a barrier: XLA would fuse the schedule into the update of each parameter.
         return jax.lax.optimization_barrier(schedule(updates))
 
     adam = functools.partial(optax.scale_by_adam, config.b1, config.b2, config.epsilon)
@@ -93,19 +92,19 @@ def make(
         optax.scale_by_learning_rate(rate),
     )
     if frozen is not None and any(jax.tree.leaves(frozen)):
-        labels = jax.tree.map(lambda still: "frozen" if still else "trained", frozen)
+        labels = jax.tree.map(lambda x: "frozen" if x else "trained", frozen)
         rule = optax.partition({"trained": rule, "frozen": optax.set_to_zero()}, labels)
     dtypes = jnp.dtype(config.moment_dtype), jnp.dtype(config.second_moment_dtype)
     return _at_rest(rule, *dtypes, stochastic=config.moment_rounding == "stochastic")
 
 
 def frozen_params(groups: Sequence[ParamGroup], axes: Any, names: Sequence[str] = ()) -> Any:
-    """Tree of the parameters with whether each is left as it is.
+    """Tree of the parameters with whether each is frozen.
 
     Args:
       groups: of `config.optimizer`.
       axes: tree of the parameters with a tuple of logical axes for each.
-      names: parameters that the model itself wants frozen.
+      names: parameters that the model declares frozen.
 
     Raises:
       ValueError: a group changes nothing, a name matches no parameter, or every parameter is
@@ -132,15 +131,15 @@ def state_axes(
 ) -> Any:
     """The logical axes of every leaf of the optimizer's state, as a tree of its structure.
 
-    A moment has the axes of its parameter, Adafactor's rows and columns those that they are not
-    averaged over; counts, constants and placeholders have none. Map over it with `is_leaf=is_axes`.
+    A moment has the axes of its parameter, Adafactor's rows and columns the axes that are not
+    averaged; counts, constants and placeholders have none. Map over it with `is_leaf=is_axes`.
 
     Args:
-      optimizer: as `make` returns it.
+      optimizer: from `make`, or custom.
       abstract_params: tree of `jax.ShapeDtypeStruct`.
       axes: tree of the parameters with a tuple of logical axes for each.
       report: called for each array that is replicated because its shape is not its parameter's:
-        with its name and shape, the parameter's shape, and whether that is one of the layers.
+        with its name and shape, the parameter's shape, and whether the parameter is of the layers.
     """
     names = dict(_leaves(axes, is_leaf=is_axes))
     shapes = {path: leaf.shape for path, leaf in _leaves(abstract_params)}
@@ -160,23 +159,22 @@ def state_axes(
 
 
 def lost_updates(trained: Iterable[Any]) -> str:
-    """A line about parameters that are too narrow for small updates, "" where none is: their type
-    is a setting of the model, and rounding is to the nearest.
+    """A line about bfloat16 parameters, whose rounding loses small updates, or "".
 
     Args:
-      trained: what is not frozen.
+      trained: the parameters that are not frozen.
     """
     if all(leaf.dtype != jnp.bfloat16 for leaf in trained):
         return ""
     return (
-        "model.param_dtype = 'bfloat16': an update of less than 2^-9 of a parameter is lost when "
-        "the sum is rounded, which at small learning rates is most of them. Parameters in float32 "
-        "keep them; model.compute_dtype = 'bfloat16' computes in bfloat16 all the same"
+        "model.param_dtype = 'bfloat16': rounding loses updates of less than 2^-9 of a parameter, "
+        "most of them at small learning rates; set model.param_dtype = 'float32', and "
+        "model.compute_dtype = 'bfloat16' to compute in bfloat16"
     )
 
 
 def is_schedule(node: Any) -> bool:
-    """Whether a node of the optimizer's state is the place in the learning rate's schedule."""
+    """Whether a node of the optimizer's state is the position in the learning-rate schedule."""
     return isinstance(node, optax.ScaleByScheduleState)
 
 
@@ -208,10 +206,10 @@ def _by_group(config: OptimizerConfig, axes: Any) -> optax.GradientTransformatio
 def _at_rest(
     inner: optax.GradientTransformation, first: jnp.dtype, second: jnp.dtype, *, stochastic: bool
 ) -> optax.GradientTransformation:
-    """`inner` computed in float32 or wider, with its moments kept in these types.
+    """`inner` computed in float32 or wider, with its moments stored in these types.
 
     Args:
-      stochastic: how they are rounded to bfloat16.
+      stochastic: whether moments are rounded to bfloat16 stochastically.
     """
     wide = jnp.promote_types(jnp.promote_types(first, second), jnp.float32)
 
@@ -227,7 +225,7 @@ def _at_rest(
                 return leaf
             dtype = second if _field(path, owner) in SECOND_MOMENTS else first
             if stochastic and dtype == jnp.bfloat16 != leaf.dtype:
-                # Of updates; a state has the rule's and the schedule's, which are equal.
+                # The number of updates; the rule's and the schedule's counts are equal.
                 count = optax.tree.get_all_with_path(state, "count")[0][1]
                 return round_stochastically(leaf, count)
             return leaf.astype(dtype)
@@ -248,9 +246,9 @@ def _at_rest(
 def _muon(
     axes: Any, rest: optax.GradientTransformation, by_layer: ByLayer
 ) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) for the matrices of the layers, `rest` for all else.
+    """Muon (Jordan et al. 2024) for the matrices of the layers, `rest` for other parameters.
 
-    The state is optax's. Its update is written out here, because matrices that are spread over
+    The state is optax's. The update is implemented here, because matrices that are sharded over
     devices must be gathered once, before the first of the fifteen matmuls.
     """
 
@@ -281,15 +279,15 @@ def _muon(
         MUON_COEFFICIENTS,
         weight_dimension_numbers=_map_axes(numbers, axes),
     )
-    # Chained, so that the state has the structure that checkpoints have.
+    # Chained for the structure of the state in checkpoints.
     muon = optax.chain(optax.GradientTransformation(rule.init, update), optax.identity())
     labels = _map_axes(lambda names: "muon" if of_layers(names) else "rest", axes)
     return optax.partition({"muon": muon, "rest": rest}, labels)
 
 
 def _orthogonal(stack: jax.Array, names: tuple[str, ...], coefficients: jax.Array) -> jax.Array:
-    """Each matrix made nearly orthogonal by five steps of Newton-Schulz, with the root mean square
-    `MUON_RMS` (arXiv 2502.16982)."""
+    """Orthogonalises each matrix approximately, by five Newton-Schulz steps, with the root mean
+    square `MUON_RMS` (arXiv 2502.16982)."""
     rows, columns = matrix_dims(names) or ((), ())
     many = tuple(i for i in range(stack.ndim) if i not in (*rows, *columns))
     order = (*many, *rows, *columns)
@@ -308,7 +306,7 @@ def _orthogonal(stack: jax.Array, names: tuple[str, ...], coefficients: jax.Arra
 
 
 class FactoredState(NamedTuple):
-    """Adafactor's second moments: of rows and columns, or whole; the others are placeholders."""
+    """Adafactor's second moments: of rows and columns, or whole; unused ones are placeholders."""
 
     count: jax.Array
     rows: Any
@@ -319,8 +317,9 @@ class FactoredState(NamedTuple):
 def _adafactor(axes: Any) -> optax.GradientTransformation:
     """Adafactor (arXiv 1804.04235) per matrix, with update clipping at 1 and no momentum.
 
-    Without the scaling by the parameters' size, as in arXiv 2106.04560 (section 3.4), so that a
-    learning rate means the same as with Adam. optax's own would factor across layers and heads.
+    Without the scaling by the parameters' size, as in arXiv 2106.04560 (section 3.4), so that
+    learning rates are comparable with Adam's. optax's Adafactor would factor across layers and
+    heads.
     """
     fields = ("rows", "columns", "whole")
 
@@ -379,7 +378,7 @@ def _factored_update(
 
 
 def _factored(shape: tuple[int, ...], names: tuple[str, ...]) -> bool:
-    """Whether Adafactor keeps rows and columns of this parameter."""
+    """Whether Adafactor's second moments of this parameter are rows and columns."""
     sides = matrix_dims(names) or ()
     sizes = [math.prod(shape[i] for i in side) for side in sides]
     return bool(sizes) and min(sizes) >= FACTORED_SIZE
@@ -397,7 +396,7 @@ def _map_axes(function: Callable, axes: Any) -> Any:
 
 
 def _map_with_axes(function: Callable, tree: Any, axes: Any) -> Any:
-    """Maps (leaf, its axes); leaves that `tree` masks out stay masked."""
+    """Maps (leaf, its axes), except leaves that are masked."""
     return jax.tree.map(
         lambda names, leaf: leaf if _is_masked(leaf) else function(leaf, names),
         axes,
@@ -415,10 +414,10 @@ def _leaves(tree: Any, is_leaf: Callable | None = None) -> list[tuple[tuple, Any
 
 
 def _owner(path: tuple, params: Any) -> tuple | None:
-    """The parameter that a leaf of the state belongs to: their paths end alike."""
+    """The parameter of a leaf of the state: the path of the leaf ends with the parameter's."""
     return next((path[i:] for i in range(len(path)) if path[i:] in params), None)
 
 
 def _field(path: tuple, owner: tuple) -> str:
-    """What a rule calls the moment of a parameter: the name before the parameter's own path."""
+    """The field of a parameter's moment: the name before the parameter's path."""
     return getattr(path[len(path) - len(owner) - 1], "name", "")

@@ -1,4 +1,4 @@
-"""Rematerialisation: the residuals that a layer saves, and those offloaded to host memory."""
+"""Rematerialisation: remat policies of a layer, and offloading of residuals to host memory."""
 
 import dataclasses
 import functools
@@ -23,8 +23,8 @@ def rematerialised(layer: LayerFunction, remat: RematPolicy) -> LayerFunction:
     """A layer under a policy of `Layout.remat`."""
     if remat.kind in ("none", "save_all_but_attention"):
         return layer
-    # Experts that are chosen again, of scores that round differently, might be others than those
-    # that the saved activations are of: so the choice is saved under every policy.
+    # Recomputed router scores may round differently and select other experts, so routing is saved
+    # under every policy.
     if remat.offloads:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[CHOICE, WEIGHT_SCALE],
@@ -40,9 +40,9 @@ def rematerialised(layer: LayerFunction, remat: RematPolicy) -> LayerFunction:
 
 
 def rematerialised_attention(kernels: Kernels, remat: RematPolicy) -> Kernels:
-    """The kernels of a model that trains under a policy: where it is "save_all_but_attention", only
-    the attention kernel is recomputed, from the saved queries, keys and values (selective
-    recomputation, arXiv 2205.05198, section 5)."""
+    """The kernels of a model that trains under a policy. With "save_all_but_attention" only the
+    attention kernel is recomputed, from saved queries, keys and values (selective recomputation,
+    arXiv 2205.05198, section 5)."""
     if remat.kind != "save_all_but_attention":
         return kernels
 
@@ -54,7 +54,7 @@ def rematerialised_attention(kernels: Kernels, remat: RematPolicy) -> Kernels:
 
 
 def _with_cudnn(policy: Callable) -> Callable:
-    """Treats the outputs of cuDNN's kernel, which have no names, as if named "attention"."""
+    """The policy with the outputs of cuDNN's kernel, which have no names, named "attention"."""
     naming = jax.make_jaxpr(lambda x: checkpoint_name(x, "attention"))(0.0).eqns[0]
 
     def treat(primitive, *args, **params):
@@ -66,8 +66,7 @@ def _with_cudnn(policy: Callable) -> Callable:
 
 
 def _checkpoint(function: Callable, policy: Callable) -> Callable:
-    # The layer loop separates the forward from the backward pass at a lower cost than the barriers
-    # of prevent_cse.
+    # The layer loop separates forward and backward pass with fewer barriers than prevent_cse.
     return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
@@ -77,15 +76,15 @@ def to_host(tree: Tree) -> Tree:
 
 
 def from_host(tree: Tree) -> Tree:
-    """Moves them back."""
+    """Moves arrays back to the device, inside a jitted function."""
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
 def check_host_memory(layout: Layout, mesh: Mesh) -> None:
-    """Refuses offloading where the back end has no host memory of its own.
+    """Refuses offloading on a back end without separate host memory.
 
     Raises:
-      ValueError: with what to set.
+      ValueError: with the settings to change.
     """
     device = mesh.devices.flat[0]
     offloads = layout.offload != "none" or layout.remat_policy.offloads
@@ -103,5 +102,5 @@ def check_host_memory(layout: Layout, mesh: Mesh) -> None:
         without.append("layout.remat = 'full' or another policy without 'offload:'")
     reason = f"the {device.platform} back end has no pinned host memory, only {sorted(kinds)}"
     if not kinds:  # an absent device
-        reason = f"JAX compiles no offloading for absent {device.platform} devices"
+        reason = f"JAX cannot compile offloading for absent {device.platform} devices"
     raise ValueError(f"{', '.join(settings)}: {reason}; set {', and '.join(without)}")

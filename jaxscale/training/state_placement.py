@@ -1,4 +1,4 @@
-"""Where the state of a run lives: its logical axes, the ZeRO stage, and every array's sharding."""
+"""Placement of a run's state: logical axes, ZeRO stage, and the sharding of every array."""
 
 import functools
 import logging
@@ -40,10 +40,10 @@ def make_zero(
 
     Args:
       axes, shapes: of the parameters; the axes in canonical form.
-      own: mesh axes of a model's own logical axes.
-      frozen: tree of the parameters with whether each is left as it is.
+      own: mesh axes of a model's custom logical axes.
+      frozen: tree of the parameters with whether each is frozen.
     """
-    layout, kind = config.layout, mesh.devices.flat[0].device_kind
+    layout, device_kind = config.layout, mesh.devices.flat[0].device_kind
     return Zero(
         layout.zero_stage,
         layout.sizes,
@@ -51,8 +51,8 @@ def make_zero(
         jnp.dtype(config.model.compute_dtype),
         jnp.dtype(config.optimizer.accumulation_dtype),
         {**WEIGHTS, **own},
-        has_sparse_cores(kind),
-        waits_for_gathers(kind),
+        has_sparse_cores(device_kind),
+        waits_for_gathers(device_kind),
         jnp.dtype(config.optimizer.reduced_in),
         frozen=frozen if any(jax.tree.leaves(frozen)) else None,
     )
@@ -67,16 +67,16 @@ def place_state(
     begin: Callable[[Tree], TrainState],
     params: Tree,
 ) -> tuple[TrainState, TrainState]:
-    """The logical axes of a state, and its shapes with the shardings that it has between steps.
+    """The logical axes of a state, and its shapes with the shardings between steps.
 
     Args:
       axes: of the parameters, in canonical form.
-      begin: from parameters to the state before the first step.
+      begin: makes the state before the first step, from parameters.
       params: the parameters' shapes.
     """
     shapes = jax.eval_shape(begin, params)
     said = functools.partial(_replicated_state, layout.pipeline > 1)
-    # Optimizers look for canonical names, such as "embed".
+    # Optimizers read canonical names, such as "embed".
     moments = state_axes(optimizer, params, axes, said)
     moments = _axes_at_rest(moments, shapes.opt_state, layout, _width(axes, params))
     nothing = jax.tree.map(lambda leaf: (), shapes.guard)
@@ -97,7 +97,7 @@ def place_state(
 
 
 def state_bytes(state: TrainState) -> int:
-    """Bytes of a state in a device's memory; not what is offloaded.
+    """Bytes of a state in a device's memory, without offloaded arrays.
 
     Args:
       state: shapes and shardings.
@@ -116,8 +116,8 @@ def apply_by_layer(
     stack: jax.Array,
     names: Axes,
 ) -> jax.Array:
-    """Reshards a stack so that each rank has some layers' whole matrices, computes there, and
-    reshards back: an all-to-all each way over fsdp, instead of gathers between any two matmuls.
+    """Applies a function to a stack resharded by layers, whole matrices on each rank, and reshards
+    back: an all-to-all each way over fsdp, instead of gathers between any two matmuls.
     """
     num_layers = stack.shape[names.index("layers")]
     steps = [zero.state_rules, *layer_rules(zero.sizes, num_layers, zero.rules)]
@@ -131,18 +131,17 @@ def apply_by_layer(
 
 
 def _axes_at_rest(axes: Tree, shapes: Tree, layout: Layout, width: int) -> Tree:
-    """The canonical axes of parameters, or of arrays that lie as they do, with the names that the
+    """The axes of parameters, or of arrays that are sharded as they are, with the names that the
     layout gives to some dimensions.
 
     Args:
-      width: divides every "embed" dimension outside the layers.
+      width: a divisor of every "embed" dimension outside the layers.
     """
     return whole_kv_heads(spread_outer(axes, layout.sizes, width), shapes, layout.sizes)
 
 
 def _width(axes: Tree, shapes: Tree) -> int:
-    """The largest number that divides every "embed" dimension of the parameters outside the
-    layers."""
+    """The greatest common divisor of the parameters' "embed" dimensions outside the layers."""
     sizes = [
         leaf.shape[names.index("embed")]
         for part in ("embed", "head")
@@ -157,26 +156,26 @@ def _width(axes: Tree, shapes: Tree) -> int:
 def _replicated_state(
     in_pipeline: bool, name: str, shape: tuple, param_shape: tuple, in_layers: bool
 ) -> None:
-    """Says that an array of an optimizer's state is replicated.
+    """Logs that an array of an optimizer's state is replicated.
 
     Raises:
-      ValueError: it has a part for each layer perhaps, which a pipeline cannot place.
+      ValueError: it may have a part for each layer, which a pipeline cannot shard.
     """
     if in_pipeline and in_layers:
         raise ValueError(
             f"the optimizer's {name} has shape {shape}, and its parameter {param_shape}: a "
-            "pipeline places the layers of arrays of the parameter's shape only; set "
+            "pipeline shards only arrays of the parameter's shape by layers; set "
             "layout.pipeline = 1, or use another optimizer"
         )
     log.info(
-        f"the optimizer's {name} {list(shape)} is replicated: its shape is not that of its "
-        f"parameter, {list(param_shape)}"
+        f"the optimizer's {name} {list(shape)} is replicated: its shape is not its parameter's, "
+        f"{list(param_shape)}"
     )
 
 
 def _on_host(shardings: Tree, abstract: Tree) -> Tree:
-    """Shardings of the same shards in host memory; scalars stay on the device, where the compiler
-    wants them."""
+    """Shardings of the same shards in host memory; scalars are kept on the device, as the compiler
+    requires."""
     return jax.tree.map(
         lambda sharding, leaf: sharding.with_memory_kind("pinned_host") if leaf.ndim else sharding,
         shardings,

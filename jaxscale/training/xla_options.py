@@ -1,4 +1,4 @@
-"""The XLA options that a train step is compiled with, by device."""
+"""XLA flags of a train step, by device, with the reason for each."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ log = logging.getLogger("jaxscale")
 
 @dataclass(frozen=True)
 class XlaFlag:
-    """A compiler option and why it is set."""
+    """A compiler option and the reason for it."""
 
     name: str
     value: bool | int | str
@@ -38,27 +38,27 @@ _GPU = (
     XlaFlag(
         "xla_gpu_enable_latency_hiding_scheduler",
         True,
-        "starts a collective early, so that computation overlaps it (NVIDIA's advice)",
+        "starts a collective early, so that it overlaps with computation (NVIDIA's advice)",
     ),
     XlaFlag(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         4,
-        "the backward pass has gathers and reduce-scatters in flight at once; with the limit of 1 "
-        "the gather ends before the layer begins",
+        "the backward pass has gathers and reduce-scatters in flight at once; with a limit of 1 "
+        "the gather ends before the layer starts",
     ),
     XlaFlag(
         "xla_gpu_enable_analytical_sol_latency_estimator",
         False,
-        "it estimates that a loop, as that over micro-batches, takes no time, and overlaps nothing "
-        "with it",
+        "it estimates that a loop, such as over micro-batches, takes no time, and overlaps no "
+        "collective with it",
     ),
 )
 _TPU = (
     XlaFlag(
         "xla_tpu_enable_ragged_dot_kernel",
         True,
-        "without it libtpu 0.0.52 multiplies every row by the matrix of every expert, but on v4 "
-        "and v5p: with 8 experts 8 times the FLOPs; with 0.0.50 it is the default",
+        "without it libtpu 0.0.52 multiplies every row by the matrix of every expert, except on v4 "
+        "and v5p: with 8 experts 8 times the FLOPs; in 0.0.50 it is the default",
     ),
 )
 _TPU_V5E = (
@@ -67,7 +67,7 @@ _TPU_V5E = (
     XlaFlag(
         "xla_tpu_enable_async_collective_fusion",
         True,
-        "fuses a running collective with the computation that hides it; only v5e supports it",
+        "fuses a running collective with the computation that it overlaps with; v5e only",
     ),
     XlaFlag(
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
@@ -77,12 +77,12 @@ _TPU_V5E = (
     XlaFlag(
         "xla_tpu_enable_async_collective_fusion_multiple_steps",
         True,
-        "spreads one collective over several computations",
+        "overlaps one collective with several computations",
     ),
     XlaFlag(
         "xla_max_concurrent_async_all_gathers",
         16,
-        "a layer has up to nine weights to gather; with the limit of 1 only one is hidden",
+        "a layer has up to nine weights to gather; with a limit of 1 only one is overlapped",
     ),
     XlaFlag(
         "xla_tpu_overlap_compute_collective_tc",
@@ -117,7 +117,7 @@ _TPU_SPARSE_CORES = (
     XlaFlag(
         "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
         True,
-        "the sparse cores drive reduce-scatters as well",
+        "the sparse cores also drive reduce-scatters",
     ),
     XlaFlag(
         "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter",
@@ -128,12 +128,12 @@ _TPU_SPARSE_CORES = (
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
         True,
         "and all-reduces, such as XLA makes of a reduce-scatter where the other dimension in tiles "
-        "of 128 does not divide by the sides of the torus (`Zero.ranks_apart` avoids most)",
+        "of 128 does not divide by the sides of the torus (`Zero.ranks_as_dimension` avoids most)",
     ),
     XlaFlag(
         "xla_tpu_enable_sparse_core_offload_queuing_in_lhs",
         True,
-        "all the collectives of a layer are queued before it computes, not one after the other",
+        "queues all the collectives of a layer before it computes, not one after the other",
     ),
 )
 XLA_FLAGS = {
@@ -147,92 +147,90 @@ XLA_FLAGS = {
     "TPU v6 lite": _TPU_SPARSE_CORES,
     "TPU v6e": _TPU_SPARSE_CORES,
 }
-"""By what JAX reports as `device.device_kind`, else as `device.platform`. Each was seen to change
-the scheduled program of a layered step as its reason says (libtpu 0.0.51, XLA of jax 0.12), that of
-`_TPU` a program of `ragged_dot` alone (libtpu 0.0.52)."""
+"""`device.device_kind`, else `device.platform` -> flags. Each flag was seen to change the scheduled
+program of a layered step as its reason says (libtpu 0.0.51, XLA of jax 0.12), `_TPU` that of a
+program with only `ragged_dot` (libtpu 0.0.52)."""
 
 PIPELINED = (
     XlaFlag(
         "xla_gpu_enable_command_buffer",
         "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE",
-        "XLA's default and WHILE: a tick's operations are loops of zero or one trips, and for "
-        "each the host reads the condition and waits; recorded in a CUDA graph the device "
-        "decides. XLA leaves WHILE and CONDITIONAL out with a driver or CUDA older than 12.3. "
-        "Not COLLECTIVES: NCCL cannot be captured in a conditional node (NVIDIA/nccl#1986), so "
-        "a loop with a collective in it stays on the host",
+        "XLA's default and WHILE: a tick's operations are loops of zero or one trips, for each of "
+        "which the host reads the condition and waits; in a CUDA graph the device decides. XLA "
+        "omits WHILE and CONDITIONAL with a driver or CUDA older than 12.3. Not COLLECTIVES: NCCL "
+        "cannot be captured in a conditional node (NVIDIA/nccl#1986), so a loop with a collective "
+        "remains on the host",
     ),
     XlaFlag(
         "xla_disable_hlo_passes",
         "dynamic-slice-annotator",
-        "a copy of one layer's slice would be a memcpy whose address the host computes from "
-        "the layer's index, and a loop with such a copy cannot be recorded; without the pass "
-        "it is a kernel",
+        "a copy of one layer's slice would be a memcpy whose memory address the host computes from "
+        "the layer's index, and a loop with such a copy cannot be recorded; without the pass it is "
+        "a kernel",
     ),
 )
-"""What a step with a pipeline has besides, on GPUs."""
+"""Extra flags for pipelined steps on GPU."""
 
 FLOAT8 = (
     XlaFlag(
         "xla_gpu_enable_triton_gemm",
         False,
-        "leaves matmuls to cuBLAS: in kernels that XLA writes with Triton, tensor cores of "
-        "Hopper sum products of float8 with about 14 bits, whatever precision is asked for "
+        "leaves matmuls to cuBLAS: in XLA's Triton kernels, Hopper's tensor cores accumulate "
+        "float8 matmuls with about 14 bits, whatever precision is requested "
         "(max_num_imprecise_acc in XLA's emitter)",
     ),
 )
-"""What a step with `model.matmul_dtype = "float8"` has besides, on GPUs."""
+"""Extra flags for steps with `model.matmul_dtype = "float8"` on GPU."""
 
 IN_PLACE = (
     XlaFlag(
         "xla_gpu_enable_triton_gemm",
         False,
-        "leaves matmuls to cuBLAS before slices are looked at: a kernel that XLA writes with "
-        "Triton, or chooses cuBLAS over by timing both, writes its result to an array of its "
-        "own",
+        "leaves matmuls to cuBLAS before slices are fused: a Triton kernel, or a cuBLAS kernel "
+        "chosen by timing both, writes its result to a separate array",
     ),
     XlaFlag(
         "xla_gpu_enable_dynamic_slice_fusion",
         True,
-        "matmuls write residuals into the arrays of all layers, and read them from there",
+        "matmuls write residuals directly to the arrays of all layers, and read them from there",
     ),
 )
-"""What a step whose layers write residuals where they make them (`save_in_place`) has besides, on
-GPUs."""
+"""Extra flags for steps whose layers write residuals to the stack (`save_in_place`) on GPU."""
 
 UNROLLED = (
     XlaFlag(
         "xla_gpu_enable_triton_gemm",
         False,
-        "cuBLAS adds a matmul's result to the stream, or to the gradient of another matmul, as it "
-        "writes it; the result of a matmul that XLA times Triton for is added by another kernel",
+        "cuBLAS adds a matmul's result to the stream, or to the gradient of another matmul, while "
+        "writing it; with Triton among the timed kernels a separate kernel adds the result",
     ),
     XlaFlag(
         "xla_gpu_dot_merger_threshold_mb",
         0,
-        "queries, keys and values are arrays of their own, which the backward pass reads: from the "
-        "result of one matmul they would be copied",
+        "the backward pass reads queries, keys and values as separate arrays: they would be copied "
+        "from the result of one merged matmul",
     ),
 )
-"""What a step with unrolled layers has besides, on one GPU."""
+"""Extra flags for steps with unrolled layers on one GPU."""
 
 INIT = (
     XlaFlag(
         "xla_backend_optimization_level",
         1,
-        "LLVM spends seconds on optimising the random-bit generators, and gains nothing",
+        "LLVM spends seconds on optimising the random-bit generators, without a gain",
     ),
 )
-"""What the program that draws the parameters has, on CPUs."""
+"""Flags for the program that draws the parameters, on CPU."""
 
 
 COMBINED_BYTES = 30 * 2**20
-"""Bytes of results up to which XLA for GPUs combines collectives by itself."""
+"""XLA for GPUs' default limit of combined collectives, in bytes of results."""
 
 _COPIES_ASIDE = XlaFlag(
     "xla_disable_hlo_passes",
     "dynamic-slice-annotator",
-    "XLA would overlap the copies of a layer's gradients to their place with the layer's compute, "
-    "and so begin with waiting for their all-reduce",
+    "XLA would overlap the copies of a layer's gradients into the stack with the layer's compute, "
+    "and so wait for their all-reduce first",
 )
 
 DETERMINISTIC = {
@@ -242,38 +240,38 @@ DETERMINISTIC = {
         XlaFlag(
             "xla_gpu_deterministic_ops",
             True,
-            "the same bits on each run (XLA's words): scatters add in order and not by atomics, "
-            "cuDNN's attention takes its deterministic backward pass (openxla/xla#14125), and no "
+            "the same bits on each run (XLA's words): scatters add in order, without atomics, "
+            "cuDNN's attention uses its deterministic backward pass (openxla/xla#14125), and no "
             "kernel is chosen by timing, so that a program compiled again has the same kernels",
         ),
     ),
 }
-"""By `device.platform`: what a step needs to compute the same bits every time. CPUs and TPUs run a
-compiled program in one order."""
+"""`device.platform` -> flags for a bitwise reproducible step; CPUs and TPUs run a program in
+a fixed order."""
 
 XLA_MEMORY_FRACTION = 0.8
-"""Share of a GPU's memory that XLA plans with, whatever JAX takes."""
+"""Share of a GPU's memory that XLA plans with, whatever share JAX preallocates."""
 
 
 def has_sparse_cores(device_kind: str) -> bool:
-    """Whether it is a TPU whose sparse cores drive collectives."""
+    """Whether a device is a TPU whose sparse cores drive collectives."""
     return XLA_FLAGS.get(device_kind) is _TPU_SPARSE_CORES
 
 
 def waits_for_gathers(device_kind: str) -> bool:
-    """Whether it is a TPU whose compiler overlaps few all-gathers, or none, with compute: v4 and
-    v5e, as was seen in steps of llama2_7b with libtpu 0.0.52. With v7x it overlaps more."""
+    """Whether a device is a TPU whose compiler overlaps few or no all-gathers with compute: v4 and
+    v5e, as seen in steps of llama2_7b with libtpu 0.0.52; on v7x it overlaps more."""
     return device_kind == "TPU v4" or XLA_FLAGS.get(device_kind) is _TPU_V5E
 
 
 def _combining(layer: LayerBytes) -> tuple[XlaFlag, ...]:
     """Options that combine the collectives of a layer, and no more: the gradients of the head would
-    wait for the embedding's. Larger models otherwise have more collectives in a layer than may be
-    in flight at once, and some of them overlap nothing."""
-    reason = "the weights, or the gradients, of a layer travel in one NCCL call"
+    wait for the embedding's. Without them larger models have more collectives in a layer than may
+    be in flight at once, and some are not overlapped."""
+    reason = "the weights, or the gradients, of a layer are sent in one NCCL call"
     combined = tuple(
-        XlaFlag(f"xla_gpu_{kind}_combine_threshold_bytes", num_bytes, reason)
-        for kind, num_bytes in (
+        XlaFlag(f"xla_gpu_{collective}_combine_threshold_bytes", num_bytes, reason)
+        for collective, num_bytes in (
             ("all_gather", layer.gathered),
             ("reduce_scatter", layer.reduced),
             ("all_reduce", layer.reduced),
@@ -284,13 +282,13 @@ def _combining(layer: LayerBytes) -> tuple[XlaFlag, ...]:
 
 
 def _memory_limit(device: Any, arguments: float) -> XlaFlag:
-    """The option that has XLA plan with the memory that JAX takes of a GPU.
+    """The option that has XLA plan with the memory that JAX preallocates on a GPU.
 
-    Where a step would need more than its limit, XLA recomputes matmuls without being asked and
-    overlaps less. The limit is that of temporaries: (80 % of the memory - arguments) * factor %,
-    where the factor is 95 by default (openxla/xla, `GetSchedulerMemoryLimit` in
-    gpu_hlo_schedule.cc). All processes must have the same program, so a GPU's memory is the
-    table's; of one that is not there, or whose arguments take 80 %, the limit is too low.
+    If a step needs more than XLA's limit, XLA recomputes matmuls and overlaps less. The limit is on
+    temporaries: (80 % of the memory - arguments) * factor %, with a default factor of 95
+    (openxla/xla, `GetSchedulerMemoryLimit` in gpu_hlo_schedule.cc). All processes must have the
+    same program, so a GPU's memory is from hardware.csv; for a GPU missing there, or arguments
+    above 80 %, the limit is too low.
 
     Args:
       arguments: bytes, on a device.
@@ -301,20 +299,20 @@ def _memory_limit(device: Any, arguments: float) -> XlaFlag:
     held = arguments / chip.memory_bytes if chip else 0.0
     held = held if held < min(taken, XLA_MEMORY_FRACTION) else 0.0
     factor = math.floor(100 * (taken - held) / (XLA_MEMORY_FRACTION - held))
-    reason = f"{taken:.0%} of the memory may be used; by itself XLA recomputes beyond 76 %"
+    reason = f"{taken:.0%} of the memory may be used; by default XLA recomputes beyond 76 %"
     return XlaFlag("xla_gpu_memory_limit_slop_factor", factor, reason)
 
 
 def flags_of(device: Any) -> tuple[XlaFlag, ...]:
-    """The table's options for a device, which may be an absent one."""
+    """The table's flags for a device, attached or absent."""
     return XLA_FLAGS.get(device.device_kind, XLA_FLAGS.get(device.platform, ()))
 
 
 def refused_options(flags: Sequence[XlaFlag], sharding: Sharding) -> dict[str, str]:
-    """The error of this version of XLA for each option that it does not take, by name.
+    """Option -> the error of this version of XLA, for options that it refuses.
 
-    XLA renames and drops options between versions, and does not compile with one that it does not
-    know: an empty program is compiled with all of them and, where that fails, with each alone.
+    XLA renames and drops options between versions, and does not compile with an unknown one: an
+    empty program is compiled with all of them and, if that fails, with each alone.
 
     Args:
       sharding: names the devices to compile for.
@@ -346,11 +344,11 @@ def step_options(
     layer: LayerBytes | None = None,
     arguments: float = 0.0,
 ) -> dict[str, bool | int | str]:
-    """The table's options for a mesh's devices, without those that this version of XLA does not
-    know, which are logged.
+    """The compiler options of a step on a mesh's devices; options unknown to this version of XLA
+    are logged and left out.
 
     Args:
-      deterministic: whether to add the options that make a step compute the same bits every time.
+      deterministic: whether to add the options for bitwise reproducible steps.
       pipelined, in_place, unrolled, matmul_dtype, layer, arguments: as in `_gpu_step_flags`.
 
     Raises:
@@ -372,12 +370,12 @@ def step_options(
         if name in {flag.name for flag in needed}:
             raise ValueError(
                 f"run.deterministic = True: this version of XLA does not know {name}, without "
-                "which a step may differ from run to run; set it to False, or install another "
-                "version of jaxlib"
+                "which a step may differ from run to run; set run.deterministic = False, or "
+                "install another version of jaxlib"
             )
         log.warning(
-            "this version of XLA does not know %s: the step is compiled without it; without it a "
-            "step may be slower, and its results are the same",
+            "this version of XLA does not know %s: the step is compiled without it; it may be "
+            "slower, with the same results",
             name,
         )
     return {flag.name: flag.value for flag in flags if flag.name not in refused}
@@ -392,15 +390,14 @@ def _gpu_step_flags(
     layer: LayerBytes | None,
     arguments: float,
 ) -> tuple[XlaFlag, ...]:
-    """What a step on a GPU has beside the table's options, where the environment's XLA_FLAGS leave
-    it open.
+    """Extra flags of a step on a GPU, except flags that the environment's XLA_FLAGS set.
 
     Args:
-      pipelined: whether the step has a pipeline, and those of `PIPELINED`.
-      in_place: whether it has those of `IN_PLACE`.
-      unrolled: whether it has those of `UNROLLED`.
-      matmul_dtype: of the model; "float8" adds those of `FLOAT8`.
-      layer: the largest one, if its collectives are to be combined.
+      pipelined: adds `PIPELINED`.
+      in_place: adds `IN_PLACE`.
+      unrolled: adds `UNROLLED`.
+      matmul_dtype: of the model; "float8" adds `FLOAT8`.
+      layer: the largest layer, if its collectives are to be combined.
       arguments: bytes of the step's arguments on a device.
     """
     flags = (
@@ -415,19 +412,19 @@ def _gpu_step_flags(
 
 
 def init_options(platform: str) -> dict[str, bool | int | str]:
-    """The options of `INIT` that the environment's XLA_FLAGS leave open."""
+    """The options of `INIT`, except options that the environment's XLA_FLAGS set."""
     flags = INIT if platform == "cpu" else ()
     return {flag.name: flag.value for flag in flags if not _is_set(flag)}
 
 
 def _is_set(flag: XlaFlag) -> bool:
-    """Whether the environment sets it, as `--name` or `--name=value`."""
-    set_there = os.environ.get("XLA_FLAGS", "").split()
-    return any(one.split("=")[0] == f"--{flag.name}" for one in set_there)
+    """Whether the environment sets a flag, as `--name` or `--name=value`."""
+    given = os.environ.get("XLA_FLAGS", "").split()
+    return any(one.split("=")[0] == f"--{flag.name}" for one in given)
 
 
 def _deterministic(device: Any) -> tuple[XlaFlag, ...]:
-    """The options of `DETERMINISTIC` for a device, or a refusal."""
+    """The options of `DETERMINISTIC` for a device; refuses devices without them."""
     platform = device.platform
     if platform == "gpu" and device not in jax.devices():
         raise ValueError(
@@ -436,7 +433,7 @@ def _deterministic(device: Any) -> tuple[XlaFlag, ...]:
         )
     if platform not in DETERMINISTIC:
         raise ValueError(
-            f"run.deterministic = True is for {', '.join(DETERMINISTIC)}, and it is not known what "
-            f"makes the {platform} back end deterministic; set it to False"
+            f"run.deterministic = True is for {', '.join(DETERMINISTIC)}, not for the {platform} "
+            "back end; set run.deterministic = False"
         )
     return DETERMINISTIC[platform]

@@ -93,7 +93,7 @@ def test_pins_hold(formula, tmp_path, capsys):
     numbers, _ = measured(tmp_path, "--trials", "9", "--pin", "remat=full", "pipeline=1")
     layouts = [trial["layout"] for trial in numbers["trials"]]
     assert {(layout["remat"], layout["pipeline"]) for layout in layouts} == {("full", 1)}
-    said = "without the config's own layout: it has remat = none, and --pin has full"
+    said = "without the config's layout: it has remat = none, and --pin has full"
     assert said in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""Search by measuring: every outcome is kept and learnt from, and a search goes on after a kill."""
+"""Measured search: every outcome is stored and used, and a search resumes after a kill."""
 
 import os
 import pathlib
@@ -109,17 +109,17 @@ def test_a_search_that_is_done_does_nothing_more(found):
 def test_a_file_of_something_else_is_refused(found):
     storage, _ = found
     other = configs.load("configs/tiny.py", [*SETTINGS, "model.d_ff=256"])
-    with pytest.raises(ValueError, match="another config; name another file in --storage"):
+    with pytest.raises(ValueError, match="another config; give another file in --storage"):
         search.search_by_measuring(other, EIGHT, trials=1, storage=storage, program=FAKE)
     fewer = search.Devices(4, "fake", "cpu")
-    with pytest.raises(ValueError, match="devices = 8, and there are 4; name another file"):
+    with pytest.raises(ValueError, match="devices = 8, and there are 4; give another file"):
         search.search_by_measuring(CONFIG, fewer, trials=1, storage=storage, program=FAKE)
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path):
     storage = tmp_path / "hw.csv"
     storage.write_text("name,generation\n" * 100)
-    with pytest.raises(ValueError, match=r"hw\.csv cannot be a database of trials \(file is not"):
+    with pytest.raises(ValueError, match=r"hw\.csv is not a database of trials \(file is not"):
         search.open_study(CONFIG, EIGHT, storage)
     assert storage.read_text().startswith("name,generation")
 

@@ -1,4 +1,4 @@
-"""The layouts that a search may try are those that the engine accepts, each once."""
+"""The search space of a measured search is the layouts that the engine accepts, each once."""
 
 import dataclasses
 import itertools
@@ -92,7 +92,7 @@ def test_the_engine_accepts_what_is_not_refused(pool):
             Layout(data=2, pipeline=4, schedule="interleaved", virtual_stages=4, microbatches=4),
             "model.num_layers = 8 is less than the 16 stages",
         ),
-        (Layout(data=2, pipeline=4, microbatches=4, remat="keep:4"), "no rank has more than that"),
+        (Layout(data=2, pipeline=4, microbatches=4, remat="keep:4"), "no rank has more passes"),
     ],
 )
 def test_refusals_say_why(layout, why):

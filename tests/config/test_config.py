@@ -32,7 +32,7 @@ EMPTY = "import ml_collections\n\n\ndef get_config():\n    return ml_collections
         ("mt5_large", 1_229_581_312),
         ("mt5_xl", 3_742_619_648),
         ("mt5_xxl", 12_921_057_280),
-        # From the parameters per rank in the authors' log, those that all ranks hold counted once.
+        # From the parameters per rank in the authors' log, replicated ones counted once.
         ("gpt_175b", 174_609_555_456),
         ("bert_base", 109_514_298 + 70 * (768 + 1)),  # rows of padding, and the head's bias
         ("esm2_8m", 7_512_353 + 95 * (320 + 1)),

@@ -71,8 +71,8 @@ def test_sources_survive_a_file_and_the_command_line(tmp_path):
         ({"path": "a", "feild": "b"}, r"unknown key 'feild'; it can be .*did you mean 'field'\?"),
         ({"path": "a", "zzz": "b"}, r"unknown key 'zzz'; it can be path, format"),
         ({"path": 3}, r"\['path'\] = 3 is of type int; expected a path or a list of paths"),
-        ({"path": ["a", ""]}, "empty path or none"),
-        ({"path": []}, "empty path or none"),
+        ({"path": ["a", ""]}, "is empty or has an empty path"),
+        ({"path": []}, "is empty or has an empty path"),
         ({"path": "a", "format": "jsnl"}, r"format = 'jsnl' is not known.*did you mean 'jsonl'"),
         ({"path": "a", "boundary": "lines"}, r"did you mean 'line'"),
         ({"path": "a", "boundary": 3}, r"\['boundary'\] = 3 is of type int; expected text"),
@@ -85,14 +85,17 @@ def test_sources_survive_a_file_and_the_command_line(tmp_path):
         ({"path": "a", "max_document_bytes": float("inf")}, "expected a whole number"),
         ({"path": "a", "skip_share": 1}, "skip_share = 1.0 must be at least 0 and below 1"),
         ({"path": "a", "skip_share": "no"}, "expected a number"),
-        ({"path": "a", "format": "jsonl", "boundary": "line"}, "of format = 'jsonl' is a record"),
-        ({"path": "a", "format": "text", "boundary": "record"}, "'record' needs records"),
+        (
+            {"path": "a", "format": "jsonl", "boundary": "line"},
+            "with format = 'jsonl' a document is a record",
+        ),
+        ({"path": "a", "format": "text", "boundary": "record"}, "'record' is not for text"),
         ({"path": "a", "weight": -1}, "weight = -1.0 must be finite and at least 0"),
         ({"path": "a", "weight": float("nan")}, "must be finite"),
         ({"path": "a", "weight": "x"}, r"expected a number, or a list of \[step, weight\]"),
         ({"path": "a", "weight": [[0.5, 1]]}, r"a list of \[step, weight\]"),
-        ({"path": "a", "weight": [[5, 1]]}, "must begin at step 0 and rise"),
-        ({"path": "a", "weight": [[0, 1], [0, 2]]}, "must begin at step 0 and rise"),
+        ({"path": "a", "weight": [[5, 1]]}, "must begin at step 0, with increasing"),
+        ({"path": "a", "weight": [[0, 1], [0, 2]]}, "must begin at step 0, with increasing"),
         ({"path": "a", "weight": []}, "must begin at step 0"),
     ],
 )
@@ -102,7 +105,7 @@ def test_what_cannot_be_is_named(entry, message):
 
 
 def test_no_entry_is_an_error():
-    with pytest.raises(ValueError, match="empty path or none"):
+    with pytest.raises(ValueError, match=r"data.source = \[\] is empty; give files"):
         to_sources([])
 
 

@@ -88,7 +88,7 @@ def test_a_layout_that_is_left_to_the_planner(tmp_path):
     assert config.load(str(path)).layout.auto
     left = config.load("configs/tiny.py", ["layout=auto", "layout.tensor=2"]).layout
     assert (left.auto, left.tensor) == (True, 2)
-    with pytest.raises(ValueError, match="layout = 'auto' is chosen when a run begins; here set"):
+    with pytest.raises(ValueError, match="layout = 'auto' is chosen when a run starts; here set"):
         resolve_sizes(left, 8)
 
 
@@ -108,7 +108,7 @@ def test_passes_that_cannot_be_kept_are_refused(layout, fragment):
 
 def test_a_pipeline_that_would_keep_all_passes_is_refused():
     layout = Layout(pipeline=4, data=1, microbatches=8, remat="keep:4")
-    with pytest.raises(ValueError, match=r"layout.remat = 'keep:4': .* more than that in flight"):
+    with pytest.raises(ValueError, match=r"layout.remat = 'keep:4': .* has more passes in flight"):
         open_stages(layout, 8)
 
 

@@ -187,7 +187,7 @@ def test_a_run_of_pairs_resumes_and_evaluates():
 
 
 def test_what_a_config_refuses():
-    with pytest.raises(ValueError, match=r"data.target_len = 8 .*'masked' does not train; choose"):
+    with pytest.raises(ValueError, match=r"data.target_len = 8 .*'masked' does not train; set"):
         DataConfig(target_len=8, objective="masked")
     with pytest.raises(ValueError, match=r"data.target_len = 2 is too short .*'span_corruption'"):
         opened(numbered(60, 60), seq_len=16, target_len=2, objective="span_corruption")

@@ -317,7 +317,7 @@ def test_a_run_of_a_mixture_says_what_it_sees(tmp_path, caplog):
     seen = train.progress(8 * 8)[1].seen
     assert seen == 12  # six steps of eight, a quarter
     assert f"reads them {seen / len(code):.2f} times" in caplog.text
-    again = [line for line in caplog.messages if f"{code.name} begins again, epoch 2" in line]
+    again = [line for line in caplog.messages if f"{code.name}: starting epoch 2" in line]
     assert len(again) == 1
     assert int(again[0].split()[1].rstrip(":")) > 2
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]

@@ -40,7 +40,7 @@ NUM_TOKENS = 12
 
 @functools.cache
 def golden(name: str) -> Pretrained:
-    """In float64, and livelier than it was made: no two texts are alike."""
+    """In float64, with scaled parameters: no two texts are equal."""
     model = from_pretrained(GOLDENS / name, compute_dtype="float64", param_dtype="float64")
     return dataclasses.replace(model, params=jax.tree.map(lambda x: 2.0 * x, model.params))
 
@@ -93,7 +93,7 @@ def test_greedy_text_is_what_the_forward_pass_finds_likeliest(name):
     texts = sample(PROMPTS)
     for prompt, text in zip(PROMPTS, texts):
         check_likeliest(name, prompt, text)
-    assert len(set(texts)) == len(texts), "each prompt has a text of its own"
+    assert len(set(texts)) == len(texts), "each prompt has another text"
     if name == "umt5":  # whose tables are in each layer
         assert any(len(text) < NUM_TOKENS for text in texts)
         assert [sample([prompt])[0] for prompt in PROMPTS[:2]] == texts[:2]

@@ -74,7 +74,7 @@ def test_conversations_of_a_file(tmp_path):
     [
         ("expert choice", "with model.router = 'expert_choice' experts choose among all tokens"),
         ("custom block and loss", r"its blocks have no decode\(\)"),
-        ("bert", "is not causal here: it fills in masked tokens"),
+        ("bert", "is not causal here: it predicts masked tokens"),
     ],
 )
 def test_why_a_model_draws_no_text(kind, why):

@@ -70,7 +70,7 @@ NUM_TOKENS = 18
 
 @functools.cache
 def fresh(config: ModelConfig) -> dict:
-    """Parameters whose texts are not dull: one ends early, and no two are alike."""
+    """Parameters whose texts are not dull: one ends early, and no two are equal."""
     rng = np.random.default_rng(4)
     shapes = jax.eval_shape(Decoder(config, plain_kernels()).init, jax.random.key(0))
     return jax.tree.map(lambda leaf: 0.3 * rng.normal(size=leaf.shape), shapes)
@@ -225,7 +225,7 @@ def test_a_layout_changes_no_text(config, layout, capfd):
     texts = dict(zip(others, sample(others, temperature=1.5, seed=3)))
     for prompt in ("c", "abc"):
         assert texts[prompt] == found[0][1][PROMPTS.index(prompt)]
-    # With whole key heads beside query heads that are sharded, the partitioner gathers a token's;
+    # With whole key heads and sharded query heads, the partitioner gathers a token's;
     # and it gathers experts, of which the loop over blocks takes one at a time.
     gathers = layout == {"tensor": 4} or config is EXPERTS
     assert gathers or "rematerialization" not in capfd.readouterr().err
@@ -294,8 +294,8 @@ def test_nothing_unlikely_is_lost_when_everything_is_wanted():
     ("settings", "message"),
     [
         ({"num_tokens": 0}, "--num_tokens = 0 is too small; at least 1"),
-        ({"temperature": -0.1}, "--temperature = -0.1 must be a number from 0"),
-        ({"temperature": float("nan")}, "--temperature = nan must be a number"),
+        ({"temperature": -0.1}, "--temperature = -0.1 must be at least 0"),
+        ({"temperature": float("nan")}, "--temperature = nan must be at least 0"),
         ({"top_k": -1}, "--top_k = -1 is too small; at least 0"),
         ({"top_k": 10}, r"--top_k = 10 .* at most the 9 tokens of the vocabulary"),
         ({"top_p": 0.0}, "--top_p = 0.0 must be above 0"),

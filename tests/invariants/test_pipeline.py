@@ -287,7 +287,7 @@ def test_places_and_back_to_the_bit(layout, monkeypatch, capfd):
     assert next(shardings) == next(shardings)
     again = placement.from_canonical(canonical, donate=True)
     jax.tree.map(np.testing.assert_array_equal, again, on_ranks(engine, fresh))
-    with pytest.raises(ValueError, match=r"in canonical form; pass a state as"):
+    with pytest.raises(ValueError, match=r"in canonical form it is .*: pass a state from"):
         placement.from_canonical(jax.tree.map(lambda x: np.stack([x, x]), fresh))
     assert INVOLUNTARY not in capfd.readouterr().err
 
@@ -303,9 +303,7 @@ def test_a_state_goes_to_the_devices_of_another_engine_in_canonical_form_only():
     placed = placements[0].from_canonical(fresh)
     for other in placements[1:]:
         for place in (other.from_canonical, other.to_canonical):
-            with pytest.raises(
-                ValueError, match="ranks of another engine's pipeline, in its order"
-            ):
+            with pytest.raises(ValueError, match="another engine's pipeline, in its order"):
                 place(placed)
         taken = other.from_canonical(placements[0].to_canonical(placed))
         shardings = [x.sharding for x in jax.tree.leaves(taken)]

@@ -86,7 +86,7 @@ def run(grid, function, names, out):
         return y, dx, zero.finish(zero.reduce(dweights, axes), axes)
 
     specs = jax.tree.map(
-        lambda one: manual_part(zero.apart_spec(one, zero.rules)), axes, is_leaf=is_axes
+        lambda one: manual_part(zero.blocked_spec(one, zero.rules)), axes, is_leaf=is_axes
     )
     inner = jax.shard_map(
         local,

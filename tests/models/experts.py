@@ -1,5 +1,5 @@
-"""Decoders with experts as a family of one's own, which may set every option: with an expert that
-no token chooses, and two whose scores are the same."""
+"""Decoders with experts as a custom family, which may set every option: with an expert that no
+token chooses, and two experts with equal scores."""
 
 from dataclasses import dataclass
 

@@ -103,7 +103,7 @@ LATENT |= {"num_experts": 0, "dense_layers": 0}
 @pytest.mark.compiles
 @pytest.mark.proof
 @pytest.mark.parametrize("family", ["llama", "gpt", "deepseek_v3"])
-def test_operations_are_those_that_the_compiler_counts(family):
+def test_operations_are_what_the_compiler_counts(family):
     """Within 3 %: the record leaves out norms, activations, the softmax and rotary positions."""
     config = ModelConfig(
         num_layers=1,

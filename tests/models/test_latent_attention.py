@@ -41,8 +41,8 @@ def norm(x, scale, eps):
 def rotated(x):
     """Features [T, ..., R]; feature i of the first half is paired with i of the second."""
     half = CONFIG.rope_head_dim // 2
-    turns = CONFIG.rope_theta ** (-np.arange(half) / half)
-    angles = np.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) * turns
+    frequencies = CONFIG.rope_theta ** (-np.arange(half) / half)
+    angles = np.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) * frequencies
     a, b = x[..., :half], x[..., half:]
     return np.concatenate(
         [a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1
@@ -88,7 +88,7 @@ def first_params():
 
 @pytest.mark.proof(but=("1e-05",))
 @pytest.mark.parametrize("eps", [1e-6, 1e-5])
-def test_the_norms_inside_have_an_epsilon_of_their_own(eps):
+def test_the_norms_inside_have_a_separate_epsilon(eps):
     """As in transformers, where Moonlight's rms_norm_eps = 1e-5 is not theirs. What is normed is so
     small that either epsilon is a part of the result."""
     config = dataclasses.replace(CONFIG, norm_eps=eps)

@@ -130,10 +130,10 @@ def test_no_target_is_of_another_document():
 
 @pytest.mark.proof
 def test_it_begins_and_is_evaluated_as_the_model_without_modules():
-    """And in the rows of a pipeline as in its layers, also where those with experts are in turn."""
-    turns = {"num_experts": 2, "expert_pattern": "DE", "num_layers": 4, "d_ff": 8}
+    """Also in the rows of a pipeline as in its layers, and with alternating MoE layers."""
+    alternating = {"num_experts": 2, "expert_pattern": "DE", "num_layers": 4, "d_ff": 8}
     small, large = (
-        Decoder(dataclasses.replace(config, **turns), plain_kernels())
+        Decoder(dataclasses.replace(config, **alternating), plain_kernels())
         for config in (WITHOUT, CONFIG)
     )
     rows = {"layers": np.array([1, -1, 0]), "prediction": np.array([-1, 1, 0])}
@@ -168,7 +168,7 @@ def test_it_begins_and_is_evaluated_as_the_model_without_modules():
 
 @pytest.mark.proof
 def test_parameters_are_counted():
-    """Of the published model, whose module has 11.6 billion parameters of its own."""
+    """Of the published model, with a module of 11.6 billion parameters."""
     sizes = {"num_layers": 61, "d_model": 7168, "num_heads": 128, "num_kv_heads": 128}
     sizes |= {"head_dim": 192, "d_ff": 18432, "vocab_size": 129280, "kv_rank": 512}
     sizes |= {"query_rank": 1536, "rope_head_dim": 64, "value_head_dim": 128, "dense_layers": 3}

@@ -1,5 +1,5 @@
 """A model that uses all of the protocol: two stacks of different layers, an array that layers
-share, a period, sums of layers, a borrowed and an unusual parameter, tokens of its own length."""
+share, a period, sums of layers, a borrowed and an unusual parameter, tokens of another length."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class TwoStacksSettings(ModelSettings):
 
 @dataclass(frozen=True)
 class TwoStacks(Model):
-    """Readers go over the source tokens; writers, which differ in turn, read what they made."""
+    """Readers process the source tokens; writers, of alternating types, read their output."""
 
     settings: TwoStacksSettings
     kernels: Kernels

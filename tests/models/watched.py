@@ -21,7 +21,7 @@ ROWS, LENGTH = 16, 128
 
 
 class WatchedExperts(Experts):
-    """With a sum more, "choices" [ROWS * LENGTH, experts]: 1 for those that a token goes to."""
+    """With a sum more, "choices" [ROWS * LENGTH, experts]: 1 for a token's experts."""
 
     def feed(
         self,

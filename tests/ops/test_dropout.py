@@ -68,7 +68,7 @@ def test_masks_of_other_integers_are_independent():
 @pytest.mark.proof
 def test_what_is_kept_is_scaled_and_the_backward_pass_drops_the_same():
     x = jax.random.normal(jax.random.key(1), (BATCH, TIME, WIDTH), jnp.bfloat16)
-    run = functools.partial(dropout, noise_B=NOISE, layer=3, site=0, rate=0.25, place_T=PLACES)
+    run = functools.partial(dropout, noise_B=NOISE, layer=3, site=0, rate=0.25, position_T=PLACES)
     out, pullback = jax.vjp(run, x)
     assert out.dtype == x.dtype
     mask = np.asarray(kept())
@@ -83,7 +83,7 @@ def test_what_is_kept_is_scaled_and_the_backward_pass_drops_the_same():
 
 @pytest.mark.proof
 def test_a_layout_drops_the_same():
-    """Rows over data and fsdp by hand, places over context, dealt, and tensor by the compiler,
+    """Rows over data and fsdp by hand, positions reordered over context, tensor by the compiler,
     layers traced as in a scan or a pipeline: the same bits as on one device."""
     x = jax.random.normal(jax.random.key(1), (BATCH, TIME, WIDTH), jnp.float32)
     wanted = [dropout(x, NOISE, layer, 2, 0.3, PLACES) for layer in (0, 5)]
@@ -122,8 +122,8 @@ def test_what_is_out_of_range_is_refused(site, rate, message):
 
 
 def test_jitter_is_even_and_goes_with_the_places():
-    """Of its own site: factors have the mean and variance of an even distribution, and are those of
-    their places however a sequence is dealt."""
+    """At a separate site: factors have the mean and variance of a uniform distribution, and depend
+    on positions however a sequence is ordered."""
     x = jnp.ones((BATCH, TIME, WIDTH), jnp.bfloat16)
     factors = jitter(x, NOISE, 3, 2, 0.1, PLACES)
     assert factors.dtype == jnp.float32
@@ -137,7 +137,7 @@ def test_jitter_is_even_and_goes_with_the_places():
     assert abs(found.var() / variance - 1) < 5 * np.sqrt(0.8 / count)
     assert abs(correlation(found, kept(rate=0.5))) < 4.5
     order = np.asarray(balanced_order(TIME, 4))
-    dealt = jitter(x, NOISE, 3, 2, 0.1, order)
-    np.testing.assert_array_equal(dealt, factors[:, order])
+    reordered = jitter(x, NOISE, 3, 2, 0.1, order)
+    np.testing.assert_array_equal(reordered, factors[:, order])
     with pytest.raises(ValueError, match=r"width 1\.5 must be from 0 to 1"):
         jitter(x, NOISE, 3, 2, 1.5, PLACES)

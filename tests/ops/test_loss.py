@@ -45,7 +45,7 @@ def chunked(x, head, targets, weights, *, transposed=False, **options):
 
 
 def formed(*args, **options):
-    """`cross_entropy`, with the fields of its form beside its other options."""
+    """`cross_entropy`, with the fields of its form among its other options."""
     form = {name: options.pop(name) for name in LossForm._fields if name in options}
     return cross_entropy(*args, **options, form=LossForm(**form))
 
@@ -263,7 +263,7 @@ def test_a_kernel_is_called_where_no_axis_is_left_to_the_compiler():
 
 
 @pytest.mark.proof
-def test_a_wide_head_beside_narrow_activations_gets_an_unrounded_gradient():
+def test_a_wide_head_with_narrow_activations_gets_an_unrounded_gradient():
     x, head, targets, weights = arguments(dtype=jnp.bfloat16)
     loss = lambda head: chunked(x, head, targets, weights, chunk_tokens=4)[0]  # noqa: E731
     narrow, wide = jax.grad(loss)(head), jax.grad(loss)(head.astype(jnp.float32))
@@ -285,7 +285,7 @@ def test_the_heads_gradient_is_summed_over_chunks_in_the_accumulation_type():
     wide = [arg.astype(jnp.float64) for arg in (x, head)]
     exact = jax.jit(jax.grad(lambda head: plain(wide[0], head, targets, weights)[0]))(wide[1])
     assert error(jnp.float64) < error(jnp.float32) / 2
-    # bfloat16 would lose what the products have in float32, so it is widened.
+    # bfloat16 would lose bits of the float32 matmuls, so it is widened.
     assert error(jnp.bfloat16) == error(jnp.float32)
 
 

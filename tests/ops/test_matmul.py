@@ -87,7 +87,7 @@ def test_errors_of_int8_are_those_of_rounding():
 
 @pytest.mark.proof
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_an_element_rounds_as_it_would_beside_others(dtype):
+def test_an_element_rounds_as_it_would_among_others(dtype):
     """Power-of-two scales: what another layout scales together rounds to the same numbers, unless
     elements are below the type's smallest normal number."""
     x = normal(0, 64, 64) * np.exp(2 * normal(1, 64, 64))

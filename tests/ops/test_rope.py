@@ -29,8 +29,8 @@ def complex_rotary(x, positions, theta, scaling):
         elif wavelength > 8192 / 4.0:
             smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
             frequencies[pair] = (1 - smooth) * frequency / scaling + smooth * frequency
-    turn = np.exp(1j * positions[..., None, None] * frequencies)
-    turned = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * turn
+    rotate = np.exp(1j * positions[..., None, None] * frequencies)
+    turned = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * rotate
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
@@ -58,7 +58,7 @@ def test_llama_3_scaling_keeps_short_wavelengths_and_stretches_long_ones():
     np.testing.assert_allclose(stretched[..., long], scaled[..., long], atol=1e-12)
 
 
-def test_products_depend_on_the_distance_only():
+def test_scores_depend_on_the_distance_only():
     q, positions = arguments()
     k = q[::-1]
     product = lambda shift: jnp.einsum(  # noqa: E731
@@ -69,7 +69,7 @@ def test_products_depend_on_the_distance_only():
     np.testing.assert_allclose(product(0), product(1234), atol=1e-9)
 
 
-def test_position_zero_turns_nothing_and_lengths_are_kept():
+def test_position_zero_rotates_nothing_and_lengths_are_kept():
     x, positions = arguments()
     np.testing.assert_array_equal(rotary(x, positions * 0, theta=1e4), x)
     np.testing.assert_allclose(
@@ -90,7 +90,7 @@ def test_narrow_types_are_computed_in_float32_and_rounded_once(dtype):
     np.testing.assert_allclose(got.astype(jnp.float64), exact, atol=4 * tolerance)
 
 
-def test_the_gradient_turns_back_and_keeps_no_array_of_the_inputs_size():
+def test_the_gradient_rotates_back_and_keeps_no_array_of_the_inputs_size():
     x, positions = arguments()
     turned, pullback = jax.vjp(lambda x: rotary(x, positions, theta=1e4), x)
     np.testing.assert_allclose(pullback(turned)[0], x, atol=1e-12)
@@ -104,11 +104,11 @@ YARN = RopeScaling("yarn", 4.0, original_context=64, high_turns=32.0)
 def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_scales_all():
     x, positions = arguments()
     scaled = rotary(x, positions, theta=1e4, scaling=YARN) / (1 + 0.1 * np.log(4))
-    turns = 64 * 1e4 ** (-2 * np.arange(H // 2) / H) / (2 * np.pi)
-    assert turns[0] < 32  # no pair is fast enough for the usual bound, but the first is kept
+    rotations = 64 * 1e4 ** (-2 * np.arange(H // 2) / H) / (2 * np.pi)
+    assert rotations[0] < 32  # no pair is fast enough for the usual bound, but the first is kept
     plain, stretched = (rotary(x, positions / by, theta=1e4) for by in (1, 4))
     np.testing.assert_allclose(scaled[..., 0], plain[..., 0], atol=1e-9)
-    slow = np.flatnonzero(turns < 0.1)
+    slow = np.flatnonzero(rotations < 0.1)
     assert len(slow)
     np.testing.assert_allclose(scaled[..., slow], stretched[..., slow], atol=1e-9)
 
@@ -130,8 +130,8 @@ def test_the_features_beyond_the_rotated_ones_are_only_scaled():
 @pytest.mark.parametrize(
     ("heads", "scaling"), [(1, RopeScaling("llama3", 8.0)), (6, YARN)], ids=["llama3", "yarn"]
 )
-def test_the_kernel_turns_and_turns_back_as_rotary_does(heads, scaling):
-    """Interpreted here: the same products and sums in float32, up to their order."""
+def test_the_kernel_rotates_and_rotates_back_as_rotary_does(heads, scaling):
+    """Interpreted here: the same multiplications and sums in float32, up to their order."""
     rng = np.random.default_rng(0)
 
     def value_and_gradient(function):
@@ -156,8 +156,8 @@ def test_the_kernel_keeps_its_type_and_nothing_but_the_positions():
     positions = jax.ShapeDtypeStruct((2, 256), jnp.int32)
 
     def both(x, positions):
-        turn = functools.partial(rotary_on_tpu, theta=1e4, interpret=True)
-        return jax.vjp(lambda x: turn(x, positions), x)
+        rotate = functools.partial(rotary_on_tpu, theta=1e4, interpret=True)
+        return jax.vjp(lambda x: rotate(x, positions), x)
 
     turned, pullback = jax.eval_shape(both, x, positions)
     assert (turned.shape, turned.dtype) == (x.shape, x.dtype)

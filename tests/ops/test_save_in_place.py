@@ -112,7 +112,7 @@ def test_matmuls_on_a_gpu_write_residuals_into_the_arrays_of_all_layers():
     assert not re.findall(head, report.program), "whose matmuls are chosen by timing"
     assert report.flops == unrolled.flops is not None
     written_out, moved = (bytes_moved(hlo.parse_hlo(one.program)) for one in (unrolled, report))
-    # Layers that are written out hold what each saves, and no more, in arrays of its own, and what
-    # the gradients of one layer's weights are of. Both have cuBLAS for all matmuls.
+    # Unrolled layers have only their residuals, in separate arrays, and the inputs of one layer's
+    # weight gradients. Both have cuBLAS for all matmuls.
     assert written_out < 0.9 * moved
     assert unrolled.temp_bytes < 0.9 * report.temp_bytes

@@ -1,4 +1,4 @@
-"""Products with weights: values and gradients are those of einsum."""
+"""Matmuls with weights: values and gradients are those of einsum."""
 
 import collections
 import functools
@@ -74,7 +74,7 @@ def test_narrow_columns_have_their_gradients_side_by_side(shapes, matmuls, dtype
         ys, (dx, dweights) = together(x, prepared, dys)
         got = ys, (dx, tuple(grad.weight for grad in dweights))
         jax.tree.map(np.testing.assert_array_equal, got, wanted)
-        some = (prepared[0], *weights[1:])  # a model of one's own may name one of them alone
+        some = (prepared[0], *weights[1:])  # a custom model may name one of them only
         np.testing.assert_array_equal(together(x, some, dys)[1][0], wanted[1][0])
     traced = jax.make_jaxpr(together)(x, weights, dys).jaxpr
     names = [one.primitive.name for one, _ in equations(traced)]
@@ -89,8 +89,8 @@ def test_narrow_columns_have_their_gradients_side_by_side(shapes, matmuls, dtype
 
 @pytest.mark.proof
 @pytest.mark.parametrize("platform", ["", "cpu"])
-def test_gradients_of_a_bfloat16_product_are_rounded_once(platform):
-    """A sum of 4,096 products, in bfloat16 to its own precision: it is accumulated in float32."""
+def test_gradients_of_a_bfloat16_matmul_are_rounded_once(platform):
+    """A sum of 4,096 terms in bfloat16 is accurate to its precision: accumulated in float32."""
     x = jax.random.normal(jax.random.key(0), (4096, 3)).astype(jnp.bfloat16)
     weight = jnp.zeros((3, 2), jnp.bfloat16)
     dy = jax.random.normal(jax.random.key(1), (4096, 2)).astype(jnp.bfloat16)
@@ -172,7 +172,7 @@ def mesh_of(*sizes):
 
 @functools.cache
 def spread_mlp(ranks, **settings):
-    """(values and gradients, what they should be, how often each collective runs) of two products
+    """(values and gradients, what they should be, how often each collective runs) of two matmuls
     out of the stream and one back, on 2 x `ranks` ranks of context and tensor."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (2, 12, 6), (6, 12, 3), (6, 12, 3), (12, 3, 6)
@@ -206,16 +206,16 @@ def spread_mlp(ranks, **settings):
     ("ranks", "settings"),
     [(2, {}), (3, {"ring": True}), (3, {"ring": True, "dtype": "float8"}), (2, {"dtype": "int8"})],
 )
-def test_spread_products_are_the_products(ranks, settings):
+def test_spread_matmuls_are_the_matmuls(ranks, settings):
     """Of 8 bits too: ranks that have other scales round the same way, or find the same scales."""
     got, wanted, _ = spread_mlp(ranks, **settings)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_spread_products_gather_and_scatter_once_each_way():
-    """Forward: one gather before the two products, one scatter after the third. Backward the same
-    of gradients, and the stream once more, since only its parts were kept."""
+def test_spread_matmuls_gather_and_scatter_once_each_way():
+    """Forward: one gather before the two matmuls, one scatter after the third. Backward the same
+    for gradients, and the stream again, since only its parts were saved."""
     _, _, counts = spread_mlp(2)
     assert counts["all_gather"] == 1 + 2
     assert counts["reduce_scatter"] == 1 + 1
@@ -233,7 +233,7 @@ def test_ring_steps_send_as_much():
 def test_sums_that_travel_in_bfloat16_are_rounded_once_a_rank():
     """A rounding of s errs by a number between plus and minus half of s's unit in the last place,
     with a variance of unit^2 / 12, and errors of several roundings add up as those do: here of the
-    four and three sums that travel to a rank, and of their sum with its own part. Products that
+    four and three sums that travel to a rank, and of their sum with its own part. Matmuls that
     were rounded too would make it 1.3 times as much."""
     ranks, size, width = 8, 64, 32
     keys = jax.random.split(jax.random.key(0), 2)

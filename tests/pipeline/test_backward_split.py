@@ -138,8 +138,8 @@ def num_bytes(shapes) -> int:
 @pytest.mark.proof
 @pytest.mark.parametrize("family", MODELS)
 def test_nothing_that_is_kept_is_a_weight_or_the_same_for_every_input(family):
-    """Twice the batch, twice the bytes, to the byte; what B saves has sums for scales and biases,
-    beside it."""
+    """Twice the batch, twice the bytes, to the byte; what B saves also has sums for
+    scales and biases."""
     model, kept, saved = make_model(family, "blockwise"), [], []
     for batch_size in (3, 6):
         weights, x, batch = arguments(model, batch_size)

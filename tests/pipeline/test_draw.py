@@ -27,7 +27,7 @@ def test_uneven_costs_are_drawn_to_scale():
     assert draw.timeline_text(table, got.start, got.duration) == "rank 0 |F0b0===w0=|"
 
 
-def test_operations_that_cost_nothing_take_no_room():
+def test_operations_that_cost_nothing_take_no_space():
     table, got = run("1f1b", 1, 2, costs=Costs(f=1, b=1, w=0))
     assert draw.timeline_text(table, got.start, got.duration) == "rank 0 |F0b0F1b1|"
 

@@ -78,7 +78,7 @@ def test_1f1b_needs_no_more_for_more_microbatches():
 
 @pytest.mark.proof
 def test_memory_is_that_of_the_slots():
-    """Beside what a rank keeps, only the work of one operation, which is that of any schedule."""
+    """In addition to a rank's buffers only the working set of one operation, for any schedule."""
     work = temporaries("1f1b", 4 * RANKS) - predicted("1f1b", 4 * RANKS)
     for schedule, microbatches in (
         ("gpipe", 4 * RANKS),
@@ -101,7 +101,7 @@ def test_memory_of_passes_that_are_kept_is_that_of_their_slots():
         "1f1b", 4 * RANKS, **layouts[0]
     )
     needs = temporaries("1f1b", 4 * RANKS, **layouts[0])
-    # The bodies are alike but for what a pass begins with.
+    # The bodies are the same, except for the input of a pass.
     assert np.abs(np.subtract(work, work[0])).max() < 0.02 * needs
 
 

@@ -111,7 +111,7 @@ def test_a_config_keeps_what_was_written(choices):
         ("tests.pipeline.eager_1f1b:EAGER", "has no attribute 'EAGER'"),
         ("tests.pipeline.eager_1f1b:F", "is of type int; it must be a jaxscale.pipeline_schedules"),
         ("zbv:record", "did you mean 'zb_v'"),
-        (f"{EAGER}:fuse", "'fuse' is not a choice"),
+        (f"{EAGER}:fuse", "'fuse' is not an option"),
     ],
 )
 def test_what_cannot_be_found_is_refused_with_the_config(schedule, said):

@@ -72,7 +72,7 @@ def test_the_nearest_numbers_do_work(name):
         (("1f1b", 4), {}, "1f1b needs stages .* microbatches = None"),
         (("1f1b", 0, 8), {}, "stages = 0; at least 1"),
         (("1f1b", 4, 8, 1, -1), {}, "sequence_chunks = -1; at least 1"),
-        (("zb_h2", 4, 8), {"fused": True}, "fused = True, but zb_h2 is made of"),
+        (("zb_h2", 4, 8), {"fused": True}, "fused = True, but zb_h2 has separate"),
         (("1f1b", 4, 8), {"keep": -1}, "keep = -1; at least 0"),
     ],
 )
@@ -150,7 +150,7 @@ def test_a_rank_near_the_end_makes_less_again():
 
 
 def test_keeping_all_is_no_recomputing():
-    with pytest.raises(ValueError, match="keep = 4, and no rank has more than that in flight"):
+    with pytest.raises(ValueError, match="keep = 4, and no rank has more passes in flight"):
         make_order("1f1b", 4, 32, keep=4)
 
 
@@ -160,7 +160,7 @@ def test_an_order_from_a_file_says_itself_what_is_recomputed(tmp_path):
     path.write_text(write_csv(order))
     assert make_order(str(path), keep=0).rows == order.rows
     assert compile_order(make_order(str(path))).ticks == compile_order(order).ticks
-    with pytest.raises(ValueError, match="decides what is recomputed"):
+    with pytest.raises(ValueError, match="decide what is recomputed"):
         make_order(str(path), keep=1)
 
 

@@ -49,14 +49,14 @@ def test_rows_of_the_stack(schedule, virtual_stages, rows):
     assert len(rows) == stages.counts.size * stages.capacity()
 
 
-def test_layers_that_do_not_divide_are_dealt_evenly():
+def test_layers_that_do_not_divide_are_split_evenly():
     assert stages_of("1f1b", 4, 8, 10).layers == (2, 3, 3, 2)
     assert stages_of("interleaved", 2, 4, 9, 2).layers == (2, 3, 2, 2)
 
 
 @pytest.mark.parametrize("head", [0.5, 1, 2, 5])
 def test_the_last_stage_gets_as_few_layers_as_make_the_step_shortest(head):
-    """Of all ways to deal twelve layers to three stages, by the simulator."""
+    """Of all ways to assign twelve layers to three stages, by the simulator."""
     table = compile_order(make_order("1f1b", 3, 6))
 
     def seconds(layers):
@@ -70,11 +70,11 @@ def test_the_last_stage_gets_as_few_layers_as_make_the_step_shortest(head):
     assert seconds(chosen) == min(map(seconds, every))
 
 
-def test_of_dealings_that_are_as_short_the_most_even_is_chosen():
+def test_of_partitions_that_are_equally_short_the_most_even_is_chosen():
     """To nine digits: sums of seconds in another order differ in the last ones."""
-    dealt = [(1, 5, 3), (3, 2, 4), (4, 4, 1), (3, 3, 3)]
-    assert best_partition(dealt, [7.0, 7.0 + 1e-12, 7.0, 8.0]) == 1
-    assert best_partition(dealt, [7.0, 7.1, 6.9, 8.0]) == 2
+    assigned = [(1, 5, 3), (3, 2, 4), (4, 4, 1), (3, 3, 3)]
+    assert best_partition(assigned, [7.0, 7.0 + 1e-12, 7.0, 8.0]) == 1
+    assert best_partition(assigned, [7.0, 7.1, 6.9, 8.0]) == 2
 
 
 def test_stacks_share_the_stages_by_their_layers_in_whole_periods():
@@ -112,7 +112,7 @@ REFUSED = [
     ),
     (("zb_v", 4, 6, 8), {}, "needs microbatches >= 2 \\* pipeline - 1.*microbatches = 7"),
     (("1f1b", 2, 4, 8, 2), {}, "1f1b needs virtual_stages = 1"),
-    (("zb_h1:fused", 2, 4, 8), {}, "made of separate input and weight gradients"),
+    (("zb_h1:fused", 2, 4, 8), {}, "has separate input and weight gradients"),
     (("1f1b:4,4,4", 2, 4, 8), {}, "2: layout.pipeline = 2 x 1 chunks; give 2 numbers"),
     (("1f1b:4,3", 2, 4, 8), {}, "7 in all, and model.num_layers = 8; give numbers that sum"),
     (("missing.csv", 2, 4, 8), {}, "missing.csv"),

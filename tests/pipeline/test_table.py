@@ -1,4 +1,4 @@
-"""Orders from files, what is wrong with them, and the ticks of those that are right."""
+"""Orders from files, errors in them, and the ticks of valid ones."""
 
 import numpy as np
 import pytest
@@ -80,7 +80,7 @@ BROKEN = {
     ),
     "misplaced": (
         "0F0,1F0,0X0\n1X0\n",
-        "1F0 is on rank 0, but stage 1 lives on rank 1",
+        "1F0 is on rank 0, but stage 1 is on rank 1",
         "rank 0  | 0F0 >1F0< 0X0\n  rank 1  | 1X0",
     ),
     "both": (
@@ -143,8 +143,8 @@ UNREADABLE = {
     ",,\n,\n": "has no operations",
     "0F0,0X99999999999999\n": "0X99999999999999 is beyond a file of 2 operations",
     "0F0,1F0,2F0,2X0,1X0\n0X0\n": "has 3 stages on 2 ranks",
-    "0F0+0F1,0X0\n": "only a forward and a backward overlap",
-    "0F0,0X0+0W0+0B0\n": "only a forward and a backward overlap",
+    "0F0+0F1,0X0\n": "is not an overlapped pair; write a forward and a backward",
+    "0F0,0X0+0W0+0B0\n": "is not an overlapped pair; write a forward and a backward",
     "\x000F0\n": "",
 }
 

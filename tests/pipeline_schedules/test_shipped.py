@@ -98,8 +98,8 @@ def peak_stash(name, p, m, v, k):
 
 
 def num_messages(name, p, m, v, k):
-    turns = v - 1 if find_schedule(name).stage_to_rank is zigzag else 0
-    return 2 * (p * v - 1 - turns) * m * k if p > 1 else 0
+    bends = v - 1 if find_schedule(name).stage_to_rank is zigzag else 0
+    return 2 * (p * v - 1 - bends) * m * k if p > 1 else 0
 
 
 def check_fused(name, numbers):

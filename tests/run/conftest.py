@@ -1,4 +1,4 @@
-"""Addresses for runs: in this process's memory, and at a server that speaks S3."""
+"""URLs for runs: in this process's memory, and at an S3 server."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def address(monkeypatch, tmp_path, request) -> Iterator[str]:
-    """The address of a new run in memory, or with the parameter "s3" at the server."""
+    """The URL of a new run in memory, or with the parameter "s3" at the server."""
     move_to(monkeypatch, tmp_path / "first_machine")
     if getattr(request, "param", "memory") == "s3":
         request.getfixturevalue("s3_server")

@@ -67,11 +67,14 @@ def test_the_usual_turns_are_those_that_hugging_face_writes(scaling, usual):
 def test_rotary_positions_may_differ_where_the_context_is_extended(caplog):
     plain = {"family": "llama", "rope_theta": 1e4}
     for changes in ({"rope_theta": 1e6}, YARN):
-        with pytest.raises(ValueError, match=r"may differ where data.seq_len is above 64\)"):
+        with pytest.raises(ValueError, match=r"may differ if data.seq_len is above 64\)"):
             check(plain, changes)
         with caplog.at_level("INFO", "jaxscale"):
             check(plain, changes, seq_len=65)
-        assert "other rotary positions, since data.seq_len = 65 is above the 64" in caplog.text
+        assert (
+            "RoPE settings may differ, since data.seq_len = 65 is above the weights' context of 64"
+            in caplog.text
+        )
         caplog.clear()
     with pytest.raises(ValueError, match=r"settings:\n  model.d_ff = 3 here, \d* there$"):
         check(plain, {"rope_theta": 1e6, "d_ff": 3}, seq_len=65)
@@ -87,7 +90,7 @@ def resume(settings, changes):
 
 @pytest.mark.proof
 def test_logits_of_a_run_s_model_drop_no_token_that_training_may_drop(monkeypatch):
-    """So those of a text do not depend on the text beside it in a row, nor on padding."""
+    """So a text's logits depend neither on other texts of its row nor on padding."""
     config = ModelConfig(family="m6_t", num_layers=2, capacity_factor=0.5, param_dtype="float64")
     model = Decoder(config, plain_kernels())
     weights = SimpleNamespace(
@@ -114,7 +117,7 @@ LONGROPE = {
 
 
 def test_a_run_resumes_with_lists_of_numbers_that_its_checkpoint_has():
-    """A model of one's own has every setting of a decoder, lists among them."""
+    """A custom model has every setting of a decoder, including lists."""
     resume({"family": "tests.models.experts:make"}, {})
     resume(LONGROPE, {})
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The checkpoint with the lowest held-out loss: kept here and at an address, and read by name."""
+"""The checkpoint with the lowest held-out loss: kept locally and at a URL, and read by name."""
 
 import argparse
 import math
@@ -78,7 +78,7 @@ def test_without_evaluations_there_is_none(tmp_path, losses):
         restore_params(ready.engine, tmp_path, wanted_step=BEST)
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 2, "eval_loss": null, "nonfinite": {"eval_loss": "nan"}}\n')
-    with pytest.raises(ValueError, match=r"that were evaluated \(2\) have no finite held-out loss"):
+    with pytest.raises(ValueError, match=r"the evaluated ones \(2\) have no finite held-out loss"):
         restore_params(ready.engine, tmp_path, wanted_step=BEST)
     with pytest.raises(ValueError, match=r"data.heldout = 0 leaves no documents to evaluate on"):
         run(tmp_path / "another", 2, *SETTINGS[1:])

@@ -1,4 +1,4 @@
-"""One run at a time at an address, however the one before it ended."""
+"""One run at a time at a URL, however the one before it ended."""
 
 import contextlib
 import json
@@ -83,7 +83,7 @@ def test_one_of_a_process_that_was_killed_here_is_taken_over_at_once(store, monk
 def test_one_of_another_host_or_container_with_this_name_is_watched(store, monkeypatch, part):
     """Its process ids say nothing here: a pod has the name of the one that it replaces."""
     process = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=-1)
-    place = lock._place()
+    place = lock._process_space()
     place[part] = "another"
     theirs = {"host": socket.gethostname(), "pid": int(process.stdout), "place": place}
     lease(store, **theirs)
@@ -111,6 +111,6 @@ def test_a_run_whose_lease_was_taken_ends(store, monkeypatch):
         lease(store)
         assert left.wait(30)
     text, status = said[0]
-    assert text.startswith(f"error: {store.address} was taken over by process 7 on elsewhere, ")
+    assert text.startswith(f"error: {store.url} was taken over by process 7 on elsewhere, ")
     assert status == 1
     assert json.loads(store.read(local_tier.LEASE))["run"] == "theirs", "it is not removed"

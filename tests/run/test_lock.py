@@ -52,7 +52,7 @@ def spellings(tmp_path, monkeypatch):
 
 
 def test_one_lock_however_a_folder_is_spelled(spellings, capsys):
-    """A run's folder and an address that is the same place: each would lose what the other has."""
+    """A run's folder and the URL of the same folder: each would lose the other's files."""
     for held in ("runs/one", "file://link"):
         workdir = run_folder.folder(held)
         with locked(workdir), mirror.mirrored(workdir):
@@ -117,7 +117,7 @@ def test_the_lock_of_a_host_that_was_lost_is_waited_for(tmp_path, monkeypatch):
 
 
 def test_a_run_waits_for_a_reader_that_fetches_from_its_address(tmp_path, monkeypatch, caplog):
-    """The reader holds the run's lock meanwhile, and what is refused no supervisor repeats."""
+    """The reader has the run's lock during a read, and no supervisor repeats a refusal."""
     monkeypatch.setenv(local_tier.VARIABLE, str(tmp_path))
     workdir = local_tier.local_tier("memory://bucket/waits")
     with locked(workdir):  # an earlier run

@@ -1,4 +1,4 @@
-"""A model of proteins that is trained causal, goes on masked, and back; and what a masked model
+"""A protein model trained causal, then masked, and back; and what a masked model
 does not do."""
 
 import contextlib
@@ -35,7 +35,7 @@ TINY = {
 
 @pytest.fixture(scope="session")
 def proteins(tmp_path_factory):
-    """A file of proteins in which each residue says what its neighbours are."""
+    """A file of proteins in which each residue determines its neighbours."""
     random, lines = np.random.default_rng(0), []
     for i in range(200):
         first = random.integers(0, 20)
@@ -86,7 +86,7 @@ def schedules(opt_state):
 
 @pytest.fixture(scope="session")
 def runs(proteins, tmp_path_factory):
-    """A causal run, one that goes on from it masked, and what the second printed."""
+    """A causal run, a masked one that starts from it, and the output of the second."""
     base = tmp_path_factory.mktemp("runs")
     ready = trainer.open_trainer(
         load("configs/esm2_8m.py", overrides(proteins, "causal")), base / "causal"
@@ -159,7 +159,7 @@ def test_what_a_loaded_model_cannot_compute_is_refused(runs):
     with jax.enable_x64(False), refused:
         from_pretrained(base / "causal", compute_dtype="float64")
     model = from_pretrained(base / "causal")
-    with pytest.raises(ValueError, match="tokens are float64 and must be whole numbers"):
+    with pytest.raises(ValueError, match="tokens are float64; pass integers"):
         model(np.full((1, 8), 5.0))
     with pytest.raises(ValueError, match=r"to 1000000, and ids of the model are from 0 to \d+"):
         model(np.full((1, 8), 1_000_000))
@@ -182,18 +182,22 @@ def test_a_masked_run_is_evaluated_on_the_same_masks_and_draws_no_samples(runs, 
     with pytest.raises(SystemExit):
         generate.main([*workdir, "--prompt", "MK"])
     (line,) = capsys.readouterr().err.splitlines()
-    assert "model.family = 'esm' is not causal here: it fills in masked tokens" in line
+    assert "model.family = 'esm' is not causal here: it predicts masked tokens" in line
 
 
 def test_an_objective_that_does_not_fit_the_model_is_refused(proteins):
     for objective, causal, said in (
-        ("masked", True, "'masked' needs bidirectional attention, and model.family = 'esm' is c"),
-        ("causal", False, "'causal' needs causal attention, .* choose masked, or set model.causal"),
+        (
+            "masked",
+            True,
+            "'masked' needs bidirectional attention, and this model .model.family = 'esm'. is c",
+        ),
+        ("causal", False, "'causal' needs causal attention, .* to masked, or set model.causal"),
     ):
         with pytest.raises(ValueError, match=said):
             load("configs/esm2_8m.py", [f"data.objective={objective}", f"model.causal={causal}"])
     config = load("configs/esm2_8m.py", overrides(proteins, "masked", "model.dropped_token=31"))
     with pytest.raises(ValueError, match=r"31 is not the mask of .*'esm2', which is 32; set model"):
         open_tokenizer(config, proteins.parent)
-    with pytest.raises(ValueError, match=r"keep_state = True keeps .*init_from, which is empty"):
+    with pytest.raises(ValueError, match=r"keep_state = True loads .*init_from, which is empty"):
         load("configs/esm2_8m.py", ["optimizer.keep_state=True"])

@@ -1,4 +1,4 @@
-"""A run at an address: what is put there, and what comes back after kills, damage and failures."""
+"""A run with a URL: uploads, and downloads after kills, damage and failures."""
 
 import contextlib
 import json
@@ -55,7 +55,7 @@ def open_checkpoints(place):
 
 
 def save(place, *steps, seconds=30.0, frozen=()):
-    """Saves checkpoints on this machine, and puts them at an address; what could not be put."""
+    """Saves checkpoints locally, and uploads them; what could not be uploaded."""
     workdir = run_folder.folder(place)
     (workdir / "config.json").write_text("{}")
     with contextlib.closing(open_checkpoints(place)) as checkpoints:
@@ -167,10 +167,10 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "upload", killed)
         patch.setattr(mirror, "END_SECONDS", 0.0)
-        # Another attempt, beside what is looked at below, would begin with a removal.
+        # Another attempt, during the checks below, would begin with a removal.
         patch.setattr(mirror, "FIRST_PAUSE_SECONDS", 60.0)
         left = save(address, 6)
-    assert left.startswith("checkpoint 6 could not be put at memory://bucket")
+    assert left.startswith("checkpoint 6 could not be uploaded to memory://bucket")
     assert "(killed); all is in" in left
     store = local_tier.open_store(address)
     assert any(name.startswith("checkpoints/6/arrays") for name in store.sizes("checkpoints"))
@@ -186,7 +186,7 @@ def test_what_was_killed_before_its_description_is_no_checkpoint(address, tmp_pa
 @pytest.mark.proof
 @pytest.mark.parametrize("address", ["s3"], indirect=True)
 def test_files_that_checkpoints_share_are_sent_once(address, tmp_path, monkeypatch):
-    """Also by a machine that had to fetch them. At the address each checkpoint has its own."""
+    """Also by a machine that had to download them. At the URL each checkpoint has its own."""
     sent, upload = [], ObjectStore.upload
 
     def counted(store, files):
@@ -303,7 +303,7 @@ def test_a_damaged_one_here_is_replaced_by_the_one_there(address, lines):
 
 
 def test_newer_ones_here_are_used_and_put_there(address, monkeypatch):
-    """Such as after a run whose uploads failed; only those that are kept."""
+    """Such as after a run whose uploads failed; only kept checkpoints."""
     with monkeypatch.context() as patch:
         patch.setattr(mirror.Mirror, "finish", lambda uploads, seconds: "")
         patch.setattr(mirror.Mirror, "start", lambda uploads, checkpoints: None)
@@ -318,7 +318,7 @@ def test_newer_ones_here_are_used_and_put_there(address, monkeypatch):
 
 
 def test_an_address_that_was_emptied_is_no_new_run(address):
-    """Nor is it filled again without a word."""
+    """Nor is it silently filled again."""
     save(address, 2)
     fsspec.filesystem("memory").rm("/bucket", recursive=True)
     workdir = run_folder.folder(address)
@@ -341,7 +341,9 @@ def test_a_file_that_cannot_be_read_keeps_no_checkpoint_back(address, monkeypatc
     monkeypatch.setattr(mirror.shutil, "copyfile", unreadable)
     monkeypatch.setattr(mirror, "END_SECONDS", 0.0)
     left = save(address, 2)
-    assert left.startswith(f"the newest metrics could not be put at {address} ([Errno 13] Perm")
+    assert left.startswith(
+        f"the newest metrics could not be uploaded to {address} ([Errno 13] Perm"
+    )
     assert "config.json'); all is in" in left
     assert local_tier.stored_steps(local_tier.open_store(address)) == [2]
 
@@ -352,7 +354,7 @@ def test_a_failed_upload_is_tried_again_with_one_line(address, monkeypatch, line
     def full(store, files):
         if any(name.startswith("checkpoints/") for name in files) and left[0]:
             left[0] -= 1
-            raise StoreError(f"{store.address}: SlowDown: reduce your request rate")
+            raise StoreError(f"{store.url}: SlowDown: reduce your request rate")
         before(store, files)
 
     monkeypatch.setattr(ObjectStore, "upload", full)
@@ -374,9 +376,9 @@ def test_a_stop_waits_no_longer_than_it_may(address, monkeypatch):
     for thread in threading.enumerate():
         if thread.name == "uploads":
             thread.join(30)
-    assert left.startswith(f"checkpoint 2 could not be put at {address} ")
+    assert left.startswith(f"checkpoint 2 could not be uploaded to {address} ")
     assert "(not done in 200 ms); all is in " in left
-    assert left.endswith("and the same command puts it there")
+    assert left.endswith("and the same command uploads it")
 
 
 def test_a_checkpoint_is_not_deleted_while_it_is_put_there(address, monkeypatch):
@@ -424,7 +426,7 @@ def test_a_reader_keeps_what_is_still_to_be_put_there(address, tmp_path, monkeyp
         patch.setattr(ObjectStore, "upload", away)
         patch.setattr(mirror, "END_SECONDS", 0.0)
         patch.setattr(mirror, "FIRST_PAUSE_SECONDS", 60.0)
-        assert save(address, 4, 6).startswith("checkpoint 4 could not be put at memory://")
+        assert save(address, 4, 6).startswith("checkpoint 4 could not be uploaded to memory://")
     with contextlib.closing(open_checkpoints(address)) as checkpoints:
         checkpoints.fetch()
         assert checkpoints.steps() == [4, 6]
@@ -485,7 +487,7 @@ def test_an_address_that_cannot_be_used_is_one_line(s3_server, tmp_path, monkeyp
     said = refused(train.main, capsys, *given, "s3://nobodys/run", expected=1)
     assert said.startswith("error: s3://nobodys/run/lease.json: FileNotFoundError: The specified")
     said = refused(evaluate.main, capsys, "--workdir", "s3://bucket/nothing")
-    assert said == "error: --workdir s3://bucket/nothing holds no run (no config.json)\n"
+    assert said == "error: --workdir s3://bucket/nothing has no run (no config.json)\n"
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
@@ -531,7 +533,7 @@ def test_preflight_writes_to_the_address(address, monkeypatch):
     monkeypatch.setattr(type(local_tier.open_store(address).fs), "pipe_file", refuse)
     (found,) = preflight._object_store(workdir)
     assert found.measured == f"{address}/preflight: PermissionError: Access Denied"
-    assert found.advice.startswith("check the address, credentials, ")
+    assert found.advice.startswith("check the URL, credentials, ")
 
 
 def test_a_supervisor_sees_progress_in_the_local_tier(address):

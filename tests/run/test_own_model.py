@@ -1,4 +1,4 @@
-"""Runs of a model of one's own: another run starts from its weights, on another layout, and it is
+"""Runs of a custom model: another run starts from its weights, on another layout, and it is
 evaluated where its code is trusted."""
 
 import json
@@ -29,7 +29,7 @@ def train(texts, workdir, layout: dict, *, steps=1, own=None, keep_state=False, 
     """The parameters after so many steps.
 
     Args:
-      own: an update rule of one's own.
+      own: a custom optimizer.
       changes: to the model's settings; a run with any learns nothing.
     """
     sections = {
@@ -69,7 +69,7 @@ def test_a_run_starts_from_a_run_of_the_same_model_and_is_evaluated(texts, tmp_p
     logged = [line["eval_loss"] for line in map(json.loads, lines) if "eval_loss" in line]
     assert logged == [pytest.approx(json.loads(out.read_text())["eval_loss"], rel=1e-6)]
 
-    with pytest.raises(ValueError, match=r"first holds a model of code from outside the package"):
+    with pytest.raises(ValueError, match=r"first has a model of code from outside the package"):
         open_weights(tmp_path / "first", "docs.my_model:MyModel")
 
 
@@ -91,9 +91,9 @@ def test_a_run_keeps_to_an_optimizer_of_ones_own(texts, tmp_path, caplog, monkey
     assert " |  | " not in first
     init = {"init_from": str(tmp_path / "own"), "keep_state": True}
     for folder, given, message in (
-        ("own", {}, "an optimizer of its own, given in Python, and this run has optimizer.name ="),
-        ("shipped", {"own": own}, "optimizer.name = 'adamw', and this run has an optimizer of its"),
-        ("new", init, "of another optimizer: one of its own, given in Python, there only; set the"),
+        ("own", {}, "a custom optimizer, given in Python, and this run has optimizer.name ="),
+        ("shipped", {"own": own}, "optimizer.name = 'adamw', and this run has a custom optimizer"),
+        ("new", init, "of another optimizer: an optimizer given in Python there only; set the"),
         ("new", {"own": optax.sgd(0.1), **init}, "another optimizer, such as .*; pass the same op"),
     ):
         with pytest.raises(ValueError, match=message):

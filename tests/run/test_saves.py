@@ -87,7 +87,7 @@ def lines(caplog):
 
 
 def full(monkeypatch, times, number=errno.ENOSPC):
-    """The disk has no room, or is read-only, the first so many times."""
+    """The disk is full, or read-only, the first so many times."""
     before, left = ocp.AsyncCheckpointer.save, iter(range(times))
 
     def save(*arguments, **named):
@@ -350,7 +350,7 @@ def test_after_bad_steps_in_a_row_the_run_returns_and_passes_over_their_examples
         "warning: step 6",
     ]
     assert "its examples are 32 to 39, " in warnings[0]
-    assert "back at step 4; the examples 32 to 47 are passed over" in warnings[2]
+    assert "back at step 4; the examples 32 to 47 are skipped" in warnings[2]
     records = metrics.read(ready.workdir / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 11))
     digest = fresh.text.train.example_digest

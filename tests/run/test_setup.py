@@ -78,7 +78,7 @@ def test_a_layout_left_to_the_planner_is_taken_and_kept(tmp_path, caplog):
     assert not taken.layout.auto
     assert (taken.layout.tensor, taken.layout.num_devices) == (2, jax.device_count())
     assert "layout = 'auto' chose" in caplog.text
-    # A run that has begun goes on with the layout that it took, whatever would be taken today.
+    # A run that has begun continues with its layout, whatever would be chosen today.
     other = dataclasses.replace(config, layout=Layout(data=1, fsdp=8))
     (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(other)))
     assert planned(config, tmp_path) == other
@@ -100,7 +100,7 @@ def test_a_layout_that_is_said_stays():
 
 def test_a_run_keeps_the_remat_policy_that_it_began_with(tmp_path):
     tiny = configs.load("configs/tiny.py", ["layout.remat=auto", "layout.data=8"])
-    with pytest.raises(ValueError, match=r"chosen when a run begins, .* here set a policy"):
+    with pytest.raises(ValueError, match=r"chosen when a run starts, .* here set a policy"):
         make_engine(tiny, make_mesh(tiny.layout))
     begun = resolve_layout(tiny, tmp_path)
     assert begun.layout.remat == "none"
@@ -162,7 +162,7 @@ def test_the_ranks_of_a_pipeline_share_layers_to_sample():
 def test_a_run_without_weights_trains_its_tokenizer_again_where_the_text_changed(
     tmp_path, monkeypatch
 ):
-    """An attempt on the wrong text leaves nothing to the next one; a run with weights goes on."""
+    """An attempt on the wrong text leaves nothing to the next one; a run with weights continues."""
     text, run = tmp_path / "a.txt", tmp_path / "run"
 
     def attempt(words: str):
@@ -203,5 +203,7 @@ def test_a_run_whose_files_are_renamed_is_told_that_names_matter(tmp_path):
     texts = texts.rename(tmp_path / "moved")
     resume._check_examples(0, metadata, train(texts))
     (texts / "a.txt").rename(texts / "c.txt")
-    with pytest.raises(ValueError, match=r"not those that checkpoint 0 .*the names of its files"):
+    with pytest.raises(
+        ValueError, match=r"differ from those of checkpoint 0.*the names of its files"
+    ):
         resume._check_examples(0, metadata, train(texts))

@@ -47,7 +47,7 @@ def opened(tmp_path_factory):
 
 @pytest.fixture
 def ready(opened, tmp_path):
-    """A run of its own for a test; its evaluations cost nothing."""
+    """A separate run for a test, with evaluations at no cost."""
     checkpoints = CheckpointWriter(tmp_path / "checkpoints")
     ready = dataclasses.replace(opened, workdir=tmp_path, checkpoints=checkpoints)
     return evaluating(ready, lambda *_: (1.0, 1.0, 1.0))
@@ -90,7 +90,7 @@ def test_a_signal_during_a_step_saves_it(ready, name, caplog):
 
 
 def test_a_signal_is_said_to_be_during_what_it_interrupted(ready, monkeypatch, caplog):
-    """However late the thread that says so has its turn."""
+    """However late the thread that prints it runs."""
     name = signals._name
 
     def later(number):
@@ -117,7 +117,7 @@ def test_all_processes_of_a_complete_run_draw_a_sample_or_none(monkeypatch, tmp_
 
 @pytest.mark.parametrize("error", [ChildProcessError, UnusableTokensError, TrackerError])
 def test_a_failure_of_one_process_waits_for_no_other(error, monkeypatch, tmp_path, capsys):
-    """Of a run at an address, whose uploads process 0 answers for: it is at work in a step."""
+    """Of a run with a URL, whose uploads are process 0's: it is at work in a step."""
 
     def fail(*_, **__):
         raise error("a worker was killed")
@@ -218,7 +218,7 @@ def test_the_time_of_a_run_may_be_limited(ready):
 
 @pytest.mark.proof
 def test_the_time_of_a_run_may_be_limited_in_any_thread(ready):
-    """One that gets no signals looks at the clock, and the next run has a limit of its own."""
+    """A thread without signals reads the clock, and the next run has another limit."""
     said = []
 
     def run():
@@ -308,7 +308,7 @@ with signals.listening():
     "name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "run.max_hours = 1e-09"]
 )
 def test_before_training_a_signal_ends_the_process_even_in_a_compiler(name):
-    """And SIGQUIT prints what it does, and lets it go on."""
+    """And SIGQUIT prints what it does, and lets it continue."""
     hours = "1e-9" if "=" in name else "0"
     process = subprocess.Popen(
         [sys.executable, "-c", BUSY, hours],
@@ -329,7 +329,7 @@ def test_before_training_a_signal_ends_the_process_even_in_a_compiler(name):
     assert process.returncode == signals.STOPPED
     lines = printed.splitlines()
     assert lines[-1].startswith(f"{name} while ")
-    assert lines[-1].endswith("stopped, and there was nothing to save")
+    assert lines[-1].endswith("stopped; there was nothing to save")
     assert ('File "<string>"' in printed) == ("=" not in name), "the stacks"
 
 

@@ -137,7 +137,7 @@ def test_a_tracker_that_fails_ends_no_run(
         assert "mlflow gets no more metrics of this attempt (ConnectionError: no" in record.message
         caplog.clear()
     module.start_run = gone
-    with pytest.raises(TrackerError, match=r"mlflow could not begin \(ConnectionError: no server"):
+    with pytest.raises(TrackerError, match=r"mlflow could not start \(ConnectionError: no server"):
         Metrics(tmp_path, trackers=("mlflow",))
     # A run that resumes while nobody is there trains on.
     writer = Metrics(tmp_path, 2, trackers=("mlflow",))

@@ -56,8 +56,8 @@ def short_run(workdir, *overrides, profile=range(0), again=False):
 def test_a_run_that_is_resumed_for_longer_keeps_its_schedule_and_counts_its_tokens(
     tmp_path, caplog
 ):
-    """To the bit the run that knew both numbers from the start; and its tokens are those that a
-    look at the examples counts. Steps that were trained before cannot be traced."""
+    """To the bit the run that knew both numbers from the start; and its tokens are as
+    counted from the examples. Steps that were trained before cannot be traced."""
     first, straight = tmp_path / "first", tmp_path / "straight"
     given = ["data.objective=prefix", "model.family=gpt", "model.max_seq_len=32"]
     short_run(first, *given, "run.steps=2", again=True)
@@ -202,7 +202,7 @@ def test_parameters_too_narrow_for_small_updates_are_said(dtype, lost, tmp_path,
     updates = np.abs(np.asarray(params, np.float32)) * (0.99 * 2**-9)
     same = np.asarray(optax.apply_updates(params, updates)) == np.asarray(params)
     assert bool(np.all(same)) is lost
-    said = [line for line in caplog.messages if "2^-9 of a parameter is lost" in line]
+    said = [line for line in caplog.messages if "loses updates of less than 2^-9" in line]
     assert bool(said) is lost
 
 
@@ -218,16 +218,19 @@ def test_adapters_are_wide_enough_beside_narrow_weights(tmp_path, caplog):
     [
         (
             lambda run: jaxscale.fit(run.config),
-            "trainer is of type Config; pass what .*open_trainer",
+            "trainer is of type Config; pass the result of .*open_trainer",
         ),
         (
             lambda run: jaxscale.fit(run, trackers="tensorboard"),
-            r"trackers = 'tensorboard' is one text; pass a tuple of names, \('tensorboard',\)",
+            r"trackers = 'tensorboard' is a string; pass a tuple of names, \('tensorboard',\)",
         ),
-        (lambda run: jaxscale.open_trainer("tiny", "x"), "config is of type str; pass what .*load"),
+        (
+            lambda run: jaxscale.open_trainer("tiny", "x"),
+            "config is of type str; pass the result of .*load",
+        ),
         (
             lambda run: jaxscale.open_trainer(run.config, "x", model=Decoder),
-            "model is Decoder, and the run's config.json would say model.family = 'llama'; set "
+            "model is Decoder, and the run's config.json would have model.family = 'llama'; set "
             "model.family = 'jaxscale.models.decoder:Decoder' instead",
         ),
         (lambda run: jaxscale.open_engine("tiny"), "config is of type str"),
@@ -257,14 +260,14 @@ def test_adapters_are_wide_enough_beside_narrow_weights(tmp_path, caplog):
             lambda run: jaxscale.open_engine(
                 run.config, optimizer=optax.contrib.reduce_on_plateau()
             ),
-            "what a step has for it, and no loss or function: .*argument: 'value'",
+            "and the parameters only, as a step does: .*argument: 'value'",
         ),
         (
             lambda run: jaxscale.open_engine(
                 load("configs/tiny.py", ["optimizer.groups={'params':'*','weight_decay':0.5}"]),
                 optimizer=optax.sgd(0.1),
             ),
-            r"optimizer.groups\[0\] = '\*' sets a rate or a decay, which optimizer= has of its own",
+            r"optimizer.groups\[0\] = '\*' sets a rate or a decay, which optimizer= defines itself",
         ),
         (lambda run: jaxscale.open_engine(run.config, model="mixtral"), "set model.family"),
         (lambda run: jaxscale.open_engine(run.config, rules=("rank",)), "pass a dictionary"),
@@ -278,8 +281,8 @@ def test_adapters_are_wide_enough_beside_narrow_weights(tmp_path, caplog):
         (lambda run: loss(run, params=[donated()]), "pass those of the state that it returned"),
         (lambda run: loss(run, heldout=None), "heldout is of type NoneType"),
         (lambda run: loss(run, max_batches=0), "max_batches = 0 is too small"),
-        (lambda run: text(run, prompts="abc"), r"prompts = 'abc' is one text; .* \['abc'\]"),
-        (lambda run: text(run, stop="abc"), "stop = 'abc' is one text"),
+        (lambda run: text(run, prompts="abc"), r"prompts = 'abc' is a string; .* \['abc'\]"),
+        (lambda run: text(run, stop="abc"), "stop = 'abc' is a string"),
         (lambda run: text(run, prompts=[[1, 257]]), r"prompts\[0\] has ids from 1 to 257"),
         (lambda run: text(run, prompts=[[]]), r"prompts\[0\] has shape \(0,\)"),
         (lambda run: text(run, params=run.state), "pass its parameters, state.params"),

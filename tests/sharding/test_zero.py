@@ -85,11 +85,11 @@ def summed(zero, each, single):
     ("stage", "single"), list(itertools.product(range(4), (True, False))), ids=str
 )
 def test_gradients_are_summed_once_over_every_rank_and_exactly(stage, single):
-    """Two visits of eight ranks, each with gradients of its own in the compute type, leave their
+    """Two visits of eight ranks, each with separate gradients in the compute type, leave their
     sum in the accumulation type, on the shards that the optimizer sees."""
     each = integers(0, (8, 2))
     # Stage 3 as on TPUs with sparse cores, the others as elsewhere.
-    zero = dataclasses.replace(make(stage), ranks_apart=stage == 3)
+    zero = dataclasses.replace(make(stage), ranks_as_dimension=stage == 3)
     for name, got in summed(zero, each, single).items():
         assert got.dtype == jnp.float32
         visits = 1 if single else 2
@@ -164,7 +164,7 @@ def test_no_gradient_is_all_reduced_on_a_torus_whose_sides_do_not_divide_it():
     shapes = {"in": (4096, 11008), "out": (11008, 4096), "query": (4096, 32, 128)}
     narrow, wide = jnp.dtype("bfloat16"), jnp.dtype("float32")
     assert has_sparse_cores(machine.devices[0].device_kind)
-    zero = Zero(3, sizes, axes, narrow, wide, ranks_apart=True)
+    zero = Zero(3, sizes, axes, narrow, wide, ranks_as_dimension=True)
     reduced = {
         name: manual_part(resolve(each, zero.state_rules, sizes)) for name, each in axes.items()
     }

@@ -1,5 +1,5 @@
-"""Programs of tools/ refuse wrong arguments in a line, before they work, from any folder; and those
-that need a library which may be missing still answer --help, and name it."""
+"""Programs of tools/ refuse wrong arguments in a line, before they work, from any folder; without
+an optional library they answer --help, and name it."""
 
 import os
 import pathlib
@@ -22,7 +22,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ("library", "script", "wrong"),
     [
         ("torch", "tools/hf_goldens.py", ("gpt3", "no case is called gpt3; there are llama, ")),
-        ("nbformat", "tools/notebooks/execute.py", ("no.ipynb", "there is no file no.ipynb")),
+        ("nbformat", "tools/notebooks/execute.py", ("no.ipynb", "no.ipynb does not exist")),
     ],
 )
 def test_help_needs_no_optional_library(library, script, wrong):
@@ -33,7 +33,7 @@ def test_help_needs_no_optional_library(library, script, wrong):
         return done
 
     assert run("--help").stdout.startswith("usage: ")
-    for words, said in (((), f"{library} is not installed here"), ((wrong[0],), wrong[1])):
+    for words, said in (((), f"{library} is not installed"), ((wrong[0],), wrong[1])):
         done = run(*words)
         assert done.returncode == 2
         assert f"error: {said}" in done.stderr
@@ -48,8 +48,8 @@ def test_help_needs_no_optional_library(library, script, wrong):
         ("collectives.py --nosuch", "unknown flag --nosuch"),
         ("collectives.py --devices 0", "--devices: 0 is not from 1 to 4096"),
         ("collectives.py --config tinny", "--config tinny: there is no such file; did you mean"),
-        ("curves.py nosuch --png x.png", "nosuch holds no run (no metrics.jsonl)"),
-        ("aot_table.py --only nosuch", "--only nosuch is in the name of no case"),
+        ("curves.py nosuch --png x.png", "nosuch has no metrics.jsonl"),
+        ("aot_table.py --only nosuch", "--only nosuch matches no case"),
         ("bench/train.py --config tinny", "--config tinny: there is no such file; did you mean"),
         ("bench/train.py --steps 0", "--steps: 0 is not from 1 to 1000000"),
         ("bench/train.py --against plain", "--against: invalid choice: 'plain' (choose from"),
@@ -58,7 +58,7 @@ def test_help_needs_no_optional_library(library, script, wrong):
         ("routing.py --steps 0", "--steps: 0 is not from 1 to 1000"),
         ("planner_validation/score.py {root}/uv.lock", "it is not a file of measured runs"),
         ("chaos/kills.py --processes 0", "--processes = 0; at least 1"),
-        ("chaos/kills.py --address file:///tmp", "--address file:///tmp exists; give one that"),
+        ("chaos/kills.py --url file:///tmp", "--url file:///tmp exists; give one that"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(words, said, tmp_path):

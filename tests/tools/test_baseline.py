@@ -26,7 +26,7 @@ SETTINGS = (
 
 @pytest.fixture
 def baseline(monkeypatch):
-    """The module of tools/bench, whose scripts stand beside each other."""
+    """The module of tools/bench, whose scripts import each other."""
     folder = pathlib.Path(__file__).parents[2] / "tools" / "bench"
     monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module("baseline")
@@ -78,5 +78,5 @@ def test_the_plain_model_has_our_losses(baseline, variant):
 
 def test_the_plain_model_refuses_what_it_does_not_have(baseline):
     tied = config.load("configs/quickstart.py")
-    with pytest.raises(ValueError, match="the default model options, and adamw"):
+    with pytest.raises(ValueError, match="the default model options and adamw"):
         baseline.build(tied, "loop")

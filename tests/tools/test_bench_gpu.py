@@ -34,7 +34,7 @@ def test_every_case_is_a_config_that_loads(gpu, rehearse):
             assert config.data.global_batch_size % config.layout.microbatches == 0
 
 
-def test_a_device_without_room_for_the_8b_is_not_given_it(gpu):
+def test_a_device_without_memory_for_the_8b_is_not_given_it(gpu):
     small, large = (
         [part.name for part in gpu.parts(False, memory_gib)] for memory_gib in (79.6, 140.4)
     )
@@ -96,7 +96,7 @@ def test_steps_end_in_their_time_with_what_they_measured(gpu, monkeypatch):
 
 
 @pytest.mark.proof
-def test_the_programs_do_without_packages_that_read_training_data():
+def test_the_programs_need_no_packages_that_read_training_data():
     programs = ("gpu", "train", "ours", "attention", "loss", "gpu_layouts", "float8")
     blocked = "sys.modules['grain'] = sys.modules['array_record'] = None"
     subprocess.run(

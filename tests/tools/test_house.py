@@ -12,7 +12,7 @@ from jaxscale.config import Config
 
 
 def longest(config: Config, stage: int, items: list) -> list:
-    from jaxscale.config import load  # one import of our own
+    from jaxscale.config import load  # one import of the package
 
     if stage >= 2 and config:
         return [one for one in items if one]

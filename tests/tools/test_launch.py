@@ -128,7 +128,7 @@ def test_before_its_time_is_up_a_slurm_job_saves_and_goes_back_into_the_queue(
 
 def test_a_slurm_script_that_no_job_can_run_is_refused(job, tmp_path):
     for environ, said in (
-        ({"SLURM_JOB_NUM_NODES": ""}, "error: this is the script of a job, which sbatch --nodes=N"),
+        ({"SLURM_JOB_NUM_NODES": ""}, "error: this script is not in a SLURM job; start it"),
         ({"SPARE_NODES": "2"}, "error: SPARE_NODES = 2 leaves none of 2 nodes to train on"),
     ):
         assert job("--config", "x", **environ).wait(60) == 2

@@ -121,7 +121,7 @@ def test_when_the_starter_is_killed_the_others_save_and_end(tmp_path):
     ("visible", "shares"),
     [("0,1,2,3", ["0,1", "2,3"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"]), ("", [None, None])],
 )
-def test_gpus_are_dealt_out(visible, shares, monkeypatch):
+def test_gpus_are_assigned(visible, shares, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [local.gpus(i, 2).get("CUDA_VISIBLE_DEVICES") for i in range(2)] == shares
 
@@ -142,7 +142,7 @@ def test_a_line_without_a_command_is_refused(argv, capsys):
     assert "error" in capsys.readouterr().err
 
 
-def test_a_command_that_is_not_there_is_one_line():
+def test_a_missing_command_is_one_line():
     command = [sys.executable, SCRIPT, "2", "--", "nonexist_cmd"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""The list of mutants fits the code, and the tool tells those that are caught from the others."""
+"""The list of mutants fits the code, and the tool tells caught mutants from the others."""
 
 import ast
 import collections
@@ -120,7 +120,7 @@ new = "2 + x"
 tests = "tests/test_sums.py -k anyway"
 
 [[other]]
-name = "of a test that is not there"
+name = "of a test that does not exist"
 file = "jaxscale/sums.py"
 old = "2 * x"
 new = "2 + x"
@@ -132,13 +132,13 @@ EXPECTED = {
     "adds, and nobody looks": "survived",
     "of a line that was changed": "not run",
     "of a test that fails anyway": "not run",
-    "of a test that is not there": "not run",
+    "of a test that does not exist": "not run",
 }
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A package of one function, with the tool and mutants of its own."""
+    """A package of one function, with the tool and a separate list of mutants."""
     files = {
         "jaxscale/__init__.py": "",
         "jaxscale/sums.py": PACKAGE,
@@ -180,7 +180,7 @@ def test_what_is_caught_is_a_success_and_lists_run_nothing(checkout):
     listed = run(checkout, "--list", "--folder", "other")
     assert listed.returncode == 0
     assert listed.stdout.count("\n") == 2 + 4
-    assert "no mutant is called that" in run(checkout, "--only", "nothing").stderr
+    assert "no mutant matches" in run(checkout, "--only", "nothing").stderr
 
 
 @pytest.mark.proof

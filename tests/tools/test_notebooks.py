@@ -63,8 +63,8 @@ OPENED = """
 for title in ("data 8", "data 2 x fsdp 4, zero 1", "fsdp 8, zero 3"):
     jaxscale.open_engine(jaxscale.load(CONFIG, MODEL + LAYOUTS.pop(title)))
 """
-"""Of the layouts of the first notebook, those that are made here and not compiled: the three others
-are one device, and every axis but `data`."""
+"""Layouts of the first notebook that are made here and not compiled: the three others are one
+device, and every axis except `data`."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The bench beside MaxText: it is given our sizes, and ratios are of neighbouring steps. MaxText
+"""The benchmark against MaxText: it gets our sizes, and ratios are of neighbouring steps. MaxText
 itself is not run here."""
 
 import importlib
@@ -13,7 +13,7 @@ FIRST = {"loss": 9.0, "device_kind": "cpu", "num_devices": 1}
 
 @pytest.fixture
 def peers(monkeypatch):
-    """The module of tools/bench, whose scripts stand beside each other."""
+    """The module of tools/bench, whose scripts import each other."""
     folder = pathlib.Path(__file__).parents[2] / "tools" / "bench"
     monkeypatch.syspath_prepend(str(folder))
     return importlib.import_module("peers")

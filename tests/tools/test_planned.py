@@ -1,4 +1,4 @@
-"""The planner's predictions beside steps that were measured on one H200."""
+"""The planner's predictions compared with steps measured on one H200."""
 
 import statistics
 import sys

@@ -100,7 +100,7 @@ def test_the_shard_of_every_parameter_is_shown(config, overrides, parameter):
     (panels,) = [plots.placement_figure({"a": engine}, parameter).axes]
     ranks = 8 if config == "moe_tiny" else 4
     assert panels[0].get_xlabel().endswith(f"each, 1/{ranks}")
-    with pytest.raises(ValueError, match=r"parameter = \('embed',\) .* parts of one of .*/up, "):
+    with pytest.raises(ValueError, match=r"parameter = \('embed',\) .*/up.*; pass the parts of a"):
         plots.placement_figure({"a": engine}, ("embed",))
 
 
@@ -155,11 +155,11 @@ def test_a_step_that_sends_nothing_has_a_row():
 )
 def test_a_figure_of_nothing_is_refused(figure, arguments):
     """As after a cell that failed before it had filled them."""
-    with pytest.raises(ValueError, match="is empty; a figure needs at least one entry"):
+    with pytest.raises(ValueError, match="is empty; pass at least one entry"):
         figure(*arguments)
 
 
-def test_losses_and_plans_say_what_they_show(tmp_path):
+def test_losses_and_plans_are_labelled(tmp_path):
     figure = plots.loss_figure({"one": [3.0, 2.0], "two": [3.0, 2.000001]})
     assert next(text.get_text() for text in figure.axes[1].texts) == "5.0e-07"
     for curves in (
@@ -174,7 +174,7 @@ def test_losses_and_plans_say_what_they_show(tmp_path):
         assert right.get_visible() == (len(curves) > 1)
         bars: list = list(right.patches)
         for bar, text in zip(bars, right.texts):
-            assert not text.get_position()[0] <= bar.get_width()  # beside it
+            assert not text.get_position()[0] <= bar.get_width()  # next to it
             assert not bar.get_width() > right.get_xlim()[1]
     answer = plan_layouts("llama2_7b", "H100-SXM", 8, top=1, pins={"pipeline": 1, "tensor": 1})
     (best,) = answer.plans

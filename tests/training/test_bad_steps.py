@@ -1,4 +1,4 @@
-"""A bad step updates nothing, on all ranks alike; the defaults add nothing to the program."""
+"""A bad step updates nothing, the same on all ranks; the defaults add nothing to the program."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def bits(tree):
 @pytest.mark.compiles
 @pytest.mark.proof
 def test_a_number_that_is_not_finite_on_one_rank_stops_the_update_of_all():
-    """Parameters and moments to the bit; step and schedule go on; memory is that of the update."""
+    """Parameters and moments to the bit; step and schedule advance; memory is the update's."""
     _, plain = open_engine(load("configs/tiny.py", SETTINGS))
     _, engine = open_engine(load("configs/tiny.py", [*SETTINGS, "run.skip_bad_steps=2"]))
     state = engine.init(jax.random.key(0))

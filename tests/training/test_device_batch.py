@@ -1,4 +1,4 @@
-"""A batch on the host becomes one on the mesh, dealt; a step takes no other."""
+"""A host batch is sharded over the mesh, in context order; a step takes no other."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ def test_it_is_dealt_and_placed(engine):
 
 @pytest.mark.proof
 def test_what_was_not_dealt_is_refused_before_anything_is_compiled(engine):
-    """One that was dealt is traced, and no more."""
+    """A sharded batch is traced, and no other."""
     (batch, *_) = batches()
     placed = jax.device_put(batch, engine.batch_sharding)
     counts = jax.ShapeDtypeStruct((LLAMA["vocab_size"],), np.float32)
@@ -74,7 +74,7 @@ def with_one(name, value):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda engine: engine.shard(batches()[0]), "is a ShardedBatch already"),
+        (lambda engine: engine.shard(batches()[0]), "is already a ShardedBatch"),
         (lambda engine: tuple(batches()[0]), "is a tuple; pass a jaxscale.Batch"),
         (lambda engine: changed(tokens=[[1, 2]]), "tokens is a builtins.list; pass a NumPy array"),
         (lambda engine: changed(weights=jax.numpy.ones((BATCH, SEQ_LEN))), "; pass a NumPy array"),
@@ -100,7 +100,7 @@ def test_what_is_no_batch_is_refused(make, said, engine):
 
 
 def test_rows_of_a_process_are_all_there(engine):
-    with pytest.raises(ValueError, match="16 rows, and this process's devices hold 32 of"):
+    with pytest.raises(ValueError, match="16 rows, and this process's devices take 32 of"):
         engine.shard(batches()[0], global_batch_size=32)
 
 

@@ -68,14 +68,14 @@ REFUSED = [
     (
         {"context": 2},
         {"attention": "reference"},
-        "model.attention = 'reference' attends within one "
-        "device, and layout.context = 2 spreads a sequence over several; set model.attention",
+        "model.attention = 'reference' needs whole "
+        "sequences on a device, and layout.context = 2 shards them; set model.attention = 'auto'",
     ),
     (
         {"context": 4, "context_method": "ulysses", "tensor": 2},
         {"num_kv_heads": 6, "num_heads": 12},
-        "layout.context_method = 'ulysses' with layout.context = 4 divides heads, and there are 6 "
-        "and 3 of keys on each of 2 ranks of tensor; set layout.context = 3, or "
+        "layout.context_method = 'ulysses' cannot divide 6 heads and 3 key/value heads on each of "
+        "2 ranks of tensor over layout.context = 4; set layout.context = 3, or "
         "layout.context_method = 'ring'",
     ),
 ]
@@ -211,7 +211,7 @@ def test_layers_of_one_model_attend_in_their_own_ways(sizes):
         x = attend(x, *far, segments, far_segments, causal=False)
         return jnp.sum(x * cotangent)
 
-    def dealt(x):
+    def reordered(x):
         order = balanced_order(x.shape[1], layout.context)
         return x[:, order] if x.ndim > 2 or x.dtype == jnp.int32 else x
 
@@ -234,7 +234,7 @@ def test_layers_of_one_model_attend_in_their_own_ways(sizes):
     )
     given = (arrays, segments, far_segments, cotangent)
     options = {"xla_backend_optimization_level": 0}
-    got = jax.jit(run, compiler_options=options)(*jax.tree.map(dealt, given))
+    got = jax.jit(run, compiler_options=options)(*jax.tree.map(reordered, given))
     wanted = jax.jit(jax.grad(functools.partial(loss, plain_kernels().attend)))(*given)
-    for name, one in jax.tree.map(dealt, wanted).items():
+    for name, one in jax.tree.map(reordered, wanted).items():
         np.testing.assert_allclose(got[name], one, atol=1e-12, err_msg=name)

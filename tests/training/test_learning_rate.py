@@ -89,7 +89,7 @@ def test_a_new_run_is_told_that_its_schedule_ends_before_it_does():
     shorter, run = {"schedule_steps": 5}, {"steps": 12}
     said = early_end(with_schedule(from_dict({"optimizer": shorter, "run": run}), {}).optimizer, 12)
     assert said.startswith("optimizer.schedule_steps = 5 is below run.steps = 12: from step 6 on")
-    assert "stays at 0.0001. Where" in said
+    assert "the learning rate is 0.0001. If" in said
     assert "--config.optimizer.schedule_steps=None spreads" in said
     for optimizer in ({}, {"schedule_steps": 12}, shorter | {"schedule": "constant"}):
         assert not early_end(

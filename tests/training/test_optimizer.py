@@ -197,7 +197,7 @@ def test_groups_that_match_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the model's frozen \['head/none'\] are not among its"):
         optim.frozen_params((), AXES, ("head/none",))
     assert optim.frozen_params((), AXES, ("head/output",))["head"]["output"]
-    with pytest.raises(ValueError, match=r"groups freeze every parameter, and nothing would be"):
+    with pytest.raises(ValueError, match=r"groups freeze every parameter; leave 'frozen' out"):
         optim.frozen_params(config("adamw", groups=[{"params": "*", "frozen": True}]).groups, AXES)
 
 
@@ -206,11 +206,11 @@ def test_groups_that_match_nothing_are_refused() -> None:
     [
         (
             [{"params": "head/*", "weight_decay": 0.5}, {"params": "head/norm/*", "frozen": True}],
-            r"groups\[1\] = 'head/norm/\*' changes nothing: entries before it match head/norm/sc",
+            r"groups\[1\] = 'head/norm/\*' changes nothing: earlier entries match head/norm/sc",
         ),
         (
             [{"params": "*/up_bias", "learning_rate_scale": 0.1}],
-            r"groups\[0\] = '\*/up_bias' changes nothing: .* itself moves or freezes layers/mlp/up",
+            r"groups\[0\] = '\*/up_bias' changes nothing: .* itself updates or freezes layers/mlp",
         ),
     ],
 )
@@ -378,7 +378,7 @@ SETTINGS = {
 @pytest.mark.proof(but=("adamw", "lion"))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_those_of_the_papers(name: str) -> None:
-    """Five steps of a plain NumPy form of each rule, matrix by matrix, no two settings alike."""
+    """Five steps of a plain NumPy form of each rule, matrix by matrix; all settings differ."""
     params = random_params(sizes=LARGE)
     gradients = [random_params(sizes=LARGE, seed=seed) for seed in range(1, 6)]
     got, _ = train(make(config(name, **SETTINGS)), params, gradients)

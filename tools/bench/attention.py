@@ -1,6 +1,6 @@
-"""Attention kernels on this machine: errors against the reference in float32, times and memory.
+"""Benchmark of attention kernels: error against the float32 reference, time and memory.
 
-One JSON line for each kernel and shape; a kernel whose error is beyond its bound is an error.
+One JSON line for each kernel and shape; an error above the bound fails.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from jaxscale.ops.attention.attention import attention, choose  # noqa: E402
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is attended to; `documents` is how many share a row, 0 adds padding to two."""
+    """Shape of an attention call; `documents` share a row, 0 is two documents and padding."""
 
     batch: int
     time: int
@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def forward_flops(self) -> float:
-        """Of a causal pass over whole rows, whatever the documents: comparable between them."""
+        """FLOPs of a causal pass over whole rows, independent of documents, for comparisons."""
         window = min(self.sliding_window or self.time, self.time)
         pairs = window * (window + 1) / 2 + (self.time - window) * window
         return 4 * self.batch * self.heads * self.head_dim * pairs
@@ -61,14 +61,14 @@ REHEARSAL = (
 )
 
 REFERENCE_TIME = 4096
-"""The reference holds all scores; longer rows are compared with the blockwise form."""
+"""Longest row for the reference, which stores all scores; longer rows use the blockwise form."""
 
 ERROR_BOUND = 0.02
-"""Largest difference to the exact result, as a share of its largest value; bfloat16 rounds by
-0.004, and the reference computed in bfloat16 is off by 0.003 to 0.007."""
+"""Largest difference from the exact result, relative to its largest value; bfloat16 rounds by
+0.004, and the reference computed in bfloat16 has errors of 0.003 to 0.007."""
 
 WITHOUT_SEGMENTS = ", one document"
-"""Ends the name of an implementation that is told that a row is one, as by
+"""Suffix of an implementation with `one_document`, as set by
 `data.objective = "causal_across_documents"`."""
 
 Arguments = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -102,7 +102,7 @@ def forward_and_backward(kernel: Kernel, q, k, v, segments, cotangent):
 
 
 def cotangent(q: jax.Array) -> jax.Array:
-    """One that differs everywhere; made beforehand, so that its sines are not timed."""
+    """A cotangent that differs everywhere, computed in advance so that it is not timed."""
     return jnp.sin(jnp.arange(q.size)).reshape(q.shape).astype(q.dtype)
 
 
@@ -126,7 +126,7 @@ def exact(shape: Shape) -> tuple[jax.Array, ...]:
 
 
 def errors(kernel: Kernel, shape: Shape) -> dict[str, float]:
-    """Largest differences to the exact result, over one row, as shares of its largest."""
+    """Largest differences from the exact result, over one row, relative to its largest value."""
     row = one_row(shape)
     got = jax.jit(functools.partial(forward_and_backward, kernel))(*row, cotangent(row[0]))
     return {
@@ -136,7 +136,7 @@ def errors(kernel: Kernel, shape: Shape) -> dict[str, float]:
 
 
 def seconds(function: Callable, args: tuple[jax.Array, ...], budget: float) -> tuple[float, int]:
-    """The shortest time of a call, and the bytes that it needs beside arguments and results."""
+    """The shortest time of a call, and its temporary bytes."""
     compiled = jax.jit(function).lower(*args).compile()
     jax.block_until_ready(compiled(*args))
     times, end = [], time.monotonic() + budget
@@ -153,7 +153,7 @@ def compare(implementation: str, shape: Shape, *, budget: float = 0.5) -> dict[s
     """A record: errors, seconds and temporary bytes of one implementation.
 
     Args:
-      implementation: of `jaxscale.ops.attention`, perhaps with `WITHOUT_SEGMENTS`.
+      implementation: of `jaxscale.ops.attention`, optionally with `WITHOUT_SEGMENTS`.
       budget: seconds for each of the two timings.
     """
     record: dict[str, Any] = {"benchmark": "attention", "implementation": implementation}
@@ -185,7 +185,7 @@ def compare(implementation: str, shape: Shape, *, budget: float = 0.5) -> dict[s
 
 
 def implementations(shape: Shape, *, all_of_them: bool) -> list[str]:
-    """The platform's best, and what it is to be compared with."""
+    """The platform's default kernel, and those to compare with it."""
     platform = jax.default_backend()
     chosen = functools.partial(
         choose,
@@ -204,16 +204,16 @@ def implementations(shape: Shape, *, all_of_them: bool) -> list[str]:
 
 
 def show(record: dict[str, Any]) -> str:
-    """A record as a line for a person."""
+    """A record as a printed line."""
     sizes = "x".join(str(record[key]) for key in ("batch", "time", "heads", "kv_heads", "head_dim"))
-    what = f"{record['implementation']:20} {sizes:18} documents {record['documents']} window " + (
+    case = f"{record['implementation']:20} {sizes:18} documents {record['documents']} window " + (
         f"{record['sliding_window']:5}"
     )
     if "forward_seconds" not in record:
-        return f"{what} failed: {record['error']}"
+        return f"{case} failed: {record['error']}"
     rate = record["forward_backward_flops_per_second"] / 1e12
     return (
-        f"{what}  forward {1e3 * record['forward_seconds']:8.2f} ms, with backward "
+        f"{case}  forward {1e3 * record['forward_seconds']:8.2f} ms, with backward "
         f"{1e3 * record['forward_backward_seconds']:8.2f} ms ({rate:6.1f} TFLOP/s), "
         f"{record['temp_bytes'] / 2**20:8.1f} MiB, error {max(record['errors'].values()):.1e}"
         + (f"  {record['error']}" if "error" in record else "")
@@ -221,7 +221,7 @@ def show(record: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 when a kernel failed or was beyond its bound."""
+    """Returns 1 if a kernel failed or its error was above the bound."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, for any machine")
     parser.add_argument("--all", action="store_true", help="blockwise and the reference, too")
@@ -237,7 +237,7 @@ def main(argv: Sequence[str]) -> int:
     shapes, budget = (REHEARSAL, 0.1) if options.rehearse else (SHAPES, 0.2)
     failed = False
     for shape in shapes:
-        # The whole command has a minute on a GPU, where others are 10 to 60 times slower.
+        # `gpu.sh` gives the command a minute; the other kernels are 10 to 60 times slower.
         for name in implementations(shape, all_of_them=options.rehearse or options.all):
             record = compare(name, shape, budget=budget)
             write(record)

@@ -1,7 +1,7 @@
-"""The same decoder written plainly, as in a notebook: Flax NNX and optax, one device, no sharding.
+"""Baseline of `train.py`: the same decoder in plain Flax NNX and optax, one device, no sharding.
 
-Whole logits, attention by `jax.nn.dot_product_attention`, every residual kept. It is what
-`train.py` compares with, so it uses nothing of this project but the sizes in a config.
+Whole logits, attention by `jax.nn.dot_product_attention`, every residual saved. Of this project it
+uses only the sizes in a config.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jaxscale.data.synthetic import synthetic_batch
 
 
 class State(NamedTuple):
-    """What a step changes."""
+    """Parameters and optimizer state."""
 
     params: Any
     opt_state: Any
@@ -58,7 +58,7 @@ class Block(nnx.Module):
 
 
 def rotary(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions of [batch, time, heads, head_dim]."""
+    """RoPE of [batch, time, heads, head_dim]."""
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None, None] * theta ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -67,7 +67,7 @@ def rotary(x: jax.Array, theta: float) -> jax.Array:
 
 
 class Model(nnx.Module):
-    """The decoder, its layers a Python list, or stacked for `nnx.scan`."""
+    """The decoder, with layers in a Python list or stacked for `nnx.scan`."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, scanned: bool):
         types = {"dtype": config.compute_dtype, "param_dtype": config.param_dtype, "rngs": rngs}
@@ -107,19 +107,21 @@ SIZES = (
     "compute_dtype",
     "param_dtype",
 )
-"""The model options that this plain version has."""
+"""The supported model options."""
 
 
 def build(config: Config, variant: str) -> Case:
     """The train step; `variant` is "scan" or "loop", over the layers.
 
     Raises:
-      ValueError: an option that this plain version does not have.
+      ValueError: an unsupported option.
     """
     model, optimizer = config.model, config.optimizer
     plain = ModelConfig(**{name: getattr(model, name) for name in SIZES})
     if plain != model or optimizer.name != "adamw":
-        raise ValueError("the plain baseline has only the default model options, and adamw")
+        raise ValueError(
+            "the plain baseline supports the default model options and adamw only; unset others"
+        )
     rate = optax.cosine_decay_schedule(optimizer.learning_rate, config.run.steps, 0.1)
     update_rule = optax.chain(
         optax.clip_by_global_norm(optimizer.clip_norm),

@@ -1,9 +1,9 @@
-"""Bytes that the kernels of a compiled program read from and write to a device's memory.
+"""Memory traffic of a compiled program: bytes that its kernels read and write.
 
-Each array that a kernel takes or returns counts once, loops multiplied out: what a matmul reads
-again for its tiles is not counted, nor what a cache saves. Of an array that a kernel slices, or
-updates in place, the slice counts, also where it computes with each element first. A kernel that
-reads more of an array than the slice that it updates copies the whole array.
+Each argument and result of a kernel counts once, times the trip counts of loops; repeated reads for
+a matmul's tiles and savings by caches are not counted. For an array that a kernel slices or updates
+in place only the slice counts, also after elementwise operations. A kernel that reads more of an
+array than the slice that it updates copies the whole array.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,7 +24,7 @@ FREE = (
     "opt-barrier",
 )
 CALLS = ("while", "conditional", "call", "async-start")
-"""Instructions whose bytes are those of the computations that they call."""
+"""Instructions with the bytes of the computations that they call."""
 SLICES = ("slice", "dynamic-slice")
 UPDATE = "dynamic-update-slice"
 FUSIONS = ("fusion", "fusion-start")
@@ -48,11 +48,11 @@ ELEMENTWISE = (
     "select",
     "subtract",
 )
-"""Instructions of which a kernel computes the elements that it needs."""
+"""Elementwise instructions, of which a kernel computes only the elements that it needs."""
 
 
 def bytes_moved(program: Program) -> float:
-    """Of one run of the program; nan where a trip count depends on data."""
+    """Bytes of one run of the program; nan if a trip count depends on data."""
 
     def own(instruction: Instruction, named: Mapping[str, Instruction]) -> float | None:
         if instruction.opcode in CALLS:
@@ -73,9 +73,9 @@ def bytes_moved(program: Program) -> float:
 
 
 def updates_in_place(update: Instruction, inside: Sequence[Instruction]) -> bool:
-    """Whether XLA for GPUs writes no more than the slice: where nothing but this slice is read of
-    the array, by a `dynamic-slice` at the same index; of an index that is known as it compiles XLA
-    makes another instruction (`CanEmitFusedDynamicUpdateSliceInPlaceForGpu`)."""
+    """Whether XLA for GPUs writes only the slice (`CanEmitFusedDynamicUpdateSliceInPlaceForGpu`):
+    the kernel reads nothing else of the array, and reads it by a `dynamic-slice` at the same index.
+    A constant index becomes a `slice`, which prevents it."""
     users: dict[str, list[Instruction]] = {}
     for user in inside:
         for name in user.operands:
@@ -98,7 +98,7 @@ def updates_in_place(update: Instruction, inside: Sequence[Instruction]) -> bool
 
 
 def _fusion_bytes(inside: Sequence[Instruction]) -> float:
-    """Of one kernel, from the computation that it runs."""
+    """Bytes of one kernel, from its computation."""
     named = {instruction.name: instruction for instruction in inside}
     in_place = {
         one.name for one in inside if one.opcode == UPDATE and updates_in_place(one, inside)
@@ -117,7 +117,7 @@ def _fusion_bytes(inside: Sequence[Instruction]) -> float:
 def _read_shares(
     inside: Sequence[Instruction], named: Mapping[str, Instruction], in_place: Collection[str]
 ) -> dict[str, float]:
-    """The share of each array that a kernel reads, or computes."""
+    """The fraction of each array that a kernel reads or computes."""
     shares = dict.fromkeys(named, 0.0)
     for user in reversed(inside):  # each comes after its operands
         is_root = user is inside[-1]
@@ -144,14 +144,14 @@ def _result_bytes(
 
 
 def _part_bytes(instruction: Instruction, named: Mapping[str, Instruction]) -> float:
-    """Of the slice that is read or written."""
+    """Bytes of the slice that is read or written."""
     if instruction.opcode in SLICES:
         return hlo.shape_bytes(instruction.shape)
     return hlo.shape_bytes(named[instruction.operands[1]].shape)
 
 
 def _written_bytes(shape: str) -> float:
-    """Without the workspace of a matmul of a library, which is s8[...]."""
+    """Bytes of results, without the workspace of library matmuls, an s8[...]."""
     return sum(
         hlo.array_bytes(dtype, dims)
         for dtype, dims in hlo.arrays(shape)

@@ -1,13 +1,11 @@
-"""What a checkpoint costs: how long training stands still for a save, and the share of a load that
-verifies it.
+"""Benchmark of checkpoints: the stall of a save, and the share of verification in a load.
 
     python tools/bench/checkpoint.py --gigabytes 2 --repeats 5
 
-A state of parameters and two moments in float32, on the devices that JAX has, is saved, and read
-again: once from the disk, with nothing of its files in the page cache, and once from that cache.
-With --frozen all arrays but one stay as they are from save to save, as with low-rank adapters.
-Processor seconds are those of the whole process, and tell on a machine that does other things, too.
-Medians of the repeats; the last line is JSON, and with --json FILE it is appended to one.
+A state of parameters and two moments in float32, on JAX's devices, is saved and read again: from
+disk, without the page cache, and from the page cache. With --frozen all arrays except one are the
+same in each save, as with low-rank adapters. Processor seconds are of the whole process, and more
+reliable on a busy machine. Medians of the repeats; the last line is JSON, appended to --json FILE.
 """
 
 import argparse
@@ -35,7 +33,7 @@ from jaxscale.checkpoints.retention import Retention
 from jaxscale.storage import durable
 
 ARRAYS = 8
-"""Of each of the three parts: as many as a stack has kinds of weights."""
+"""Arrays of each of the three parts, about as many as a stack has weights."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="of the state; default 2",
     )
     parser.add_argument("--repeats", type=command_line.whole(1, 10**6), default=5)
-    parser.add_argument("--frozen", action="store_true", help="all arrays but one never change")
-    parser.add_argument("--rehearse", action="store_true", help="20 MB once, whatever is asked for")
+    parser.add_argument("--frozen", action="store_true", help="all arrays except one never change")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="20 MB once, in place of --gigabytes and --repeats"
+    )
     parser.add_argument(
         "--json",
         metavar="FILE",
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=pathlib.Path, help="on the disk to measure")
     options = parser.parse_args(argv)
     if options.folder and not options.folder.is_dir():
-        parser.error(f"--folder {options.folder} is no folder")
+        parser.error(f"--folder {options.folder} is not a folder; give one that exists")
     if options.rehearse:
         options.gigabytes, options.repeats = 0.02, 1
     state = make_state(options.gigabytes)
@@ -99,7 +99,7 @@ def make_state(gigabytes: float) -> dict[str, dict[str, jax.Array]]:
 
 
 class Spent(NamedTuple):
-    """Seconds of the wall's clock, and of all processors for this process."""
+    """Wall-clock seconds, and processor seconds of this process."""
 
     wall: float
     processor: float
@@ -108,7 +108,7 @@ class Spent(NamedTuple):
 def measure(
     checkpoints: save.CheckpointWriter, step: int, state: Any, are_frozen: bool
 ) -> dict[str, float]:
-    """Saves and reads a state once; seconds, the bytes that were written, and shares of a load."""
+    """Saves and reads a state once: seconds, bytes written, and verification's shares of a load."""
     frozen = {f"{part}/{name}" for part in state for name in state[part]} if are_frozen else set()
     frozen -= {"nu/w0"}
     changed = {
@@ -147,7 +147,7 @@ def measure(
 
 
 def timed(work: Callable[[], Any]) -> Spent:
-    """What some work takes."""
+    """Times a function."""
     wall, processor = time.perf_counter(), time.process_time()
     work()
     return Spent(time.perf_counter() - wall, time.process_time() - processor)
@@ -155,7 +155,7 @@ def timed(work: Callable[[], Any]) -> Spent:
 
 @contextlib.contextmanager
 def timed_sums() -> Iterator[list[Spent]]:
-    """What each call of `array_sums` inside takes."""
+    """Times each call of `array_sums` in the context."""
     plain = restore.array_sums
     spent: list[Spent] = []
 
@@ -173,7 +173,7 @@ def timed_sums() -> Iterator[list[Spent]]:
 
 
 def drop_cache(folder: pathlib.Path) -> None:
-    """Makes the next reader of these files go to the disk."""
+    """Drops files from the page cache."""
     durable.sync_tree(folder)
     for path in folder.rglob("*"):
         if path.is_file():

@@ -1,7 +1,7 @@
-"""How fast packed batches are made, against how fast a config's train step consumes them.
+"""Benchmark of the data pipeline: packing rate compared with a train step's consumption.
 
-Batches of 2,048-token rows are made on one core, for each objective, for a mixture, and for text
-of very short documents, the slowest to pack. The step is timed in the same process on every core.
+Batches of 2,048-token rows are packed on one core, for each objective, for a mixture, and for text
+of very short documents, the slowest to pack. The step is timed in the same process on all cores.
 """
 
 import argparse
@@ -37,11 +37,11 @@ from jaxscale.run.setup.layout import open_engine  # noqa: E402
 
 SEQ_LEN, ROWS = 2048, 4
 ENOUGH = 10.0
-"""Batches must come so many times as fast as the step takes them."""
+"""Required ratio of packing rate to consumption."""
 
 
 def consumption(config: Config, train: Examples, steps: int = 5) -> float:
-    """Tokens a second that the config's train step takes in on this machine, by the median."""
+    """Tokens per second of the config's train step on this machine, by the median."""
     config, engine = open_engine(config)
     stream = device_batches(engine, train, config.data.global_batch_size)
     state, seconds = engine.init(jax.random.key(0)), []
@@ -56,7 +56,7 @@ def consumption(config: Config, train: Examples, steps: int = 5) -> float:
 
 
 def production(dataset: Examples, seconds: float = 1.0) -> float:
-    """Tokens a second that one core packs into batches, counted in processor time."""
+    """Tokens that one core packs into batches per second of processor time."""
     stream = batches(dataset, global_batch_size=ROWS)
     next(stream)
     made, begin = 0, time.process_time()
@@ -85,7 +85,7 @@ def short_documents(tokenizer: Tokenizer, length: int = 20) -> Corpus:
 
 
 def cases(data: DataConfig, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, Examples]:
-    """What is measured, by name."""
+    """The measured datasets by name."""
 
     def of(text: Corpus, objective: str) -> Examples:
         config = dataclasses.replace(data, seq_len=SEQ_LEN, objective=objective)
@@ -100,7 +100,7 @@ def cases(data: DataConfig, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, E
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 when a case is not fast enough."""
+    """Returns 1 if a case is not fast enough."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", default=str(ROOT / "configs/quickstart.py"))
     parser.add_argument(
@@ -110,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
         "--step_tokens_per_second",
         type=float,
         metavar="X",
-        help="what the step consumes, instead of measuring it",
+        help="consumption of the step, instead of a measurement",
     )
     parser.add_argument(
         "--json", metavar="FILE", type=command_line.output_file, help="append a line for each case"

@@ -1,7 +1,7 @@
-"""The error that sums add to a weight's gradient in float8: a sum over 32,768 tokens.
+"""Benchmark of float8 accumulation: the error of a weight's gradient summed over 32,768 tokens.
 
-The same operands of 8 bits are multiplied in float32, as a step multiplies them, with fast
-accumulation, and by the kernel that XLA writes; one JSON line for each.
+The same 8-bit operands are multiplied in float32, as in a step, with fast accumulation, and by
+XLA's choice of kernel; one JSON line for each.
 """
 
 import argparse
@@ -31,13 +31,13 @@ SIZES = (32_768, 2_048, 8_192)  # tokens, features and hidden features: llama32_
 TINY = (1_024, 32, 64)
 
 ERROR_BOUND = 2**-10
-"""Relative, in the norm, of a step's way; rounding the result to bfloat16 may err by twice that.
-Sums of 128 terms in 14 bits, then in float32, err by about a tenth of it; all in 14 bits by 30
-times."""
+"""Bound of the relative error in the norm for a step's matmul; rounding the result to bfloat16 has
+twice this error. Sums of 128 terms in 14 bits, then in float32, have about a tenth of it; sums in
+14 bits only have 30 times as much."""
 
 
 class Way(NamedTuple):
-    """How the operands are multiplied."""
+    """A way to multiply the operands."""
 
     name: str
     precision: jax.lax.Precision
@@ -45,7 +45,7 @@ class Way(NamedTuple):
 
 
 def ways(platform: str) -> list[Way]:
-    """A step's first."""
+    """All ways, a step's first."""
     cublas = {flag.name: flag.value for flag in FLOAT8 if platform == "gpu"}
     precise = FLOAT8_PRECISION[WEIGHT_GRADIENT]
     return [
@@ -55,7 +55,7 @@ def ways(platform: str) -> list[Way]:
     ]
 
 
-def product(x: jax.Array, dy: jax.Array, *, precision: jax.lax.Precision) -> jax.Array:
+def transposed_matmul(x: jax.Array, dy: jax.Array, *, precision: jax.lax.Precision) -> jax.Array:
     """x^T dy, in float32."""
     dims = (([0], [0]), ((), ()))
     return jax.lax.dot_general(
@@ -65,7 +65,7 @@ def product(x: jax.Array, dy: jax.Array, *, precision: jax.lax.Precision) -> jax
 
 def compare(way: Way, operands: tuple[jax.Array, jax.Array], exact: jax.Array) -> dict[str, Any]:
     """A record: the error, the shortest time of five, and whether cuBLAS multiplied."""
-    multiply = jax.jit(product, static_argnames="precision").lower(
+    multiply = jax.jit(transposed_matmul, static_argnames="precision").lower(
         *operands, precision=way.precision
     )
     compiled = multiply.compile(compiler_options=way.options)
@@ -85,20 +85,20 @@ def compare(way: Way, operands: tuple[jax.Array, jax.Array], exact: jax.Array) -
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 when a step's way differs by more than its bound."""
+    """Returns 1 if a step's matmul has an error above its bound."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="tiny, for any machine")
     parser.add_argument("--json", metavar="FILE", help="append a line for each way")
     options = parser.parse_args(argv)
     tokens, features, hidden = TINY if options.rehearse else SIZES
     keys = jax.random.split(jax.random.key(0))
-    # Positive ones: sums that grow with every term, where few bits lose most.
+    # Positive operands: sums grow with every term, where few bits lose most.
     x, dy = (
         scaled_float8(jax.random.uniform(key, (tokens, size)), dtype)[0]
         for key, size, dtype in zip(keys, (features, hidden), OPERANDS["float8", WEIGHT_GRADIENT])
     )
     wide = x.astype(jnp.float32), dy.astype(jnp.float32)
-    exact = product(*wide, precision=jax.lax.Precision.HIGHEST)
+    exact = transposed_matmul(*wide, precision=jax.lax.Precision.HIGHEST)
     failed = False
     for number, way in enumerate(ways(jax.default_backend())):
         record = compare(way, (x, dy), exact)

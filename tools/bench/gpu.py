@@ -1,6 +1,7 @@
-"""What `gpu.sh` runs: parts, each a command of its own that appends records to a file.
+"""GPU benchmark suite run by `gpu.sh`: parts, each a separate command that appends records to a
+file.
 
-A part that fails or takes too long is a record too, and the next part goes on.
+A part that fails or times out is recorded, too, and the next part runs.
 """
 
 import argparse
@@ -25,10 +26,10 @@ from jaxscale import config as configs
 from jaxscale.training.flops import step_flops
 
 BUDGET_SECONDS = 460
-"""The limits of the first cases fit in it."""
+"""Total seconds; the limits of the first cases fit."""
 
 ENDING_SECONDS = 20
-"""What a case has left when its steps end: to be traced, and to write its record."""
+"""Seconds left for a case after its steps, for the trace and the record."""
 
 PACKAGES = (
     "jax",
@@ -42,14 +43,14 @@ PACKAGES = (
 
 
 class Case(NamedTuple):
-    """A whole step that is timed."""
+    """A timed train step."""
 
     config: str
     sequences: int  # of a micro-batch
     microbatches: int
     remat: str
     settings: tuple[str, ...] = ()
-    memory_gib: float = 0.0  # of the smallest device that has room for it
+    memory_gib: float = 0.0  # of the smallest device with enough memory
 
 
 ONE_DOCUMENT = "data.objective=causal_across_documents"
@@ -62,7 +63,7 @@ NARROW = (
     "optimizer.second_moment_dtype=bfloat16",
     "optimizer.moment_rounding=stochastic",
 )
-"""Of an 8B: 32 GB of moments in place of 64."""
+"""For an 8B model: 32 GB of moments instead of 64."""
 
 ATTENTION_SAVED = "save:query,key,value,attention"
 
@@ -71,10 +72,10 @@ FIRST_CASES = (
     Case("llama3_8b", 1, 4, "save_matmuls", (ONE_DOCUMENT, *NARROW, *CAST_ONCE, FLOAT8), 135),
     Case("llama3_8b", 1, 16, "save_matmuls", (ONE_DOCUMENT, *NARROW, *CAST_ONCE), 135),
 )
-"""What is aimed at."""
+"""The target cases."""
 
 CASES = (
-    # With what those are compared with first; then what may be better.
+    # First the baselines of the target cases, then alternatives.
     Case("llama3_8b", 1, 16, "save_matmuls", (ONE_DOCUMENT, *NARROW, *CAST_ONCE, FLOAT8), 135),
     Case("llama3_8b", 1, 4, "save_matmuls", (ONE_DOCUMENT, *NARROW, UNROLLED), 120),
     Case("llama32_1b", 8, 1, "none"),
@@ -98,7 +99,7 @@ CASES = (
     Case("llama32_1b", 32, 1, "full", (ONE_DOCUMENT,)),
 )
 FLOPS_TIMED = 3e15
-"""Of all timed steps of a case, 8 seconds at 40 % of an H100's peak; but from 3 to 16 steps."""
+"""FLOPs of all timed steps of a case: 8 seconds at 40 % of an H100's peak; 3 to 16 steps."""
 TINY = (
     "num_layers=2",
     "d_model=64",
@@ -111,16 +112,16 @@ TINY = (
 
 
 class Part(NamedTuple):
-    """A program and its flags, to which `--json FILE` is added."""
+    """A program and its flags; `--json FILE` is added."""
 
     name: str
     program: list[str]
     limit_seconds: float
-    steps: bool = False  # whether it is told with --seconds when its steps have to end
+    steps: bool = False  # whether it gets --seconds, the time limit of its steps
 
 
 def parts(rehearse: bool, memory_gib: float = math.inf) -> Iterator[Part]:
-    """All of them that a device of so much memory has room for, in order."""
+    """The parts that fit a device's memory, in order."""
     small = ["--rehearse"] if rehearse else []
     first, others = (
         [case for case in cases if case.memory_gib <= memory_gib] for cases in (FIRST_CASES, CASES)
@@ -175,11 +176,11 @@ def _timed(case: Case, rehearse: bool) -> Part:
 def run(
     part: Part, seconds: float, trace: pathlib.Path | None = None
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The records that a part wrote, and whether it ended well; memory that ran out is well.
+    """Runs a part: its records, and whether it succeeded; out of memory counts as success.
 
     Args:
-      seconds: after which it is ended.
-      trace: a file, for an archive of what is traced of its steps.
+      seconds: the time limit.
+      trace: a file for an archive of the steps' trace.
     """
     print(f"\n== {part.name}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -188,7 +189,7 @@ def run(
         flags = ["--json", str(file)]
         if part.steps:
             flags += [f"--seconds={limit - ENDING_SECONDS:.0f}", f"--trace={folder}/trace"]
-        # Its own session, so that what it started ends with it.
+        # A separate session, so that processes it started can be killed with it.
         process = subprocess.Popen(
             [sys.executable, *part.program, *flags], cwd=ROOT, start_new_session=True
         )
@@ -204,7 +205,7 @@ def run(
             with tarfile.open(trace, "w:gz") as archive:
                 archive.add(found, trace.name.partition(".")[0])
     records = [json.loads(line) for line in lines]
-    # Where it is a number, as loss.py measures it, nothing went wrong.
+    # A numeric "error" is a measurement of loss.py, not a failure.
     errors = [record["error"] for record in records if isinstance(record.get("error"), str)]
     if trouble and not errors:
         records.append({"error": trouble})
@@ -215,7 +216,7 @@ def run(
 
 
 def machine() -> dict[str, Any]:
-    """The first chip, its memory and the versions of what drives it."""
+    """The first chip, its memory and the versions of driver and packages."""
     query = [
         "nvidia-smi",
         "--query-gpu=name,driver_version,memory.total,power.limit",
@@ -236,7 +237,7 @@ def machine() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 when a part failed for another reason than memory."""
+    """Returns 1 if a part failed, except for out of memory."""
     parser = argparse.ArgumentParser(prog="tools/bench/gpu.sh", description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="every part, tiny, on a CPU")
     parser.add_argument(
@@ -244,19 +245,19 @@ def main(argv: Sequence[str]) -> int:
         nargs="+",
         default=[""],
         metavar="WORD",
-        help="the parts whose name has one of them: 8b, float8, loss",
+        help="parts with one of these words in the name: 8b, float8, loss",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=BUDGET_SECONDS,
-        help=f"in which all is to end, {BUDGET_SECONDS} unless given",
+        help=f"total time limit, {BUDGET_SECONDS} by default",
     )
-    parser.add_argument("--results", type=pathlib.Path, help="where JSON lines are appended")
+    parser.add_argument("--results", type=pathlib.Path, help="file to append JSON lines to")
     parser.add_argument(
         "--traces", type=pathlib.Path, help="folder for the traces of steps and their programs"
     )
-    parser.add_argument("--commit", help="of this code, where there is no repository to ask")
+    parser.add_argument("--commit", help="commit of this code, if there is no repository")
     options = parser.parse_args(argv)
     folder = (
         pathlib.Path(tempfile.gettempdir()) if options.rehearse else ROOT / "tools/bench/results"
@@ -276,7 +277,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     if not chosen:
         names = "; ".join(part.name for part in parts(options.rehearse, memory_gib))
-        parser.error(f"--only {' '.join(options.only)} is in no part's name: {names}")
+        parser.error(f"--only {' '.join(options.only)} matches no part; parts: {names}")
     for number, part in enumerate(chosen):
         left = options.seconds - (time.monotonic() - begin)
         if left > 20:

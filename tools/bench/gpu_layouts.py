@@ -1,8 +1,8 @@
-"""Two steps in each layout that one device allows, and on the same rows, each one document, with
-attention that is told so: their losses and gradient norms must agree.
+"""Layout equality on one GPU: losses and gradient norms of two steps in each layout that one device
+allows, and with one-document attention, must agree.
 
-In float64 to rounding; in bfloat16, where the platform's own attention kernel runs, within the
-precision of the type.
+In float64 up to rounding; in bfloat16, with the platform's attention kernel, within the precision
+of the type.
 """
 
 import argparse
@@ -30,7 +30,7 @@ CASES = (
     "data.objective=causal_across_documents",
 )
 BOUNDS = {"bfloat16": 5e-3, "float64": 1e-12}
-"""Type -> largest relative difference to the first case; first the one with kernels of GPUs."""
+"""Type -> largest relative difference from the first case; the type with GPU kernels first."""
 
 
 def two_steps(settings: Sequence[str]) -> tuple[list[float], str]:
@@ -46,7 +46,7 @@ def two_steps(settings: Sequence[str]) -> tuple[list[float], str]:
 
 def check(dtype: str) -> Iterator[dict[str, Any]]:
     """A record for each case."""
-    # Without it loops count in 32 bits, as they do in runs.
+    # Only for float64: in bfloat16 loop counters have 32 bits, as in runs.
     jax.config.update("jax_enable_x64", dtype == "float64")
     types = [f"model.compute_dtype={dtype}"]
     if dtype == "float64":
@@ -88,7 +88,7 @@ def check(dtype: str) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 when a case differs by more than its bound."""
+    """Returns 1 if a case differs by more than its bound."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="append a line for each case")
     options = parser.parse_args(argv)

@@ -1,9 +1,9 @@
 """python tools/bench/layouts.py [--fsdp 4] [--data 2] [--microbatches 8] [--rounds 5]
 
-Times one model's step for each accumulation and ZeRO stage on virtual CPU devices, all in one
-process that takes them in turn. A ratio is the median over rounds, so that other work on the
-machine slows all alike. A micro-batch has few tokens beside the model's width: where it matters how
-often weights are gathered.
+Times one model's step for each accumulation and ZeRO stage on virtual CPU devices, interleaved in
+one process. A ratio is the median over rounds, so that other load on the machine affects all
+equally. A micro-batch has few tokens compared with the model's width, so that the number of weight
+gathers matters.
 """
 
 import argparse
@@ -29,7 +29,7 @@ ACCUMULATIONS = ("sequential", "layered")
 
 
 class Case(NamedTuple):
-    """A compiled step and what it takes."""
+    """A compiled step, its arguments, and its times."""
 
     accumulation: str
     zero_stage: int
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make(options: argparse.Namespace, accumulation: str, zero_stage: int) -> Case:
-    """Compiles a case and takes a first step."""
+    """Compiles a case and runs a first step."""
     # After JAX_NUM_CPU_DEVICES is set.
     import jax  # noqa: PLC0415
 

@@ -1,9 +1,9 @@
-"""Cross entropy in chunks of several sizes: error against whole logits, time and memory.
+"""Benchmark of chunked cross entropy: error against whole logits, time and memory by chunk size.
 
-Loss and gradients together, as a step needs them; one JSON line for each size. First the reduction
-of one chunk's logits alone, as XLA writes it for GPUs and as our kernel in blocks of several sizes;
-elsewhere the kernel is interpreted, where only its error means something. With --compile h200:1x1,
-for a machine that is not there: bytes that its kernels move, and memory.
+Loss and gradients together, as in a step; one JSON line for each size. First the reduction of one
+chunk's logits alone, by XLA and by our kernel with several block sizes; without a GPU the kernel is
+interpreted, and only its error is meaningful. With --compile h200:1x1, for absent hardware: memory
+traffic and memory.
 """
 
 import argparse
@@ -36,7 +36,7 @@ HEADS = {"llama32_1b": (2_048, 128_256), "llama3_8b": (4_096, 128_256)}
 """Features and vocabulary, to compile for."""
 TINY = {"num_tokens": 1_024, "features": 64, "vocab": 512}
 CHUNKS = (None, 1_024, 2_048, 4_096, 8_192)
-"""Tokens of a chunk; None is what training takes."""
+"""Tokens of a chunk; None is the default of training."""
 
 ERROR_BOUND = 0.01
 """Relative, in the norm of a gradient; bfloat16 rounds by 0.004."""
@@ -45,9 +45,9 @@ REDUCED = {"rows": 2_048, "columns": 128_256}  # a chunk of llama32_1b
 TINY_REDUCED = {"rows": 8, "columns": 20_000}
 BLOCKS = (LogitBlock(2_048, 8), LogitBlock(4_096, 8), LogitBlock(8_192, 8))
 CHECKED_ROWS = 64
-"""Are computed in float64 too."""
+"""Rows also computed in float64."""
 REDUCTION_BOUND = 1e-5
-"""Of the error of log Z, which is about 13; float32 rounds that by 5e-7."""
+"""Bound of the error of log Z, which is about 13; float32 rounds that by 5e-7."""
 
 
 def whole(x_ND: jax.Array, head_DV: jax.Array, targets_N: jax.Array) -> jax.Array:
@@ -73,7 +73,7 @@ def chunked(chunk_tokens: int | None, platform: str) -> Callable:
 
 
 def measure(loss: Callable, args: tuple, expected: Any) -> tuple[dict[str, Any], Any]:
-    """A record, and the loss and gradients that it is about."""
+    """A record, and its loss and gradients."""
     compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*args).compile()
     got = jax.block_until_ready(compiled(*args))
     times = []
@@ -100,7 +100,7 @@ def measure(loss: Callable, args: tuple, expected: Any) -> tuple[dict[str, Any],
 
 
 def reductions(rows: int, columns: int, *, rehearse: bool) -> list[dict[str, Any]]:
-    """A record for each way to compute log Z and the target's logit of every row."""
+    """A record for each implementation of log Z and the target's logit of every row."""
     keys = jax.random.split(jax.random.key(1))
     logits = 2 * jax.random.normal(keys[0], (rows, columns), jnp.float32)
     targets = jax.random.randint(keys[1], (rows,), 0, columns, jnp.int32)
@@ -139,12 +139,12 @@ def reductions(rows: int, columns: int, *, rehearse: bool) -> list[dict[str, Any
 
 
 def repeated_seconds(way: Callable, logits: jax.Array, targets: jax.Array, repeats: int) -> float:
-    """Of one call among several in one program, so that it is longer than its start."""
+    """Seconds of one call, from a loop of several in one program, to exclude launch time."""
 
     @jax.jit
     def program(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         def again(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            # Other targets each time: a call that is always the same would be made once.
+            # Different targets in each trip, so that XLA does not hoist the call out of the loop.
             log_z, target = way(logits, (targets + i) % logits.shape[1])
             return sums[0] + log_z, sums[1] + target
 
@@ -160,7 +160,7 @@ def repeated_seconds(way: Callable, logits: jax.Array, targets: jax.Array, repea
 
 
 def compile_sizes(name: str) -> list[dict[str, Any]]:
-    """A record for each head and size of chunk, of the program for one device of a topology."""
+    """A record for each head and chunk size, from the program for one device of a topology."""
     topology.leave_hardware_alone()
     machine = topology.open_topology(name)
     mesh = Mesh(np.array(machine.devices[:1]), "x")
@@ -206,10 +206,10 @@ def compile_sizes(name: str) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 when an error is beyond its bound."""
+    """Returns 1 if an error is above its bound."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="tiny, for any machine")
-    parser.add_argument("--compile", metavar="TOPOLOGY", help="run nothing: count bytes")
+    parser.add_argument("--compile", metavar="TOPOLOGY", help="compile and count bytes only")
     parser.add_argument("--json", metavar="FILE", help="append a line for each size")
     options = parser.parse_args(argv)
     if options.compile:
@@ -255,7 +255,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write(path: str | None, records: Sequence[dict[str, Any]]) -> None:
-    """A line for each record, at the end of a file."""
+    """Appends a line for each record to a file."""
     if path:
         with open(path, "a") as lines:
             lines.writelines(json.dumps(record) + "\n" for record in records)

@@ -1,7 +1,7 @@
-"""One measured process: reports how it started, then does a training step for each line it reads.
+"""A measured process: reports its start-up, then runs a train step for each line that it reads.
 
 Each subject (`ours.py`, `baseline.py`) is a program that builds a `Case` and serves it; `train.py`
-starts them and lets them step in turn, so that a busy machine slows them alike.
+starts them and interleaves their steps, so that other load affects all equally.
 """
 
 import argparse
@@ -23,25 +23,26 @@ from jaxscale.compiled import trace
 from jaxscale.config import Config
 
 TRACED = 2
-"""Steps."""
+"""Traced steps."""
 
 LONGEST = 40
-"""Operations of a trace that are reported."""
+"""Reported operations of a trace."""
 
 
 class Case(NamedTuple):
-    """A train step and what it is called with."""
+    """A train step and its arguments."""
 
     init: Any  # jitted: key -> state
     step: Any  # jitted: (state, batch) -> (state, loss or a tuple that begins with it)
     state: Any  # shapes, types and shardings; has a field `params`
     batch: Any  # arrays on the devices
     note: str = ""  # a choice that the case made, such as its attention kernel
-    meanwhile: Callable[[], None] = lambda: None  # what a run does while its step is compiled
+    while_compiling: Callable[[], None] = lambda: None  # as a run does while its step compiles
 
 
 def serve(build: Callable[[Config, str], Case]) -> None:
-    """The process's whole life: flags, first step, a step a line, memory at the end of input."""
+    """Main function of a subject: flags, first step, a step per line, memory at the end of
+    input."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--started", type=float, required=True, help="the parent's monotonic time")
     parser.add_argument("--config", required=True)
@@ -60,14 +61,14 @@ def serve(build: Callable[[Config, str], Case]) -> None:
     config = configs.load(options.config, options.set)
     case = build(config, options.variant)
     done("build")
-    # As a run does: one program is compiled while the other is traced, and parameters are drawn
-    # while the compiler works on the step.
+    # As in a run: one program compiles while the other is traced, and parameters are initialised
+    # while the step compiles.
     key = jax.random.key(config.run.seed)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiling = pool.submit(case.init.lower(key).compile)
         lowered = case.step.lower(case.state, case.batch)
         done("trace")
-        pool.submit(case.meanwhile)
+        pool.submit(case.while_compiling)
         state = compiling.result()(key)
     done("init")
     compiled = lowered.compile()
@@ -102,9 +103,9 @@ def serve(build: Callable[[Config, str], Case]) -> None:
 
 
 def _trace(folder: pathlib.Path, compiled: Any, state: Any, batch: Any) -> dict[str, Any]:
-    """Where the time of TRACED more steps went; keeps the program's text beside the trace."""
+    """The time breakdown of TRACED more steps; writes the program's text next to the trace."""
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it would slow the host that it traces
+    options.python_tracer_level = 0  # it would slow the host down
     folder.mkdir(parents=True, exist_ok=True)
     text = compiled.as_text()
     (folder / "program.txt").write_text(text)
@@ -122,7 +123,7 @@ def _trace(folder: pathlib.Path, compiled: Any, state: Any, batch: Any) -> dict[
 
 
 def _step(compiled: Callable, state: Any, batch: Any) -> tuple[Any, float]:
-    """One step, done: its loss is on the host."""
+    """Runs one step to completion; the loss is on the host."""
     state, out = compiled(state, batch)
     jax.block_until_ready(state)
     return state, float(jax.tree.leaves(out)[0])

@@ -6,7 +6,7 @@ from jaxscale.config import Config
 from jaxscale.data.synthetic import synthetic_batch
 from jaxscale.run.setup.layout import open_engine
 
-# Otherwise the trainer is not used, but the time to a run's first step counts its import.
+# Imported although unused here: the time to a run's first step includes the trainer's imports.
 from jaxscale.run.trainer import import_later
 
 

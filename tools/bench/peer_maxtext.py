@@ -1,7 +1,7 @@
-"""MaxText's trainer as a subject of `peers.py`: its train command, whose compiled step is timed.
+"""MaxText's trainer as a subject of `peers.py`: its train command, with the compiled step timed.
 
-It runs in MaxText's environment, so that it imports nothing of this project. Its words are those of
-`measure.py`: after the first step, after a step for each line that it reads, and at the end.
+It runs in MaxText's environment, so it imports nothing of this project. Its protocol is that of
+`measure.py`: a report after the first step, after a step for each line read, and at the end.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 SAY = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what MaxText prints
+os.dup2(2, 1)  # MaxText's output goes to stderr
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ class _Phases:
 
 
 class _Timed:
-    """The jitted step; a call of it waits for its turn and for its result."""
+    """The jitted step; each call waits for a line of input, and for its result."""
 
     def __init__(self, step: Any, phases: _Phases, memory: list[Any]) -> None:
         self._step, self._phases, self._memory = step, phases, memory

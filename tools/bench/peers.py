@@ -1,11 +1,10 @@
 """python tools/bench/peers.py [--install] [--environment DIR] [--dtypes NAME ...] [--json FILE]
 
-Times train steps and the start-up on a CPU beside MaxText's: the same sizes of model and batch,
-AdamW with float32 state, synthetic tokens, nothing saved. MaxText has an environment of its own,
-which `--install` makes (2.4 GB), and runs its own train command, with each remat policy of
-`--remat`, as `peer_maxtext.py` says. All subjects of a round are alive together and step in turn,
-and a ratio is the median over neighbouring steps, so that other work on the machine slows all
-alike.
+Compares train steps and start-up on a CPU with MaxText's: the same sizes of model and batch, AdamW
+with float32 state, synthetic tokens, no checkpoints. MaxText has a separate environment, made by
+`--install` (2.4 GB), and runs its train command (`peer_maxtext.py`) with each remat policy of
+`--remat`. All subjects of a round run together with interleaved steps, and a ratio is the median
+over neighbouring steps, so that other load on the machine affects all equally.
 """
 
 import argparse
@@ -48,10 +47,10 @@ CONFIG = "configs/bench_8x256.py"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 when a subject failed."""
+    """Returns 1 if a subject failed."""
     parser = argparse.ArgumentParser(
         prog="python tools/bench/peers.py",
-        description="Times train steps and the start-up beside MaxText's.",
+        description="Compares train steps and start-up with MaxText's.",
         epilog="Any leaf of the config can be set: --config.data.seq_len=256",
     )
     parser.add_argument("--config", metavar="FILE", default=CONFIG)
@@ -69,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         nargs="+",
         metavar="POLICY",
         default=["full", "minimal"],
-        help="MaxText's remat policies, each a subject; ours is the config's",
+        help="MaxText's remat policies, each a subject; ours is from the config",
     )
     parser.add_argument(
         "--steps", type=command_line.whole(1, 10**6), default=5, help="timed steps of a process"
@@ -133,7 +132,7 @@ def run_case(
                 if name != OURS:
                     given = maxtext_settings(config, name.removeprefix("maxtext "), folder)
                     program = str(ROOT / "tools/bench/peer_maxtext.py")
-                    # Without -P it would import what stands beside the program.
+                    # Without -P Python would import modules from the program's folder.
                     command, path = [str(python), "-P", program, *given], ""
                 subject = Subject(name, command, 1, path)
                 subjects.append(stack.enter_context(contextlib.closing(subject)))
@@ -150,7 +149,7 @@ def maxtext_settings(config: Config, remat: str, folder: str) -> list[str]:
     """MaxText's settings for our config.
 
     Raises:
-      ValueError: a model option or an optimizer that is not translated.
+      ValueError: a model option or an optimizer without a translation.
     """
     model, data, optimizer = config.model, config.data, config.optimizer
     if ModelConfig(**{name: getattr(model, name) for name in SIZES}) != model:
@@ -188,8 +187,10 @@ def maxtext_settings(config: Config, remat: str, folder: str) -> list[str]:
 
 
 def check_same_model(config: Config, subjects: Sequence[Subject]) -> None:
-    """Raises:
-    ValueError: a peer has another number of parameters than our config.
+    """Checks that all subjects have the same number of parameters.
+
+    Raises:
+      ValueError: a peer has another number of parameters than our config.
     """
     ours = model_trace(config.model).num_params
     for subject in subjects:
@@ -201,7 +202,7 @@ def check_same_model(config: Config, subjects: Sequence[Subject]) -> None:
 def with_ratios(
     runs: dict[str, list[Run]], config: Config, case: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """A record for each subject; ours is compared with the peer whose steps are the fastest."""
+    """A record for each subject; ours is compared with the peer with the fastest steps."""
     records = {name: {**case, **summarise(name, each, config)} for name, each in runs.items()}
     peers = [name for name in records if name != OURS]
     fastest = min(peers, key=lambda name: records[name]["step_seconds"])
@@ -220,7 +221,7 @@ def with_ratios(
 
 
 def ratios(ours: dict[str, Any]) -> str:
-    """Both targets, in a line."""
+    """Both ratios, in a line."""
     return (
         f"{ours['speed_ratio']:.2f} x the tokens/s of {ours['compared_with']} "
         f"({ours['cpu_ratio']:.2f} by CPU time); start to first step: {ours['start_ratio']:.2f} of "

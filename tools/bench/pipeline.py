@@ -1,13 +1,13 @@
 """python tools/bench/pipeline.py [--microbatches 2,4,8,16] [--rounds 5] [--json FILE]
 
-Times the loss and gradients of a pipeline of two ranks, each a CPU device of one thread, against
-what its table predicts, and against the way in which pipelines are usually written in JAX: the
-stages under `jax.vmap`, a shift of their inputs, and a scan that autodiff turns round (GPipe).
+Times the loss and gradients of a pipeline of two ranks, each a CPU device of one thread. The times
+are compared with the table's prediction, and with the usual pipeline in JAX: stages under
+`jax.vmap`, a shift of their inputs, and a scan that autodiff reverses (GPipe).
 
-The prediction takes the table, and how long the executor takes for an operation of each kind when
-both ranks do it at once: it runs tables of some kinds only. All are stepped in turn, so that a busy
-machine slows all alike. Times are medians of the rounds; "times faster" is the median of the
-rounds' ratios.
+The prediction is from the table and the executor's time for each of F, B, W, X and R when both
+ranks run it at once, measured with tables of these operations only. All cases are interleaved, so
+that other load affects all equally. Times are medians of the rounds; "times faster" is the median
+of the rounds' ratios.
 """
 
 import argparse
@@ -32,16 +32,16 @@ from jaxscale import command_line  # noqa: E402 - which imports no JAX
 RANKS = 2
 UNIT_TIMES = 4
 SCHEDULES = ("1f1b", "1f1b:fused", "gpipe", "zb_h1")
-REMATS = ("keep:1", "full")  # of 1f1b, beside none
+REMATS = ("keep:1", "full")  # of 1f1b, in addition to none
 USUAL, USUAL_REMAT = "vmap, shift, autodiff", "the same, layers rematerialised"
 
 
 class Case(NamedTuple):
-    """A compiled function of parameters and batch, and how long its runs took."""
+    """A compiled function of parameters and batch, and the times of its runs."""
 
     name: str
     microbatches: int
-    table: Any  # None where there is none
+    table: Any  # None for `usual`
     run: Callable[[], Any]
     temp_bytes: int
     seconds: list[float]
@@ -90,7 +90,7 @@ def counts(text: str) -> list[int]:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     import jax  # noqa: PLC0415
 
     begin = time.perf_counter()
@@ -139,11 +139,11 @@ def ours(
     kinds: Sequence[int] = (),
     remat: str = "none",
 ) -> Case:
-    """A schedule by the executor.
+    """A schedule run by the executor.
 
     Args:
-      kinds: of `pipeline.records`, where only these operations are to be done, one kind after the
-        other, each as often as there are micro-batches and by both ranks at once.
+      kinds: if given, only these operations run, one after the other, each once per micro-batch and
+        on both ranks at once.
     """
     import jax  # noqa: PLC0415
     import numpy as np  # noqa: PLC0415
@@ -180,8 +180,8 @@ def ours(
 
 
 def units(options: argparse.Namespace) -> dict[str, Case]:
-    """Tables of some kinds of operations, each as often as there are micro-batches. What F and B
-    keep has to be read, or the compiler would leave it out."""
+    """Tables of some operations, each once per micro-batch. Values saved by F and B must be read,
+    or the compiler would remove them."""
     from jaxscale.pipeline_schedules.operations import B, F, R, W, X  # noqa: PLC0415
 
     return {
@@ -194,13 +194,13 @@ def units(options: argparse.Namespace) -> dict[str, Case]:
 
 
 def unit_seconds(unit: dict[str, Case]) -> dict[str, float]:
-    """Seconds of an operation of each kind, medians of the rounds."""
+    """Seconds of each operation, medians of the rounds."""
     w, bw, fbw, x, rbw = (statistics.median(case.seconds) / UNIT_TIMES for case in unit.values())
     return {"f": fbw - bw, "b": bw - w, "w": w, "x": x, "r": rbw - bw}
 
 
 def predict(case: Case, unit: dict[str, Case]) -> float:
-    """Seconds of a case from those of operations: a tick lasts as long as its slowest."""
+    """Predicted seconds of a case from those of operations, with ticks in lockstep."""
     from jaxscale.pipeline.simulator import Costs, simulate  # noqa: PLC0415
 
     f, b, w, x, r = unit_seconds(unit).values()
@@ -209,13 +209,12 @@ def predict(case: Case, unit: dict[str, Case]) -> float:
 
 
 def usual(options: argparse.Namespace, microbatches: int, remat: bool = False) -> Case:
-    """GPipe as a scan over shifts: all stages compute at once, each on its own micro-batch, and
-    what comes out of one goes into the next; autodiff makes the backward pass, and keeps what it
-    needs of every tick.
+    """GPipe as a scan over shifts: all stages compute at once, each on a different micro-batch, and
+    pass their outputs on. Autodiff derives the backward pass and saves residuals of every tick.
 
     Args:
-      remat: keeps the inputs of layers only, and makes the rest again, as peers do to keep the
-        memory of a scan in bounds.
+      remat: saves only the inputs of layers and recomputes the rest, as peers do to limit the
+        memory of the scan.
     """
     import jax  # noqa: PLC0415
     import jax.numpy as jnp  # noqa: PLC0415
@@ -230,7 +229,7 @@ def usual(options: argparse.Namespace, microbatches: int, remat: bool = False) -
 
     config = make_config(options, "gpipe", microbatches)
     mesh = make_mesh(config.layout)
-    attend = functools.partial(attention, implementation="blockwise")  # what ours takes here
+    attend = functools.partial(attention, implementation="blockwise")  # as ours on a CPU
     model = Decoder(config.model, Kernels(attend))
     split_over = NamedSharding(mesh, PartitionSpec("pipeline"))
 
@@ -314,7 +313,7 @@ def report(cases: Sequence[Case], unit: dict[str, Case], options: argparse.Names
 
 
 def median_ratio(some: Sequence[float], others: Sequence[float]) -> float:
-    """Of what was measured in the same round."""
+    """The median ratio of times in the same round."""
     return statistics.median(a / b for a, b in zip(some, others, strict=True))
 
 

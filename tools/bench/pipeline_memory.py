@@ -1,9 +1,9 @@
 """python tools/bench/pipeline_memory.py [--pipeline 4] [--microbatches 16,32]
 
-Compiles a step by every schedule for virtual CPU devices and compares what the compiler says it
-needs with what the table says a rank keeps between ticks: slots, times what a layer keeps, and the
-accumulators of gradients. The work of one operation comes on top, which no schedule changes: it is
-taken from the first line for each remat policy, and predicts all others. Nothing runs.
+Memory of pipelines: compiles a step with every schedule for virtual CPU devices and compares the
+compiler's memory with the table's: slots times the residuals of a layer, plus the gradient
+accumulators. The working set of one operation, the same for all schedules, is calibrated with the
+first line for each remat policy and predicts all others. Nothing runs.
 """
 
 import argparse
@@ -58,8 +58,8 @@ def main(argv: Sequence[str]) -> int:
 def line(
     options: argparse.Namespace, schedule: str, remat: str, microbatches: int, work: int | None
 ) -> int:
-    """Compiles one case; returns the bytes of the work of an operation, those of this one where
-    they are not known yet."""
+    """Compiles one case; returns the working set of an operation in bytes, calibrated with this
+    case if it is None."""
     # After JAX_NUM_CPU_DEVICES is set.
     import jax  # noqa: PLC0415
 

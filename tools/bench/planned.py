@@ -1,4 +1,4 @@
-"""The planner's predictions beside steps that `tools/bench/train.py` measured.
+"""Compares the planner's predictions with steps measured by `tools/bench/train.py`.
 
 python tools/bench/planned.py [RECORDS.jsonl] [--hardware h200]
 
@@ -52,18 +52,20 @@ def row_of(cells: Iterable[str]) -> str:
 
 
 def compared(records: pathlib.Path, hardware: str) -> Iterator[dict[str, Any]]:
-    """What was measured and what the planner says of the same step, in this order."""
+    """Measured and predicted values of the same steps, in the order of the records."""
     for line in records.read_text().splitlines():
         record = json.loads(line)
         if record.get("benchmark") != "train" or "step_seconds" not in record:
             continue
         if record["num_devices"] != 1:
-            raise ValueError(f"a step of {record['num_devices']} devices; this compares those of 1")
+            raise ValueError(
+                f"a record has a step of {record['num_devices']} devices; give records of 1 device"
+            )
         config = configs.load(ROOT / record["config"], record["settings"])
         layout = config.layout
         pins = {name: getattr(layout, name) for name in ("microbatches", "accumulation", "remat")}
         pins |= {name: getattr(layout, name) for name in ("zero_stage", "offload", "unroll_layers")}
-        # It fitted: so the plan may have all of the memory.
+        # The step fitted, so the plan may use all of the memory.
         memory = make_cluster(hardware, 1).memory_bytes
         asked = {"pins": pins, "max_memory_bytes": memory, "top": 1}
         plan = plan_layouts(config, hardware, 1, **asked).plans[0]

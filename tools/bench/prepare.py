@@ -1,8 +1,9 @@
-"""Text that one core prepares in a second: read, tokenised with 32k byte pairs, and written.
+"""Benchmark of data preparation: text per second and core, read, tokenised with 32k byte pairs and
+written.
 
-Byte pairs are learnt from the text first. Every run begins with a tokenizer that remembers no word
-yet, in one process without threads, as a worker of python -m jaxscale.prepare does. CPU seconds
-are counted, so other load disturbs little. "library" is the same without the words.
+Byte pairs are learnt from the text first. Every run begins with a tokenizer with an empty word
+cache, in one process without threads, as a worker of python -m jaxscale.prepare does. CPU seconds
+are counted, so that other load matters little. "library" is without the word cache.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from jaxscale.data.tokens.tokenizer import (  # noqa: E402
 
 
 def library(path: str) -> Tokenizer:
-    """The tokenizer in a file, every text encoded by the library from end to end."""
+    """The tokenizer in a file, with every text encoded by the library only."""
     plain = tokenizers.Tokenizer.from_file(path)
     plain.encode_special_tokens = True
 
@@ -48,7 +49,7 @@ def library(path: str) -> Tokenizer:
 
 
 def to_jsonl(source: Sequence[str], path: pathlib.Path) -> None:
-    """The documents of a source, a paragraph of them on each line."""
+    """Writes the documents of a source as JSON lines, one paragraph each."""
     with path.open("w") as file:
         for piece in cut(find_files(source), 1 << 20):
             for document in read_documents(piece):
@@ -58,7 +59,7 @@ def to_jsonl(source: Sequence[str], path: pathlib.Path) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a line for each way of reading; returns 0."""
+    """Prints a line for each input format; returns 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input", nargs="+", default=["{stdlib}/**/*.py"], metavar="PATH")
     parser.add_argument("--vocab_size", type=int, default=32_000)

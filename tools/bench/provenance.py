@@ -1,4 +1,4 @@
-"""Where a measured number comes from."""
+"""Provenance of a measurement."""
 
 import datetime
 import os
@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def provenance() -> dict[str, Any]:
-    """When, from what commit, by which command, and how busy the machine was."""
+    """Date, commit, command and load of the machine."""
     changed = _git("status", "--porcelain", "-uno")
     return {
         "load": os.getloadavg()[0],
@@ -23,7 +23,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    """What git prints; nothing where there is no repository, or no git."""
+    """Git's output; "" without a repository or git."""
     try:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()

@@ -1,8 +1,8 @@
 """python tools/bench/search.py [--config FILE] [--trials 24] [--random 16] [--config.model....]
 
-A search by measuring, as `plan --measure` does it, beside random layouts, which are measured in
-turn with its trials, so that other work on the machine slows both alike. At the end the best found
-and the median random layout are measured once more, in turn.
+Compares a search by measuring, as in `plan --measure`, with random layouts. Trials and random
+layouts are interleaved, so that other load on the machine affects both equally. At the end the best
+layout and the median random layout are measured again, interleaved.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def draw(config: Config, num_devices: int, seed: int) -> list[Layout]:
-    """Layouts that may run, shuffled."""
+    """Runnable layouts, shuffled."""
     layouts = [
         layout_of(one, config.layout, num_devices) for one in candidates(config, num_devices)
     ]
@@ -86,7 +86,7 @@ def draw(config: Config, num_devices: int, seed: int) -> list[Layout]:
 
 
 def one_by_chance(config: Config, drawn: Any) -> tuple[float, Layout]:
-    """Seconds of the next layout that can be measured."""
+    """Seconds of the next random layout that can be measured."""
     while True:
         layout = next(drawn)
         outcome, answer = search.try_layout(config, layout)
@@ -105,7 +105,7 @@ def report(
     options: argparse.Namespace,
     argv: Sequence[str],
 ) -> None:
-    """Measures the best and the median again, prints, and writes a line."""
+    """Measures the best and the median layout again, prints, and writes a line."""
     best = results.ranked(trials)[0]
     by_chance.sort(key=lambda pair: pair[0])
     median, typical = by_chance[(len(by_chance) - 1) // 2]  # the faster one of two
@@ -119,7 +119,7 @@ def report(
     print(
         f"\n{command}\nbest found {best.step_seconds:.4g} s: {layout_text(best.layout)}\n"
         f"random layouts: fastest {by_chance[0][0]:.4g} s, median {median:.4g} s, "
-        f"slowest {by_chance[-1][0]:.4g} s\nbest and median once more, in turn: "
+        f"slowest {by_chance[-1][0]:.4g} s\nbest and median measured again, interleaved: "
         f"{ratio:.2f} x as fast {again}"
     )
     if options.json:

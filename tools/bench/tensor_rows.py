@@ -1,11 +1,11 @@
-"""Llama 2 70B on 64 absent chips with its tensor ranks in one row and in several.
+"""Benchmark of 2D tensor parallelism: Llama 2 70B on 64 absent chips by number of tensor rows.
 
 python tools/bench/tensor_rows.py [--compile v5p:4x4x4] [--json FILE]
 
-For each grid the planner's seconds of a step, those of tensor parallelism before and after overlap,
-and memory. With --compile also the real step compiled (minutes each): the bytes that collectives
-over rows and columns move for a device and a step, the seconds that the links need for them, and
-the memory. Bytes are of whole arrays, gathered or before the scatter, an all-reduce's twice.
+For each grid the planner's step time, the time of tensor parallelism before and after overlap, and
+memory. With --compile also from the compiled step (minutes each): bytes of collectives over rows
+and columns per device and step, their seconds on the links, and memory. Bytes are of whole arrays,
+gathered or before the scatter; an all-reduce's count twice.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 GRIDS = ((8, 1), (8, 2), (16, 1), (16, 2), (16, 4))
-"""Ranks of tensor, and the rows that they are divided into."""
+"""Ranks of tensor, and their rows."""
 SETTINGS = ("data.global_batch_size=64", "layout.microbatches=1", "layout.remat=full")
 
 
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def planned(tensor: int, across: int) -> dict[str, Any]:
-    """What the planner says of one grid."""
+    """The planner's numbers for one grid."""
     pins = {"pipeline": 1, "data": 1, "context": 1, "zero_stage": 3, "microbatches": 1}
     pins |= {"tensor": tensor, "tensor_rows": across, "remat": "full", "offload": "none"}
     command = ["jaxscale.plan", "--config", "llama2_70b", "--hardware", "v5p"]
@@ -58,7 +58,7 @@ def planned(tensor: int, across: int) -> dict[str, Any]:
 
 
 def run(command: list[str]) -> dict[str, Any]:
-    """The numbers that a command writes."""
+    """Runs a command and returns its JSON output."""
     with tempfile.TemporaryDirectory() as folder:
         written = pathlib.Path(folder) / "numbers.json"
         command = [sys.executable, "-m", *command, "--json", str(written)]
@@ -67,7 +67,7 @@ def run(command: list[str]) -> dict[str, Any]:
 
 
 def measured(topology: str, tensor: int, across: int) -> dict[str, Any]:
-    """The numbers of one layout."""
+    """The compiled step's numbers for one grid."""
     sizes = (f"layout.tensor={tensor}", f"layout.tensor_rows={across}")
     command = ["jaxscale.aot", "--config", "llama2_70b", "--topology", topology]
     command += ["--skip_memory_check"]

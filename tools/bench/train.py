@@ -1,9 +1,9 @@
 """python tools/bench/train.py [--config FILE ...] [--layouts "fsdp=8" "fsdp=2,tensor=4" ...]
 
-Times train steps on synthetic tokens, beside the same model written plainly in Flax NNX and optax
-on one device (`baseline.py`). Every subject is a fresh process; those of a case are alive together
-and step in turn, and a ratio is the median over neighbouring steps, so that other work on the
-machine slows all alike.
+Compares train steps on synthetic tokens with the same model in plain Flax NNX and optax on one
+device (`baseline.py`). Every subject is a new process. Subjects of a case run together with
+interleaved steps, and a ratio is the median over neighbouring steps, so that other load on the
+machine affects all equally.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from jaxscale.hardware import peak_flops  # noqa: E402
 from jaxscale.training.flops import step_flops  # noqa: E402
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-"""What XLA calls it."""
+"""XLA's status for out of memory."""
 OURS = "jaxscale"
 PROGRAMS = {
     OURS: ("ours.py", ""),
@@ -47,23 +47,23 @@ PROGRAMS = {
 
 
 class Run(NamedTuple):
-    """What one process of `measure.py` said of itself."""
+    """The reports of one process of `measure.py`."""
 
     first: dict[str, Any]  # after its first step
     steps: list[dict[str, float]]  # the others
     peaks: dict[str, Any]  # of memory
-    trace: dict[str, Any] | None = None  # where the time of traced steps went
+    trace: dict[str, Any] | None = None  # time breakdown of traced steps
 
 
 class Subject:
-    """A process that speaks as `measure.py` does, its first step done when the constructor returns.
+    """A process with the protocol of `measure.py`; the constructor returns after its first step.
 
     Args:
-      command: is given `--started` too.
+      command: without `--started`, which is added.
       path: of its imports, in front of PYTHONPATH.
 
     Raises:
-      RuntimeError: the process failed; the message ends with what it wrote.
+      RuntimeError: the process failed; the message ends with its output.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Subject:
             "JAX_TRACEBACK_FILTERING": "off",  # the error itself on the last line
             "JAX_NUM_CPU_DEVICES": str(num_cpu_devices),
         }
-        # A user's Python keeps the modules that it has compiled, which pip does for a peer's.
+        # Bytecode is cached, as for a user; pip has compiled a peer's modules.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self.name = name
         self.steps: list[dict[str, float]] = []
@@ -94,18 +94,18 @@ class Subject:
         self.first = self._read()
 
     def step(self) -> None:
-        """Does one more step and keeps its times."""
+        """Runs one more step and stores its times."""
         self._send("step\n")
         self.steps.append(self._read())
 
     def finish(self) -> Run:
-        """Everything that was measured."""
+        """Ends the measurement and returns its results."""
         self._send("end\n")
         peaks = self._read()
         return Run(self.first, self.steps, peaks, peaks.pop("trace", None))
 
     def close(self) -> None:
-        """Ends the process, whatever it is doing."""
+        """Kills the process."""
         self._process.kill()
         self._process.communicate()
         self._errors.close()
@@ -123,14 +123,14 @@ class Subject:
         status = self._process.wait()
         self._errors.seek(0)
         errors = self._errors.read().replace(f"{ROOT}{os.sep}", "")
-        # The compiler may list its buffers below the reason.
+        # XLA may list its buffers after the reason.
         ran_out = errors.rfind(OUT_OF_MEMORY)
-        said = errors[-1500:] if ran_out < 0 else errors[ran_out:].splitlines()[0]
-        raise RuntimeError(f"{self.name} ended with {status}: {said}")
+        reason = errors[-1500:] if ran_out < 0 else errors[ran_out:].splitlines()[0]
+        raise RuntimeError(f"{self.name} ended with {status}: {reason}")
 
 
 def command_of(name: str, config_file: str, settings: Sequence[str]) -> list[str]:
-    """What starts one of PROGRAMS."""
+    """The command of one of PROGRAMS."""
     script, variant = PROGRAMS[name]
     program = [sys.executable, str(ROOT / "tools/bench" / script), f"--variant={variant}"]
     return [*program, f"--config={config_file}", "--set", *settings]
@@ -145,12 +145,12 @@ def measure(
     end: float = math.inf,
     trace: str | None = None,
 ) -> dict[str, Run]:
-    """One round: starts the subjects one after the other, then lets them step in turn.
+    """One round: starts the subjects one after the other, then interleaves their steps.
 
     Args:
-      end: of `time.monotonic()`: a step, but not the first timed one, is not begun if it, or the
-        traced ones after it, might end later.
-      trace: a folder, for a trace of two more steps of ours.
+      end: in `time.monotonic()`: no step after the first timed one begins if it, or the traced
+        steps after it, might end later.
+      trace: a folder for a trace of two more steps of ours.
     """
     layout = configs.load(config_file, settings).layout
     sizes = [getattr(layout, axis) for axis in MESH_AXES]
@@ -205,7 +205,7 @@ def summarise(name: str, runs: Sequence[Run], config: Config) -> dict[str, Any]:
 
 
 def compare(ours: Sequence[Run], plain: Sequence[Run]) -> dict[str, float]:
-    """How many times as fast ours is, by the clock and by CPU time."""
+    """Speed ratios of ours, by wall-clock and by CPU time."""
     pairs = [pair for runs in zip(ours, plain) for pair in zip(*(run.steps for run in runs))]
     return {
         name: median(theirs[field] / mine[field] for mine, theirs in pairs)
@@ -214,7 +214,7 @@ def compare(ours: Sequence[Run], plain: Sequence[Run]) -> dict[str, float]:
 
 
 def median(values: Iterable[float]) -> float:
-    """The median of what may be a generator."""
+    """The median of an iterable."""
     return statistics.median(values)
 
 
@@ -228,11 +228,11 @@ def run_case(
     seconds: float = math.inf,
     trace: str | None = None,
 ) -> list[dict[str, Any]]:
-    """The records of a case, one a subject; a case that fails is a record with its error.
+    """The records of a case, one per subject; a failed case is a record with its error.
 
     Args:
       seconds: of a round, start included, after which no further step begins.
-      trace: a folder, for the last round's trace of two more steps of ours.
+      trace: a folder for the last round's trace of two more steps of ours.
     """
     case = {"config": config_file, "settings": list(settings), "rounds": repeats}
     try:
@@ -289,7 +289,7 @@ def row(record: dict[str, Any]) -> str:
 
 
 def trace_rows(traced: Mapping[str, Any]) -> Iterator[str]:
-    """Shares of the causes, then the longest operations."""
+    """The time breakdown, then the longest operations."""
     yield trace_line([DeviceTime(**device) for device in traced["devices"]], traced["steps"])
     for one in traced["longest"]:
         milliseconds = 1e3 * one["seconds"] / traced["steps"]
@@ -299,10 +299,10 @@ def trace_rows(traced: Mapping[str, Any]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 when a case failed."""
+    """Returns 1 if a case failed."""
     parser = argparse.ArgumentParser(
         prog="python tools/bench/train.py",
-        description="Times train steps beside the same model written plainly.",
+        description="Compares train steps with the same model in plain Flax and optax.",
         epilog="Any leaf of the configs can be set: --config.data.seq_len=256",
     )
     parser.add_argument("--config", nargs="+", metavar="FILE", default=["configs/bench_8x256.py"])
@@ -335,7 +335,7 @@ def main(argv: Sequence[str]) -> int:
         "--seconds",
         type=float,
         default=math.inf,
-        help="begin no further step after so many of a round, start and compiling included",
+        help="time limit of a round for further steps, start and compilation included",
     )
     parser.add_argument(
         "--repeats", type=command_line.whole(1, 10**6), default=3, help="processes of each subject"
@@ -343,7 +343,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--trace",
         metavar="FOLDER",
-        help="trace two more steps of ours there, and say where their time went",
+        help="trace two more steps of ours to FOLDER, and print their time breakdown",
     )
     parser.add_argument(
         "--json",

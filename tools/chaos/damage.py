@@ -1,14 +1,12 @@
-"""Damages every file of a checkpoint in every way, and resumes the run each time.
+"""Checkpoint corruption test: damages every file of a checkpoint and resumes the run each time.
 
     python tools/chaos/damage.py --seed 0
 
 A run with two checkpoints is made. Then, for each file of the newer one, a copy of the run has that
-file deleted, emptied, cut to half, filled with zeros, longer by a byte, or with one bit flipped at
-random places, and is resumed as a restart would resume it. What is held against it: a state that is
-neither that of the newer checkpoint nor that of the older one, to the bit; a resume from the older
-one that does not rename the newer, with a line that says why; and an error of any other kind. A
-change that leaves the file as it was, such as zeros for zeros, is not counted. The last line is
-JSON.
+file deleted, emptied, cut to half, filled with zeros, extended by a byte, or with random bits
+flipped, and is resumed. Faults: a state that differs in any bit from both checkpoints; a resume
+from the older checkpoint that does not rename the newer one; any other error. A change that leaves
+the file as it was, such as zeros for zeros, is not counted. The last line is JSON.
 """
 
 import argparse
@@ -35,9 +33,9 @@ OLDER, NEWER = 2, 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 when a damage was not seen, or not survived."""
+    """Returns 1 if any damage was not detected or not survived."""
     parser = argparse.ArgumentParser(description="Damages every file of a checkpoint.")
-    parser.add_argument("--flips", type=int, default=4, help="bits to flip in turn in each file")
+    parser.add_argument("--flips", type=int, default=4, help="single bits to flip in each file")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -52,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def campaign(folder: pathlib.Path, flips: int, draw: random.Random) -> dict[str, Any]:
-    """Counts, and what was held against the run."""
+    """Runs all damages; counts and faults."""
     import jax  # noqa: PLC0415 - after the environment is set
     import numpy as np  # noqa: PLC0415
 
@@ -107,7 +105,7 @@ def campaign(folder: pathlib.Path, flips: int, draw: random.Random) -> dict[str,
 
 
 def damages(data: bytes, flips: int, draw: random.Random) -> Iterator[tuple[str, bytes | None]]:
-    """Ways to damage a file, each with what is left of it; None is nothing at all."""
+    """Ways to damage a file, each with its new content; None is a deleted file."""
     changed: list[tuple[str, bytes | None]] = [
         ("deleted", None),
         ("empty", b""),
@@ -116,9 +114,9 @@ def damages(data: bytes, flips: int, draw: random.Random) -> Iterator[tuple[str,
         ("a byte longer", data + b"\0"),
     ]
     for _ in range(flips if data else 0):
-        place, bit = draw.randrange(len(data)), draw.randrange(8)
-        flipped = bytes([data[place] ^ 1 << bit])
-        changed.append((f"bit {bit} of byte {place}", data[:place] + flipped + data[place + 1 :]))
+        at, bit = draw.randrange(len(data)), draw.randrange(8)
+        flipped = bytes([data[at] ^ 1 << bit])
+        changed.append((f"bit {bit} of byte {at}", data[:at] + flipped + data[at + 1 :]))
     yield from ((kind, left) for kind, left in changed if left != data)
 
 

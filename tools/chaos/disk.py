@@ -1,18 +1,17 @@
-"""Takes the disk away from a training run in its middle, gives it back, and compares the end.
+"""Disk failure test: a full or read-only disk during a training run, and its recovery.
 
     python tools/chaos/disk.py
 
-Four runs, each on a small file system of its own, in a mount namespace that ends with the command.
-From the second checkpoint on the disk is full, or read-only: for a while, until two saves have
-failed; or for good, and then the same command is given again once the disk is mended. What is held
-against a run: a traceback, more lines than one for each failed save, one for its end and two for
-each file of metrics, a status other than 0 (for a while) or 1 (for good), a checkpoint that was
-reported and is lost, and a last state that is not that of a run on a good disk to the bit. The last
-line is JSON.
+Four runs, each on a separate small file system, in a mount namespace that ends with the command.
+After the second checkpoint the disk is full or read-only: for a while, until two saves have failed,
+or for good, and then the same command runs again on the repaired disk. Faults: a traceback; more
+lines than one for each failed save, one for the run's end and two for each file of metrics; a
+status other than 0 (for a while) or 1 (for good); the loss of a reported checkpoint; a last state
+that differs in any bit from that of a run on a good disk. The last line is JSON.
 
-Needs root; without, or where mounting is not allowed, it says so and ends with 0. A disk that is
-read-only for a while is so for what is opened then: Linux keeps no file that is open for writing
-from being written. One that is so for good is an ext4 that met an error, which refuses that, too.
+Needs root and mounts; without them it prints so and returns 0. A disk that is read-only for a while
+affects only files opened then: Linux allows writes to files that are already open. For good, it is
+an ext4 after an error, which refuses those, too.
 """
 
 import argparse
@@ -30,12 +29,12 @@ from collections.abc import Callable, Sequence
 from kills import Attempt, Faults, await_line, output, run, start, state
 
 MEGABYTES = 48
-"""Of each file system; a checkpoint has one."""
+"""Size of each file system; a checkpoint has 1 MB."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 when anything is held against a run."""
-    parser = argparse.ArgumentParser(description="Takes the disk away from a training run.")
+    """Returns 1 if a run has faults."""
+    parser = argparse.ArgumentParser(description="Makes the disk of a training run fail.")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
     options = parser.parse_args(argv)
@@ -67,13 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def full_for_a_while(disk: pathlib.Path, steps: int, faults: Faults) -> dict:
-    """A file takes all that is left, and goes again."""
+    """A file fills the disk, and is removed later."""
     call("mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "none", disk)
     return disturb(disk, steps, lambda: fill(disk), lambda: (disk / "filler").unlink(), faults)
 
 
 def read_only_for_a_while(disk: pathlib.Path, steps: int, faults: Faults) -> dict:
-    """Another mount of the file system lies above it, read-only."""
+    """A read-only mount hides the file system for a while."""
     call("mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "none", disk)
 
     def take() -> None:
@@ -84,7 +83,7 @@ def read_only_for_a_while(disk: pathlib.Path, steps: int, faults: Faults) -> dic
 
 
 def full_for_good(disk: pathlib.Path, steps: int, faults: Faults) -> dict:
-    """Until the run has ended."""
+    """A file fills the disk until the run has ended."""
     call("mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "none", disk)
     first = disturb(disk, steps, lambda: fill(disk), None, faults)
     (disk / "filler").unlink()
@@ -92,7 +91,7 @@ def full_for_good(disk: pathlib.Path, steps: int, faults: Faults) -> dict:
 
 
 def read_only_for_good(disk: pathlib.Path, steps: int, faults: Faults) -> dict:
-    """An ext4 that met an error: it stays read-only until it is mounted anew."""
+    """An ext4 after an error, read-only until it is mounted again."""
     image = disk.with_suffix(".image")
     with image.open("wb") as file:
         file.truncate(MEGABYTES << 20)
@@ -117,8 +116,8 @@ def disturb(
     give: Callable[[], object] | None,
     faults: Faults,
 ) -> dict:
-    """A run whose disk is taken away after its second checkpoint, and given back after two failed
-    saves, or never; what it came to."""
+    """A run whose disk fails after its second checkpoint, and is repaired after two failed saves,
+    or never; its outcome."""
     (process,) = start(disk / "run", 1, steps)
     await_line([process], "checkpoint 40 saved")
     take()
@@ -137,7 +136,7 @@ def disturb(
 
 
 def again(disk: pathlib.Path, steps: int, first: dict, faults: Faults) -> dict:
-    """The same command, on the disk that was mended."""
+    """The same command on the repaired disk."""
     (process,) = start(disk / "run", 1, steps)
     text = output(process, faults)
     resumed = re.search(r"resuming at step (\d+)", text)
@@ -147,7 +146,7 @@ def again(disk: pathlib.Path, steps: int, first: dict, faults: Faults) -> dict:
 
 
 def fill(disk: pathlib.Path) -> None:
-    """Leaves no byte of a file system."""
+    """Fills a file system completely."""
     with (disk / "filler").open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
             try:
@@ -158,7 +157,7 @@ def fill(disk: pathlib.Path) -> None:
 
 
 def await_failures(process: Attempt, count: int) -> None:
-    """Returns once so many saves have failed, or the run has ended."""
+    """Waits until `count` saves have failed, or the run has ended."""
     while process.poll() is None and len(re.findall(r"saving .* failed", process.text())) < count:
         time.sleep(0.02)
 

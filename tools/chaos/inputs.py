@@ -1,14 +1,13 @@
-"""Gives every command bad input: flags, settings and files.
+"""Fuzzing of commands: bad flags, settings and files.
 
     python tools/chaos/inputs.py --count 200 --seed 0
 
-A run is trained; then each case starts a command in a process of its own: with a flag of its
---help set to a value drawn from VALUES, with a leaf of the config set to one, or on a copy of the
-run in which one file holds other bytes; training goes on with such a copy for two steps. What is
-held against it: a traceback, ten minutes without an end, a signal, a refusal without a line
-that begins with "error:", more than 30 lines on stderr, and a training that goes on to a state
-other than that of the undamaged run, to the bit. Cases that a command accepts are listed, to be
-read by a person: some values are good ones. The last line is JSON.
+A run is trained; then each case starts a command in a separate process: with a flag of its --help
+set to one of VALUES, with a leaf of the config set to one of them, or on a copy of the run with
+other bytes in one file, which trains for two more steps. Faults: a traceback; no end within ten
+minutes; a signal; a refusal without a line that begins with "error:"; more than 30 lines on stderr;
+training that continues to a state that differs in any bit from that of the undamaged run. Accepted
+cases are listed for review, since some values are valid. The last line is JSON.
 """
 
 import argparse
@@ -49,27 +48,27 @@ CONTENTS = (b"", b"5", b"{}", b"[]", b'{"a": ', b"\xff\xfe" * 50, b"\0" * 4096)
 MOST_LINES, MOST_SECONDS = 30, 600  # on a machine that may be busy
 STEPS, FURTHER = 5, 7
 SKIPPED = ("--help", "--json", "--png", "--csv")
-"""Flags whose every value is a file's name are tried once, below."""
+"""Skipped flags: every value is a valid file name."""
 
 
 class Case(NamedTuple):
-    """A command, and what is bad about it."""
+    """A command with bad input."""
 
     command: tuple[str, ...]
-    about: str
-    alike: tuple[pathlib.Path, ...] = ()  # runs that end with the same state, if it is accepted
+    about: str  # the bad input
+    equal: tuple[pathlib.Path, ...] = ()  # runs that must end with the same state, if accepted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 when a command did not refuse as it should."""
-    parser = argparse.ArgumentParser(description="Gives every command bad input.")
-    parser.add_argument("--count", type=int, default=200, help="cases")
+    """Returns 1 if a command has a fault."""
+    parser = argparse.ArgumentParser(description="Runs every command with bad input.")
+    parser.add_argument("--count", type=int, default=200, help="number of cases")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     folder = pathlib.Path(tempfile.mkdtemp(prefix="chaos_"))
     os.environ["JAXSCALE_CACHE"] = str(folder / "compiled")
-    # Some commands accept a value as the name of what they write, where they are.
+    # Some commands accept a value as the name of an output file, in the current folder.
     os.environ["PYTHONPATH"] = str(ROOT)
     os.chdir(folder)
     try:
@@ -82,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def draw_cases(folder: pathlib.Path, count: int, draw: random.Random) -> list[Case]:
-    """Some of all cases: two fifths flags, two fifths settings, a fifth files."""
+    """A random sample of cases: two fifths flags, two fifths settings, a fifth files."""
     run, text = folder / "run", folder / "text.txt"
     text.write_text("A line of text.\n" * 50)
     trained = ("train", "--config", "tiny", "--workdir", str(run))
@@ -134,7 +133,7 @@ def training(workdir: pathlib.Path, steps: int) -> tuple[str, ...]:
 
 
 def make_runs(run: pathlib.Path, further: pathlib.Path) -> pathlib.Path:
-    """Trains a run, and a copy of it for longer; the copy."""
+    """Trains a run, and a copy of it for longer; returns the copy."""
     for workdir, steps in ((run, STEPS), (further, FURTHER)):
         done = start(training(workdir, steps))
         if done.returncode:
@@ -145,7 +144,7 @@ def make_runs(run: pathlib.Path, further: pathlib.Path) -> pathlib.Path:
 
 
 def read_files(run: pathlib.Path) -> list[pathlib.Path]:
-    """The files of a run but those of older checkpoints, which nobody reads."""
+    """The files of a run, except those of older checkpoints, which are not read."""
     older = [path for path in (run / "checkpoints").iterdir() if path.name != str(STEPS)]
     files = (path for path in run.rglob("*") if path.is_file())
     return [path for path in files if not set(older) & set(path.parents)]
@@ -159,7 +158,7 @@ def sums_of(run: pathlib.Path) -> dict[str, int]:
 
 
 def flags_of(command: str) -> list[str]:
-    """Those that --help shows."""
+    """The flags in a command's --help."""
     shown = re.findall(r"^  (?:-\w, )?(--\w+)", start((command, "--help")).stdout, re.MULTILINE)
     return [flag for flag in dict.fromkeys(shown) if flag not in (*SKIPPED, "--config")]
 
@@ -169,7 +168,7 @@ def leaves_of(config: dict[str, Any]) -> list[str]:
 
 
 def try_all(cases: Sequence[Case]) -> dict[str, Any]:
-    """How many were refused, which were accepted, and the faults."""
+    """The number of refused cases, the accepted cases, and the faults."""
     refused, accepted, faults = 0, [], []
     for number, case in enumerate(cases, 1):
         fault = ""
@@ -179,19 +178,19 @@ def try_all(cases: Sequence[Case]) -> dict[str, Any]:
             fault = f"no end in {MOST_SECONDS} s"
         else:
             fault = fault_of(done)
-            if done.returncode == 0 and not fault and case.alike:
-                one, other = map(sums_of, case.alike)
+            if done.returncode == 0 and not fault and case.equal:
+                one, other = map(sums_of, case.equal)
                 fault = "" if one == other else "the state is not that of the undamaged run"
             refused += done.returncode == 2
             accepted += [case.about] if done.returncode == 0 else []
         if fault:
             faults.append(f"{case.about}: {fault}")
-        print(f"{number} of {len(cases)}: {case.about}: {fault or 'as it should'}", flush=True)
+        print(f"{number} of {len(cases)}: {case.about}: {fault or 'ok'}", flush=True)
     return {"cases": len(cases), "refused": refused, "accepted": accepted, "faults": faults}
 
 
 def fault_of(done: subprocess.CompletedProcess) -> str:
-    """What is held against a command's end; "" if nothing is."""
+    """The fault of an ended command, or ""."""
     lines = done.stderr.splitlines()
     if "Traceback" in done.stderr + done.stdout:
         return f"a traceback: {lines[-1]}"
@@ -206,7 +205,7 @@ def start(command: Sequence[str]) -> subprocess.CompletedProcess:
     """Runs a command of the package until it ends.
 
     Raises:
-      subprocess.TimeoutExpired: it did not.
+      subprocess.TimeoutExpired: it did not end in time.
     """
     name, *arguments = command
     more = ["--", "true"] if name == "supervise" and "--help" not in arguments else []

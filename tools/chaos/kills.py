@@ -1,19 +1,20 @@
-"""Kills a training run at random instants until it is complete, and compares it with one that was
-left alone.
+"""Kill test: kills a training run at random times until it is complete, and compares it with an
+undisturbed run.
 
     python tools/chaos/kills.py --signal SIGKILL --processes 2 --count 20 --seed 0
-    python tools/chaos/kills.py --address file:///tmp/store/run
+    python tools/chaos/kills.py --url file:///tmp/store/run
 
-Every attempt is the same command. One random process of it gets the signal after a random time, of
-up to what an undisturbed attempt takes: while it imports, compiles, trains, saves or ends; or, at
-every second attempt, of up to what is left of it after the first step. What is held
-against the run: an attempt that cannot use what the ones before left, a step that is lost although
-its checkpoint was reported, an exit status that is not documented, a process that is still there a
-minute after the others, and a last state that is not that of the undisturbed run to the bit. The
-last line is JSON, with what the run was doing at each signal, as it says after SIGTERM.
+Every attempt is the same command. One random process of it gets the signal at a random time within
+an undisturbed attempt's duration: during imports, compilation, training, a save or the end; or, in
+every second attempt, within its duration after the first step. Faults: an attempt that cannot
+continue from earlier ones; the loss of a reported checkpoint; an undocumented exit status; a
+process that is alive long after the others; a last state that differs in any bit from that of the
+undisturbed run. The last line is JSON, with the run's phase at each signal, as printed after
+SIGTERM.
 
-With an address, such as s3://bucket/run, each attempt is on another machine, without a local tier;
-what counts as reported is what was put at the address. It should not exist yet.
+With the URL of a remote run directory (--url s3://bucket/run), which must not exist, each
+attempt is on another machine, without a local tier, and a checkpoint counts as reported when it is
+uploaded.
 """
 
 import argparse
@@ -42,29 +43,29 @@ SETTINGS = (
 BEGUN = "first step done"
 PHASE = re.compile(r"SIGTERM(?: to process [^\n]*?)? while ([^\n:]+?)(?: \(step \d+\))?:")
 DOCUMENTED = {0, 143, -signal.SIGTERM, -signal.SIGKILL}
-"""Statuses after SIGTERM; the last two are of a process that had not begun to listen."""
+"""Exit statuses after SIGTERM; the last two are of a process without signal handlers yet."""
 
 
 class Faults(list[str]):
-    """What was held against the run."""
+    """The faults of a run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 when anything is held against the run."""
+    """Returns 1 if the run has faults."""
     parser = argparse.ArgumentParser(description="Kills a training run at random instants.")
     parser.add_argument("--signal", choices=("SIGTERM", "SIGKILL"), default="SIGKILL")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--count", type=int, default=10, help="signals to send")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--address", default="", help="of the run, in place of a folder")
+    parser.add_argument("--url", default="", help="URL of the run, in place of a folder")
     options = parser.parse_args(argv)
     if options.processes < 1:
         parser.error(f"--processes = {options.processes}; at least 1")
-    if options.address:
-        fs, path = fsspec.core.url_to_fs(options.address)
-        if fs.exists(path):  # a run that is complete is removed, and begun again
-            parser.error(f"--address {options.address} exists; give one that does not")
+    if options.url:
+        fs, path = fsspec.core.url_to_fs(options.url)
+        if fs.exists(path):  # a complete run is removed and started again
+            parser.error(f"--url {options.url} exists; give one that does not")
     folder = pathlib.Path(tempfile.mkdtemp(prefix="chaos_"))
     os.environ["JAXSCALE_CACHE"] = str(folder / "compiled")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -82,7 +83,7 @@ def campaign(folder: pathlib.Path, options: argparse.Namespace) -> dict:
     run(alone, options.processes, options.steps)  # fills the cache of compiled programs
     shutil.rmtree(alone)
     typical = run(alone, options.processes, options.steps)
-    disturbed = options.address or str(folder / "disturbed")
+    disturbed = options.url or str(folder / "disturbed")
     found = disturb(disturbed, folder, options, typical)
     found["equal"] = state(str(alone), options.steps) == state(disturbed, options.steps)
     if not found["equal"]:
@@ -93,14 +94,14 @@ def campaign(folder: pathlib.Path, options: argparse.Namespace) -> dict:
 def disturb(
     workdir: str, folder: pathlib.Path, options: argparse.Namespace, typical: Sequence[float]
 ) -> dict:
-    """Attempts until the run is complete and `count` signals were sent; what they came to.
+    """Attempts until the run is complete and `count` signals were sent; their outcome.
 
     Args:
-      workdir: a folder, or an address.
+      workdir: a folder or a URL.
       folder: for local tiers.
-      typical: seconds of an attempt, and of its end from the first step on.
+      typical: seconds of an attempt, in all and after its first step.
     """
-    saves = r"checkpoint (\d+),.* put at" if options.address else r"checkpoint (\d+) saved"
+    saves = r"checkpoint (\d+)" + (r",.* uploaded " if options.url else " saved")
     draw, sent, attempts, faults = random.Random(options.seed), 0, 0, Faults()
     statuses: dict[str, int] = {}
     during: dict[str, int] = {}
@@ -137,13 +138,13 @@ def disturb(
         reported = max([reported, *map(int, saved)])
         if "Traceback" in text:
             faults.append(f"a traceback: {text[-2000:]}")
-        # One that ended before it listened leaves the others waiting for it.
+        # If a process ended before it connected, the others wait for it.
         absent = re.search("did not connect|found no process 0", text) and min(codes) < 0
         fine = DOCUMENTED | ({1} if absent else set())
         if options.signal == "SIGTERM" and not set(codes) <= fine:
             faults.append(f"statuses {codes}: {text[-2000:]}")
         if any(code in (1, 2) for code in codes) and -signal.SIGKILL not in codes and not absent:
-            faults.append(f"an attempt could not go on, statuses {codes}: {text[-2000:]}")
+            faults.append(f"an attempt could not continue, statuses {codes}: {text[-2000:]}")
         if set(codes) == {0} or attempts > 3 * options.count + 10:
             if sent >= options.count or attempts > 3 * options.count + 10:
                 break
@@ -161,7 +162,7 @@ def disturb(
 
 
 def run(workdir: pathlib.Path | str, count: int, steps: int) -> tuple[float, float]:
-    """An undisturbed run; its seconds, and those from its first step on."""
+    """An undisturbed run; its seconds, in all and after the first step."""
     begin = time.monotonic()
     processes = start(workdir, count, steps)
     await_line(processes, BEGUN)
@@ -174,14 +175,14 @@ def run(workdir: pathlib.Path | str, count: int, steps: int) -> tuple[float, flo
 
 
 class Attempt(subprocess.Popen):
-    """A process that prints into a file, which may be read meanwhile."""
+    """A process whose output goes to a file, which can be read while it runs."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self.printed = tempfile.NamedTemporaryFile("w+b")  # noqa: SIM115 - closed with the process
         super().__init__(command, stdout=self.printed, stderr=subprocess.STDOUT)
 
     def text(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         return pathlib.Path(self.printed.name).read_text(errors="replace")
 
 
@@ -191,21 +192,21 @@ def start(workdir: pathlib.Path | str, count: int, steps: int) -> list[Attempt]:
     command += [*SETTINGS, f"--config.run.steps={steps}", "--workdir", str(workdir)]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    places = [
+    flags = [
         [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}", f"--process_id={i}"]
         for i in range(count)
     ]
-    return [Attempt([*command, *(place if count > 1 else [])]) for place in places]
+    return [Attempt([*command, *(each if count > 1 else [])]) for each in flags]
 
 
 def await_line(processes: Sequence[Attempt], words: str) -> None:
-    """Returns once one of them has printed these words, or has ended."""
+    """Waits until one of the processes has printed these words, or has ended."""
     while all(each.poll() is None and words not in each.text() for each in processes):
         time.sleep(0.02)
 
 
 def output(process: Attempt, faults: Faults) -> str:
-    """What a process printed until it ended; it is killed when it does not."""
+    """Waits for a process and returns its output; kills it after a timeout."""
     try:
         process.wait(timeout=300)
     except subprocess.TimeoutExpired:

@@ -1,12 +1,12 @@
-"""Saves a run in each of twelve layouts, and resumes each from each.
+"""Resharding test: saves a run in each of twelve layouts, and resumes each in each.
 
     python tools/chaos/resumes.py
 
 A decoder with experts, on eight virtual devices: data, fsdp with its ZeRO stages, tensor, context,
-expert, pipelines of three schedules, layered accumulation. In each layout the first step is made
-and saved; every layout then reads every checkpoint. What is held against it: an array that is not
-what was saved, to the bit, and a next step whose loss is not that of the layout that saved, to
-1e-5. The last line is JSON.
+expert, pipelines of three schedules, layered accumulation. In each layout the first step runs and
+is saved; every layout then reads every checkpoint. Faults: an array that differs in any bit from
+the saved one, and a next step with a loss that differs by more than 1e-5 from that of the layout
+that saved. The last line is JSON.
 """
 
 import argparse
@@ -59,11 +59,11 @@ TOLERANCE = 1e-5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 when a resume differs."""
-    parser = argparse.ArgumentParser(description="Resumes each of twelve layouts from each.")
+    """Returns 1 if a resume differs."""
+    parser = argparse.ArgumentParser(description="Resumes runs of twelve layouts in each other.")
     parser.parse_args(argv)
     os.environ |= {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
-    # Steps run for milliseconds and compile for seconds.
+    # Unoptimised: steps run for milliseconds and compile for seconds.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     folder = pathlib.Path(tempfile.mkdtemp(prefix="chaos_"))
     try:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def campaign(folder: pathlib.Path) -> dict[str, Any]:
-    """How many pairs were resumed, the largest difference of a loss, and the faults."""
+    """The number of resumed pairs, the largest difference of a loss, and the faults."""
     import jax  # noqa: PLC0415 - after the environment is set
     import numpy as np  # noqa: PLC0415
 

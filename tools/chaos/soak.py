@@ -1,15 +1,14 @@
-"""Kills processes of a supervised run again and again, and compares the end with a quiet run.
+"""Soak test: kills processes of a supervised run repeatedly, and compares it with a quiet run.
 
     python tools/chaos/soak.py --minutes 30 --seed 0
 
-`jaxscale.supervise` keeps `tools/launch/local.py` going, which starts the processes of one training
-run. After 15 to 30 seconds, again and again, a random one of them gets SIGKILL, whatever it does
-then; --between has other times for a machine on which a restart takes longer. At the end the
-supervisor gets SIGTERM, and the run saves. Then the same command trains, undisturbed, to the step
-that the run had reached. What is held against it: a supervisor that gave up, a last state that is
-not that of the undisturbed run to the bit, and processes that are still there at the end. Printed
-besides: the share of the time that trained steps which were kept (goodput, or ETTR), and the
-seconds from a kill to the end of the next step. The last line is JSON.
+`jaxscale.supervise` restarts `tools/launch/local.py`, which starts the processes of one training
+run. Every 15 to 30 seconds (--between, for slower machines) a random process gets SIGKILL. At the
+end the supervisor gets SIGTERM, and the run saves. Then the same command trains, undisturbed, to
+the same step. Faults: a supervisor that gave up; a last state that differs in any bit from that of
+the undisturbed run; processes that are alive at the end. Also printed: goodput (ETTR), the fraction
+of time spent on steps that were kept, and the seconds from a kill to the end of the next step. The
+last line is JSON.
 """
 
 import argparse
@@ -45,14 +44,14 @@ SETTINGS = (
     "--config.run.eval_every=500",
 )
 END_SECONDS = 120
-"""After SIGTERM, for the last checkpoint."""
+"""Time after SIGTERM for the last checkpoint."""
 
 ENDLESS = 10**7
-"""Steps that the disturbed run is asked for, and does not reach."""
+"""run.steps of the disturbed run, which it does not reach."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 when anything is held against the run."""
+    """Returns 1 if the run has faults."""
     parser = argparse.ArgumentParser(description="Kills processes of a supervised run.")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--processes", type=int, default=2)
@@ -77,13 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def soak(folder: pathlib.Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Trains under kills, then as far without."""
+    """Trains under kills, then to the same step without."""
     disturbed, quiet = folder / "disturbed", folder / "quiet"
     start(training(folder / "first", options.processes, 1)).communicate()  # fills the cache
     supervisor = [sys.executable, "-u", "-m", "jaxscale.supervise", "--failures=100", "--"]
     process = start([*supervisor, *training(disturbed, options.processes, ENDLESS)])
     begin, faults = time.monotonic(), []
-    trained: list[float] = []  # when the first step of an attempt was done
+    trained: list[float] = []  # times of attempts' first steps
     reading = threading.Thread(target=read, args=(process, trained))
     reading.start()
     end = begin + 60 * options.minutes
@@ -95,13 +94,13 @@ def soak(folder: pathlib.Path, options: argparse.Namespace) -> dict[str, Any]:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)
     if left := processes_of(disturbed):
-        faults.append(f"{len(left)} processes were still there")
+        faults.append(f"{len(left)} processes did not end")
         for pid in left:
             os.kill(pid, signal.SIGKILL)
     reading.join()
     last = newest_step(disturbed)
     if not last:
-        raise SystemExit("no attempt has come to a checkpoint; allow more with --between")
+        raise SystemExit("error: no attempt has saved a checkpoint; raise --between")
     kept = json.loads((disturbed / "seconds.json").read_text())
     print(f"{len(killed)} kills in {seconds:.0f} s; now {last} steps without", flush=True)
     alone = start(training(quiet, options.processes, last))
@@ -130,7 +129,7 @@ def kill_until(
     between: float,
     draw: random.Random,
 ) -> list[float]:
-    """Kills a random process of the run now and then; when it did."""
+    """Kills random processes of the run until `end`; returns the times."""
     killed = []
     while supervisor.poll() is None:
         pause = between * draw.uniform(2 / 3, 4 / 3)
@@ -163,7 +162,7 @@ def start(command: Iterable[str]) -> subprocess.Popen:
 
 
 def read(process: subprocess.Popen, trained: list[float]) -> None:
-    """Notes when an attempt has done its first step; shows what the supervisor says."""
+    """Records the times of attempts' first steps; prints the supervisor's lines."""
     assert process.stdout
     for line in process.stdout:
         if re.search(r"first step done", line):
@@ -175,11 +174,11 @@ def read(process: subprocess.Popen, trained: list[float]) -> None:
 def processes_of(workdir: pathlib.Path) -> list[int]:
     """The ids of a run's processes, neither launcher nor supervisor."""
     found = []
-    for place in pathlib.Path("/proc").glob("[0-9]*"):
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (place / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             if f"--workdir={workdir}" in words and any(w[:13] == "--process_id=" for w in words):
-                found.append(int(place.name))
+                found.append(int(folder.name))
     return sorted(found)
 
 

@@ -1,12 +1,11 @@
-"""Runs a command as several processes on this machine.
+"""Local launcher: runs a command as several processes on this machine.
 
     python tools/launch/local.py 4 -- python -m jaxscale.train --config configs/tiny.py
 
-Each process gets --coordinator, --num_processes and --process_id; its lines are printed behind its
-number, on the stream where it prints them. On a CPU, JAX_NUM_CPU_DEVICES=2 in the environment gives
-each two devices; GPUs are dealt out with CUDA_VISIBLE_DEVICES, in equal shares. When one process
-fails, the others are told to end; so they are by Ctrl-C, which makes a training save first. A
-second Ctrl-C kills.
+Each process gets --coordinator, --num_processes and --process_id; its lines are printed with its
+number in front, to the same stream. On a CPU, JAX_NUM_CPU_DEVICES=2 in the environment gives each
+process two devices; GPUs are assigned in equal parts with CUDA_VISIBLE_DEVICES. If one process
+fails, or at Ctrl-C, the others get SIGTERM, at which training saves. A second Ctrl-C kills.
 
 Returns the status of the process that failed first, or 0.
 """
@@ -27,7 +26,7 @@ from collections.abc import Sequence
 from typing import IO
 
 GRACE_SECONDS = 30
-"""After the first failure the others have this time to end by themselves, as they should."""
+"""Time for the others to end by themselves after the first failure."""
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -36,7 +35,7 @@ GLOO = re.compile(
     r"(?=.*(Gloo|Rank|peer|ranks))"
     r"((\[Gloo\]|Rank|is|connected|to|peer|ranks\.?|Expected|number|of|:|\d+)\s*)+"
 )
-"""What the threads of JAX's CPU collectives say of each group, into one another's lines."""
+"""Connection messages of JAX's CPU collectives, interleaved between threads."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,13 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Runs a command as several processes on this machine."
     )
-    parser.add_argument("processes", metavar="N", type=int, help="how many processes")
+    parser.add_argument("processes", metavar="N", type=int, help="number of processes")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND, as for one process")
     options = parser.parse_args(argv)
     command = options.command[options.command[:1] == ["--"] :]
     if options.processes < 1 or not command:
         parser.error("expected a number from 1 up, then -- and a command")
-    os.environ.setdefault("JAXSCALE_TOKEN", secrets.token_hex(16))  # nobody else takes part
+    os.environ.setdefault("JAXSCALE_TOKEN", secrets.token_hex(16))  # refuses other processes
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     try:
@@ -77,15 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(command: Sequence[str], process_id: int, count: int, port: int) -> subprocess.Popen:
-    """One process of `count`, in a session of its own: Ctrl-C reaches it through us."""
-    place = (
+    """Starts one process of `count`, in a separate session: Ctrl-C reaches it through us."""
+    flags = (
         f"--coordinator=127.0.0.1:{port}",
         f"--num_processes={count}",
         f"--process_id={process_id}",
     )
     environ = os.environ | {"PYTHONUNBUFFERED": "1"} | gpus(process_id, count)
     return subprocess.Popen(
-        [*command, *place],
+        [*command, *flags],
         env=environ,
         start_new_session=True,
         text=True,
@@ -98,18 +97,18 @@ def start(command: Sequence[str], process_id: int, count: int, port: int) -> sub
 
 
 def end_with_parent(parent: int) -> None:
-    """In a new process: it gets SIGTERM when its parent is gone, even by kill -9 (under Linux)."""
+    """In a new process: sends it SIGTERM when its parent ends, even by kill -9 (Linux only)."""
     if LIBC is not None:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it was gone before
+    if os.getppid() != parent:  # the parent has ended already
         os._exit(128 + signal.SIGTERM)
 
 
 def gpus(process_id: int, count: int) -> dict[str, str]:
-    """The share of the GPUs of this machine, in equal parts.
+    """The GPUs of one process, an equal part of this machine's.
 
     Raises:
-      ValueError: they do not divide over the processes.
+      ValueError: the GPUs do not divide over the processes.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -119,7 +118,7 @@ def gpus(process_id: int, count: int) -> dict[str, str]:
     if len(names) % count:
         raise ValueError(
             f"{len(names)} GPUs do not divide over {count} processes; set "
-            "CUDA_VISIBLE_DEVICES to those to use, or to '' for none"
+            "CUDA_VISIBLE_DEVICES to the GPUs to use, or to '' for none"
         )
     share = len(names) // count
     mine = names[process_id * share : (process_id + 1) * share]
@@ -127,7 +126,7 @@ def gpus(process_id: int, count: int) -> dict[str, str]:
 
 
 def show(process_id: int, lines: IO[str], target: IO[str]) -> None:
-    """Prints what a process prints to one of its streams to ours, behind its number."""
+    """Forwards lines of a process to one of our streams, with its number in front."""
     with lines:
         for line in lines:
             if not GLOO.fullmatch(line):
@@ -135,7 +134,7 @@ def show(process_id: int, lines: IO[str], target: IO[str]) -> None:
 
 
 def end(processes: Sequence[subprocess.Popen], number: int) -> None:
-    """Signals those that still run; the next time it kills them."""
+    """Signals the running processes; the next signal kills them."""
     for process in processes:
         if process.poll() is None:
             process.send_signal(number)
@@ -144,7 +143,7 @@ def end(processes: Sequence[subprocess.Popen], number: int) -> None:
 
 
 def wait(processes: Sequence[subprocess.Popen]) -> int:
-    """Until all have ended; not for long once one has failed."""
+    """Waits for all processes, and after a failure ends the others."""
     failed: int | None = None
     deadlines = [(GRACE_SECONDS, signal.SIGTERM), (2 * GRACE_SECONDS, signal.SIGKILL)]
     since = 0.0

@@ -1,7 +1,6 @@
 """python tools/notebooks/execute.py [FILE...]
 
-Runs notebooks, all by default, and writes their outputs into them. Eight virtual CPU devices, in a
-folder of their own, so that no path of this machine is kept.
+Runs notebooks, all by default, and writes their outputs into them. Uses eight virtual CPU devices.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ ROOT = HERE.parents[1]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 when a cell fails, with its traceback on stderr."""
+    """Returns 1 if a cell fails, with its traceback on stderr."""
     parser = argparse.ArgumentParser(
         prog="python tools/notebooks/execute.py",
-        description="Runs notebooks, and writes their outputs into them.",
+        description="Runs notebooks and writes their outputs into them.",
     )
     parser.add_argument(
         "files", nargs="*", metavar="FILE", type=pathlib.Path, help="default all of tools/notebooks"
     )
     options = parser.parse_args(argv)
     if missing := [str(path) for path in options.files if not path.is_file()]:
-        parser.error(f"there is no file {', '.join(missing)}")
+        parser.error(f"{', '.join(missing)} does not exist; give notebooks of tools/notebooks")
     if MISSING:
-        parser.error(f"{MISSING} is not installed here; pip install 'jaxscale[dev]' has it")
+        parser.error(f"{MISSING} is not installed; pip install 'jaxscale[dev]' includes it")
     os.environ |= environment()
     for path in options.files or sorted(HERE.glob("*.ipynb")):
         notebook = run(path)
@@ -53,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def environment() -> dict[str, str]:
-    """What a notebook's kernel is started with; Jupyter imports from a notebook's folder, too."""
+    """The environment of a notebook's kernel, with the notebook's folder on the path, as in
+    Jupyter."""
     paths = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "JAX_NUM_CPU_DEVICES": "8",
@@ -66,11 +66,11 @@ def environment() -> dict[str, str]:
 def run(
     path: pathlib.Path, timeout: float = 600, *, times: int = 1, before: str = ""
 ) -> nbformat.NotebookNode:
-    """The notebook with its outputs, as a reader runs it from the repository's root.
+    """Runs a notebook from the repository's root and returns it with outputs.
 
     Args:
-      times: how often each cell is run before the next one.
-      before: Python that is run first, and is not part of the result.
+      times: number of runs of each cell before the next one.
+      before: Python code to run first, which is not part of the result.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell failed.
@@ -86,7 +86,7 @@ def run(
     ]
     if before:
         notebook.cells.insert(0, nbformat.v4.new_code_cell(before))
-    # By files instead of ports: nobody else can listen.
+    # Files instead of ports, so that other users cannot connect.
     by_files = Config({"KernelManager": {"transport": "ipc"}})
     client = NotebookClient(
         notebook,
@@ -102,7 +102,7 @@ def run(
 
 
 def shrink(notebook: nbformat.NotebookNode) -> None:
-    """Pictures with 128 colours: a third of the bytes, and no eye sees it in a plot."""
+    """Reduces pictures to 128 colours: a third of the bytes, with no visible difference."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if text := output.get("data", {}).get("image/png"):

@@ -1,6 +1,6 @@
-"""Figures of layouts for notebooks: placement, traffic, losses, step time, memory.
+"""Figures of layouts for notebooks: sharding, traffic, losses, step time, memory.
 
-A notebook shows them after `%matplotlib inline`; without it, a cell ends in the size of its figure.
+A notebook shows them after `%matplotlib inline`; without it a cell prints only the figure's size.
 Colours are the colour-blind-safe palette of Okabe and Ito.
 """
 
@@ -37,27 +37,26 @@ COLORS = {
 }
 HELD = {"weights": "blue", "gradients": "green", "optimizer state": "orange", "batch": "purple"}
 SENT = dict(zip(KINDS, ("blue", "green", "orange", "purple", "yellow", "sky"), strict=True))
-"""Label of a panel or bar -> its colour."""
+"""Label of a panel or bar -> colour."""
 
 EMPTY, EDGE = "#f1f1f3", "#9a9aa2"
 Spans = tuple[tuple[int, int], ...]
 Dims = tuple[int | None, ...]
-"""Those that a square shows as layers, as experts, across and down; None is none."""
+"""The dimensions shown as layers, as experts, across and down; None is no dimension."""
 
 
 def placement_figure(
     engines: Mapping[str, Engine], parameter: Sequence[str] = ("layers", "mlp", "up")
 ) -> Figure:
-    """A row per layout: the shard of a parameter, its gradient, its moments and the batch on each
-    device.
+    """Sharding of a parameter, its gradient, its moments and the batch: a row per layout.
 
-    A square is the whole array, and its coloured part the shard of one device. The layers of a
-    stack, and the experts of a layer, are bands, in which the first dimension runs across and the
-    second down. A dimension that is never sharded, as head_dim, is not shown if there are others.
+    A square is the whole array, its coloured part the shard of one device. Layers of a stack and
+    experts of a layer are bands, with the first other dimension across and the second down. A
+    dimension that is never sharded, such as head_dim, is not shown if there are enough others.
 
     Args:
       engines: title -> engine.
-      parameter: the path of one in the tree of parameters.
+      parameter: a path in the tree of parameters.
 
     Raises:
       ValueError: a model has no such parameter.
@@ -77,7 +76,7 @@ def placement_figure(
     for row, (title, engine) in zip(grid, engines.items()):
         row[0].set_ylabel(title, rotation=0, ha="right", va="center", fontsize=10, labelpad=10)
         for panel, (what, (arrays, dims)) in zip(row, _arrays(engine, parameter).items()):
-            if not arrays:  # of an optimizer without moments, as plain SGD
+            if not arrays:  # an optimizer without moments, such as plain SGD
                 panel.set_axis_off()
                 continue
             _tiles(panel, arrays[0], dims, COLORS[HELD[what]])
@@ -98,18 +97,17 @@ def placement_figure(
 
 
 def _arrays(engine: Engine, parameter: Sequence[str]) -> dict[str, tuple[list[Any], Dims]]:
-    """Label -> arrays with shardings, and the dims of the first, which is shown.
+    """Label -> arrays with shardings, and the dimensions of the first, which is shown.
 
-    An optimizer may have several for a parameter, or none, or of another shape: the largest is
-    first.
+    An optimizer may have none or several arrays per parameter, of any shape; the largest is first.
     """
     state, axes, zero = engine.abstract_state, engine.state_axes, engine.zero
     known = {name: (leaf, names) for name, leaf, names in _leaves(state.params, axes.params)}
     wanted = "/".join(parameter)
     if wanted not in known:
         raise ValueError(
-            f"parameter = {parameter!r} is none of the model's; pass the parts of one of "
-            f"{', '.join(known)}, as {tuple(next(iter(known)).split('/'))}"
+            f"parameter = {parameter!r} is not one of the model's parameters: {', '.join(known)}; "
+            f"pass the parts of a path, as {tuple(next(iter(known)).split('/'))}"
         )
     weights, names = known[wanted]
     rules = zero.accumulator_rules(single_visit=engine.layout.single_visit)
@@ -134,7 +132,7 @@ def _arrays(engine: Engine, parameter: Sequence[str]) -> dict[str, tuple[list[An
 
 
 def _leaves(tree: Any, axes: Any) -> list[tuple[str, Any, Axes]]:
-    """Name, array and logical axes of each; the axes of a scalar are an empty tuple."""
+    """Name, array and logical axes of each leaf; the axes of a scalar are an empty tuple."""
     found = []
     jax.tree_util.tree_map_with_path(
         lambda path, leaf, names: found.append((leaf_name(path), leaf, names)), tree, axes
@@ -143,7 +141,7 @@ def _leaves(tree: Any, axes: Any) -> list[tuple[str, Any, Axes]]:
 
 
 def _dims(names: Axes, rules: Rules) -> Dims:
-    """Layers and experts are bands; of the others two are shown, if possible sharded ones."""
+    """Layers and experts are bands; of the other dimensions two are shown, sharded ones first."""
     bands = [names.index(name) if name in names else None for name in ("layers", "experts")]
     others = [dim for dim in range(len(names)) if dim not in bands]
     shown = sorted(sorted(others, key=lambda dim: not rules[names[dim]])[:2])
@@ -166,13 +164,13 @@ def _tiles(panel: Panel, array: Any, dims: Dims, color: str) -> None:
         boxes = _boxes(spans, array.shape, dims)
         for x, y, width, height in boxes:
             part = Rectangle((left + x, top + y), width, height, facecolor=color, linewidth=0)
-            part.set_snap(len(boxes) < 32)  # of more a pixel holds several, or none
+            part.set_snap(len(boxes) < 32)  # more boxes are smaller than a pixel
             panel.add_patch(part)
         panel.add_patch(
             Rectangle((left, top), 1, 1, facecolor="none", edgecolor=EDGE, linewidth=0.8)
         )
         for band in range(1, layers):
-            # Lines between many layers would cover them.
+            # Full-width lines between many layers would cover them.
             width = min(0.8, 8 / layers)
             panel.plot([left, left + 1], [top + band / layers] * 2, color="white", linewidth=width)
     panel.set(xlim=(-0.05, 1.12 * max(columns, 4) - 0.07), ylim=(2.25, -0.05))
@@ -190,7 +188,7 @@ def _boxes(
         (0, 1, 1) if dim is None else (*spans[dim], shape[dim]) for dim in dims
     )
     x, width = x0 / across, (x1 - x0) / across
-    # Down whole experts in one.
+    # Whole experts are one box.
     whole = y1 - y0 == down
     parts = [(e0, e1 - e0)] if whole else [(e + y0 / down, (y1 - y0) / down) for e in range(e0, e1)]
     return [
@@ -201,13 +199,13 @@ def _boxes(
 
 
 def traffic_figure(engines: Mapping[str, Engine], steps: Mapping[str, Any]) -> Figure:
-    """Bytes of collectives per device and step, by kind: a bar per layout.
+    """Bytes of collectives per device and step, by type: a bar per layout.
 
     Counted in the compiled program, with loops multiplied by their trip counts.
 
     Args:
       engines: title -> engine.
-      steps: title -> its step, compiled.
+      steps: title -> compiled step.
     """
     _check_some("engines", engines)
     programs = {title: _collectives(engine, steps[title]) for title, engine in engines.items()}
@@ -241,7 +239,7 @@ def traffic_figure(engines: Mapping[str, Engine], steps: Mapping[str, Any]) -> F
 
 def _check_some(name: str, given: Mapping) -> None:
     if not given:
-        raise ValueError(f"{name} is empty; a figure needs at least one entry, of title and value")
+        raise ValueError(f"{name} is empty; pass at least one entry, title -> value")
 
 
 def _collectives(engine: Engine, compiled: Any) -> list[Collective]:
@@ -261,7 +259,7 @@ def loss_figure(curves: Mapping[str, Sequence[float]]) -> Figure:
     colors = list(COLORS.values())
     (first, base), *others = curves.items()
     for n, (title, curve) in enumerate(curves.items()):
-        wide = 1 + 2 * (len(curves) - n)  # so that curves below are visible
+        wide = 1 + 2 * (len(curves) - n)  # so that curves underneath are visible
         left.plot(
             range(1, len(curve) + 1),
             curve,
@@ -303,7 +301,7 @@ SECONDS = {
     "pipeline bubble, sends": ("purple", ("bubble", "pipeline")),
     "update, stragglers, rest": ("gray", ("optimizer", "offload", "stragglers", "end")),
 }
-"""Groups of terms of a step: label -> colour, terms."""
+"""Group of terms of a step -> colour, terms."""
 
 BYTES = {
     "weights": "blue",
@@ -317,7 +315,7 @@ BYTES = {
 
 
 def step_time_figure(plans: Mapping[str, Plan]) -> Figure:
-    """Step time by term: a bar per plan."""
+    """Step time by group of terms: a bar per plan."""
     _check_some("plans", plans)
     bars = {title: one.terms for title, one in plans.items()}
     figure = _stacked(bars, SECONDS, 1.0, "s")
@@ -326,7 +324,7 @@ def step_time_figure(plans: Mapping[str, Plan]) -> Figure:
 
 
 def memory_figure(plans: Mapping[str, Plan]) -> Figure:
-    """Peak memory of a device by part: a bar per plan, and the limit of its device."""
+    """Peak memory of a device by group of terms: a bar per plan, with the device's limit."""
     _check_some("plans", plans)
     bars = {title: one.memory.at_peak for title, one in plans.items()}
     names = {label: tuple(n for n, group in GROUPS.items() if group == label) for label in BYTES}
@@ -335,7 +333,7 @@ def memory_figure(plans: Mapping[str, Plan]) -> Figure:
     panel = figure.axes[0]
     limits = [plan.limit_bytes / 1e9 for plan in plans.values()]
     panel.set_xlabel("GB per device")
-    panel.set_title("Peak memory", pad=14)  # above the word at the limit
+    panel.set_title("Peak memory", pad=14)  # above the label of the limit
     for row, limit in enumerate(limits):
         panel.vlines(limit, row - 0.6, row + 0.4, color=COLORS["vermilion"], linewidth=1.5)
     panel.text(limits[0], -0.62, " limit", color=COLORS["vermilion"], fontsize=9, va="center")

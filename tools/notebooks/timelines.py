@@ -15,12 +15,12 @@ INCHES, MARGIN_INCHES = 12.0, 1.0
 
 
 def draw_timelines(runs: Mapping[str, tuple[Table, Run]]) -> "Figure":
-    """A panel for each run, each operation as soon as possible, on one time axis.
+    """A panel per run, with operations as early as possible, on one time axis.
 
     Args:
       runs: title -> table, and its simulation.
     """
-    # Slow to import, and only a picture needs it.
+    # Imported here: slow, and only a picture needs it.
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     rows = [table.order.ranks for table, _ in runs.values()]

@@ -1,4 +1,4 @@
-"""The records of models.
+"""Records of a model's settings.
 
 Nothing here imports JAX: a mistyped key must be refused in a fraction of a second.
 """

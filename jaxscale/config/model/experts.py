@@ -1,4 +1,4 @@
-"""The options of models whose layers have experts."""
+"""Mixture-of-experts options of `ModelConfig`: experts, router, balancing."""
 
 import dataclasses
 import math
@@ -15,37 +15,37 @@ CHOICES = {"router": ROUTERS, "router_scores": SCORES, "balance": BALANCES}
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """What `ModelConfig` says of experts. Without any, `num_experts` is 0 and the others are of no
-    effect."""
+    """The options of mixtures of experts. `num_experts` is 0 for a dense model, and the others then
+    have no effect."""
 
-    num_experts: int = option(0)  # of a layer
+    num_experts: int = option(0)  # per layer
     experts_per_token: int = option(2)
     expert_d_ff: int = option(0)  # hidden features of an expert; 0 is d_ff
-    shared_d_ff: int = option(0)  # of an expert that every token goes through; 0 means none
-    dense_layers: int = option(0)  # the first ones, without experts
-    expert_pattern: str = option("")  # repeats after those: D dense, E with experts; "": all E
-    # "top_k" gives a token its best experts; "prototypes" the best one of each of
+    shared_d_ff: int = option(0)  # hidden features of a shared expert for every token; 0: none
+    dense_layers: int = option(0)  # number of first layers without experts
+    expert_pattern: str = option("")  # repeats after dense_layers: D dense, E experts; "": all E
+    # "top_k" gives a token its best experts; "prototypes" the best expert of each of
     # experts_per_token sets (arXiv 2105.15082); with "expert_choice" each expert takes its best
     # tokens, by capacity_factor (arXiv 2202.09368).
     router: str = option("top_k")
-    router_scores: str = option("softmax")  # "softmax_of_chosen" comes after the choice
+    router_scores: str = option("softmax")  # "softmax_of_chosen": softmax after the choice
     router_normalized: bool = option(False)  # a token's weights are divided by their sum
-    router_scale: float = option(1.0)  # of the weights
-    router_groups: int = option(1)  # of experts; a token's are of the best router_groups_kept
+    router_scale: float = option(1.0)  # factor of a token's weights
+    router_groups: int = option(1)  # of experts; a token chooses in its best router_groups_kept
     router_groups_kept: int = option(1)
-    router_logit_bias: bool = option(False)  # added to the router's logits, learned
-    router_bias: bool = option(False)  # added to scores for the choice, no gradient: balance_rate
-    # A step multiplies what routers read by factors up to so far from 1 (arXiv 2101.03961).
+    router_logit_bias: bool = option(False)  # learned bias of the router's logits
+    router_bias: bool = option(False)  # bias of scores for the choice, updated by balance_rate
+    # The router's input is multiplied by random factors in [1 - x, 1 + x] (arXiv 2101.03961).
     router_jitter: float = option(0.0)
-    # Times its even share of a sequence's choices, an expert takes so many, in the order of the
-    # text, and the others are dropped; 0 drops none.
+    # Capacity of an expert, relative to an even share of a sequence's choices. Later tokens of the
+    # text are dropped; 0 drops none.
     capacity_factor: float = option(0.0)
-    # Over which tokens the auxiliary loss balances: those of each sequence, or all of a
-    # micro-batch, on every rank, so that it depends on layout.microbatches.
+    # Tokens over which the auxiliary loss balances: of each sequence, or of a whole micro-batch on
+    # all ranks, which depends on layout.microbatches.
     balance: str = option("sequence")
-    balance_weight: float = option(0.01)  # of that loss; 0 means none
-    balance_rate: float = option(0.0)  # by which a step changes router_bias (arXiv 2408.15664)
-    router_z_loss: float = option(0.0)  # weight of the squared logarithm of its softmax's sum
+    balance_weight: float = option(0.01)  # of the auxiliary loss; 0 means none
+    balance_rate: float = option(0.0)  # change of router_bias per step (arXiv 2408.15664)
+    router_z_loss: float = option(0.0)  # weight of the squared logarithm of the softmax's sum
 
     def check_experts(self, num_layers: int, period: int) -> None:
         """Refuses options that contradict each other.
@@ -86,7 +86,7 @@ class ExpertOptions:
         self._check_router(experts)
         if self.balance_rate and not self.router_bias:
             raise ValueError(
-                f"model.balance_rate = {self.balance_rate} changes a bias that the router does not "
+                f"model.balance_rate = {self.balance_rate} updates a bias that the router does not "
                 "have; set model.router_bias = True, or model.balance_rate = 0"
             )
 
@@ -114,7 +114,7 @@ class ExpertOptions:
         if self.router == "prototypes":
             if experts % self.experts_per_token:
                 raise ValueError(
-                    f"model.num_experts = {experts} cannot be dealt evenly to "
+                    f"model.num_experts = {experts} cannot be split evenly into "
                     f"model.experts_per_token = {self.experts_per_token} prototypes; set "
                     f"model.num_experts = {experts - experts % self.experts_per_token}"
                 )
@@ -152,8 +152,8 @@ class ExpertOptions:
     def _check_expert_choice(self) -> None:
         if not self.capacity_factor:
             raise ValueError(
-                "model.capacity_factor = 0 does not say how many tokens each expert takes, as "
-                "model.router = 'expert_choice' needs; set model.capacity_factor, such as 1.0"
+                "model.capacity_factor = 0 with model.router = 'expert_choice', which needs the "
+                "number of tokens of each expert; set model.capacity_factor, such as 1.0"
             )
         for name, plain in (("balance_weight", 0), ("router_bias", False), ("router_groups", 1)):
             value = getattr(self, name)
@@ -169,16 +169,16 @@ class ExpertOptions:
             )
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer of the model has experts, by its index."""
+        """Whether the layer with this index has experts."""
         pattern = self.expert_pattern or "E"
-        place = layer - self.dense_layers
-        return self.num_experts > 0 and place >= 0 and pattern[place % len(pattern)] == "E"
+        position = layer - self.dense_layers
+        return self.num_experts > 0 and position >= 0 and pattern[position % len(pattern)] == "E"
 
     @property
     def has_balance_loss(self) -> bool:
-        """Whether layers with experts add to the loss."""
+        """Whether layers with experts add an auxiliary loss."""
         return bool(self.num_experts and (self.balance_weight or self.router_z_loss))
 
 
 EXPERTS = tuple(one.name for one in dataclasses.fields(ExpertOptions) if one.name != "num_experts")
-"""The settings that are read where `num_experts` is not 0."""
+"""The settings that are read if `num_experts` is not 0."""

@@ -1,4 +1,4 @@
-"""The options of models with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
+"""Multi-head latent attention (MLA) options of `ModelConfig` (DeepSeek-V2, arXiv 2405.04434)."""
 
 from dataclasses import dataclass
 
@@ -6,19 +6,19 @@ from jaxscale.choices import check_at_least
 from jaxscale.config.model.settings import option
 
 LATENT = ("query_rank", "rope_head_dim", "value_head_dim")
-"""The settings that are read where `kv_rank` is not 0."""
+"""The settings that are read if `kv_rank` is not 0."""
 
 
 @dataclass(frozen=True)
 class LatentOptions:
-    """What `ModelConfig` says of latent attention. Without it, `kv_rank` is 0 and the others are of
-    no effect."""
+    """The options of latent attention. `kv_rank` is 0 without it, and the others then have no
+    effect."""
 
-    kv_rank: int = option(0)  # features of a token that keys and values are made of
-    query_rank: int = option(0)  # features that queries are made of; 0 is the stream itself
-    rope_head_dim: int = option(0)  # of head_dim, those that are rotated; their keys heads share
+    kv_rank: int = option(0)  # latent features from which keys and values are computed
+    query_rank: int = option(0)  # latent features of queries; 0: from the residual stream
+    rope_head_dim: int = option(0)  # rotated features of head_dim; heads share their keys
     value_head_dim: int = option(0)  # features of a head's values; 0 is head_dim
-    # Scores are times (1 + rope_mscale * ln(rope_factor) / 10)^2 where positions are scaled.
+    # With scaled positions, scores are multiplied by (1 + rope_mscale * ln(rope_factor) / 10)^2.
     rope_mscale: float = option(0.0)
 
     def check_latent(
@@ -38,14 +38,13 @@ class LatentOptions:
             return
         if num_kv_heads != num_heads:
             raise ValueError(
-                f"model.num_kv_heads = {num_kv_heads}: with latent attention each of "
-                f"model.num_heads = {num_heads} has keys of its own; set model.num_kv_heads = "
-                f"{num_heads}"
+                f"model.num_kv_heads = {num_kv_heads} is not model.num_heads = {num_heads}, as "
+                f"latent attention needs; set model.num_kv_heads = {num_heads}"
             )
         if not 0 < self.rope_head_dim < head_dim or self.rope_head_dim % 2:
             raise ValueError(
                 f"model.rope_head_dim = {self.rope_head_dim} must be even, above 0, and below "
-                f"model.head_dim = {head_dim}, which counts the rotated features too"
+                f"model.head_dim = {head_dim}, which includes the rotated features"
             )
         if self.value_head_dim > head_dim:
             raise ValueError(
@@ -54,7 +53,7 @@ class LatentOptions:
             )
         if not plain:
             raise ValueError(
-                f"model.kv_rank = {self.kv_rank}: latent attention has norms of its own, no biases "
-                "and no sinks; set model.qk_norm = False, model.attention_bias = 'none' and "
+                f"model.kv_rank = {self.kv_rank}: latent attention has neither model.qk_norm nor "
+                "biases nor sinks; set model.qk_norm = False, model.attention_bias = 'none' and "
                 "model.attention_sinks = False"
             )

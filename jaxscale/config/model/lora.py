@@ -1,4 +1,4 @@
-"""The options of low-rank adapters (LoRA, arXiv 2106.09685), with which a model is fine-tuned."""
+"""LoRA options of `ModelConfig`: low-rank adapters for fine-tuning (arXiv 2106.09685)."""
 
 import functools
 import re
@@ -8,29 +8,27 @@ from dataclasses import dataclass
 from jaxscale.choices import check_at_least, check_choice
 
 LORA = ("lora_rank", "lora_alpha", "lora_targets", "lora_tokens")
-"""The settings, which a model without adapters need not show."""
+"""The settings of adapters, not written for a model without them."""
 
 OF_ATTENTION = ("q", "k", "v", "out")
 OF_MLP = ("up", "gate", "down")
 
 RANGE = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
-"""Of `lora_tokens`: an id, or the first and the last one of several."""
+"""An item of `lora_tokens`: an id, or the first and the last id of a range."""
 
 ADAPTER = "_lora"
-"""How the name of an adapter ends, after that of its weight."""
+"""The suffix of an adapter's name, after the name of its weight."""
 
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """What `ModelConfig` says of adapters. Without, `lora_rank` is 0.
+    """The options of adapters. Without adapters `lora_rank` is 0; with them every other parameter
+    is frozen."""
 
-    With them every other parameter is frozen.
-    """
-
-    lora_rank: int = 0  # of an adapter's two matrices; 0 trains the weights themselves
-    lora_alpha: float = 16.0  # what adapters add is times alpha over rank
+    lora_rank: int = 0  # of an adapter's two matrices; 0: no adapters
+    lora_alpha: float = 16.0  # the adapters' output is multiplied by alpha / rank
     lora_targets: str = ""  # weights of a layer with an adapter, of q,k,v,out,up,gate,down; "": all
-    lora_tokens: str = ""  # ids whose rows of embedding and head are trained, too, as 384-385,7
+    lora_tokens: str = ""  # ids whose rows of embedding and head are also trained, as 384-385,7
 
     def check_lora(
         self, vocab_size: int, *, gated: bool, has_experts: bool, is_latent: bool
@@ -45,14 +43,14 @@ class LoraOptions:
             for name in ("lora_targets", "lora_tokens"):
                 if value := getattr(self, name):
                     raise ValueError(
-                        f"model.{name} = {value!r} with model.lora_rank = 0, which is no adapters; "
-                        "set model.lora_rank, such as 16"
+                        f"model.{name} = {value!r} with model.lora_rank = 0 (no adapters); set "
+                        "model.lora_rank, such as 16"
                     )
             return
         if (last := max(self.trained_tokens, default=0)) >= vocab_size:
             raise ValueError(
-                f"model.lora_tokens = {self.lora_tokens!r} names token {last}, "
-                f"and the last one is {vocab_size - 1} (model.vocab_size = {vocab_size})"
+                f"model.lora_tokens = {self.lora_tokens!r} names token {last}; at most "
+                f"{vocab_size - 1}, since model.vocab_size = {vocab_size}"
             )
         if self.lora_alpha <= 0:
             raise ValueError(f"model.lora_alpha = {self.lora_alpha} must be above 0")
@@ -74,8 +72,8 @@ class LoraOptions:
 
     @property
     def trained_tokens(self) -> tuple[int, ...]:
-        """The tokens whose rows of the embedding, and of a head of its own, are trained beside the
-        frozen ones, in the order of their rows.
+        """The tokens whose rows of the embedding, and of an untied head, are trained, in the order
+        of these rows.
 
         Raises:
           ValueError: `lora_tokens` is not ids and ranges of ids, or names one twice.

@@ -1,5 +1,4 @@
-"""The record of a transformer of a shipped family: its sizes, what its blocks do, and how many
-parameters and operations that is."""
+"""Record of a transformer: sizes, options of its blocks, and their checks."""
 
 import dataclasses
 import math
@@ -17,8 +16,8 @@ from jaxscale.formatting import changed_fields
 from jaxscale.model_families.shipped import find_family, refuse_setting
 
 VOCABULARY_MULTIPLE = 128
-"""Embedding rows are rounded up to this, so that the vocabulary divides over any usual tensor
-axis and the parameters do not depend on the layout."""
+"""Embedding rows are rounded up to a multiple of this: the vocabulary then divides over any usual
+tensor axis, and the parameters do not depend on the layout."""
 
 CHOICES = {
     "norm": ("rms", "layer"),
@@ -39,11 +38,18 @@ class ModelConfig(
     RopeScalingOptions,
     ModelSettings,
 ):
-    """A transformer of any family of `jaxscale.model_families`: a decoder, or an encoder and a
-    decoder where `num_encoder_layers` is not zero.
+    """A transformer of a shipped family: a decoder, or an encoder-decoder if `num_encoder_layers`
+    is above 0.
 
-    Options left out take the family's value. Its record says which options a user may set; another
-    value for one of the others is refused.
+    Options left out take the family's value. docs/model_families.md lists the options that each
+    family lets a user set.
+
+    Raises:
+      ValueError: an option that the family fixes, or options that contradict each other.
+
+    Examples:
+      >>> jaxscale.ModelConfig(family="qwen3", num_layers=2, d_model=64).qk_norm
+      True
     """
 
     num_layers: int = 2
@@ -53,55 +59,55 @@ class ModelConfig(
     head_dim: int = 16
     d_ff: int = 256
     family: str = "llama"
-    # Rows of the learned position table, 0 for 2048. Other positions have no limit: there the
-    # longest text of the model that the weights come from, if any.
+    # Rows of the learned position table, 0 for 2048. For other positions, which have no limit, the
+    # longest text of the pretrained model, if any.
     max_seq_len: int = 0
 
     norm: str = option("rms")  # "layer" subtracts the mean and has a bias
     norm_eps: float = option(1e-5)
-    norm_offset: bool = option(False)  # scales are stored less one
+    norm_offset: bool = option(False)  # scales are stored minus 1 (Gemma)
     norm_placement: str = option("before")  # of attention and MLP; or "after_residual", as in BERT
     parallel_block: bool = option(False)  # attention and MLP of a layer read the same stream
     activation: str = option("silu")
     gated: bool = option(True)  # activation(gate) * up, not activation(up)
     attention_bias: str = option("none")
     mlp_bias: bool = option(False)
-    # Of gpt-oss: activation(gate) * (up + 1), gates at most this, ups between its negative and it;
-    # 0 is the usual.
+    # activation(gate) * (up + 1), with gate clamped to <= limit and up to [-limit, limit]
+    # (gpt-oss); 0 disables.
     mlp_limit: float = option(0.0)
-    attention_sinks: bool = option(False)  # a learned logit of each head that takes attention away
+    attention_sinks: bool = option(False)  # one learned sink logit per head (gpt-oss)
     qk_norm: bool = option(False)
     qk_norm_over_heads: bool = option(False)  # its mean is over all heads; each has its own scale
-    causal: bool = option(True)  # otherwise tokens attend to both sides: for masked objectives
+    causal: bool = option(True)  # False: bidirectional attention, for masked objectives
 
-    num_encoder_layers: int = option(0)  # beside num_layers of the decoder that reads it
-    relative_bias: str = option("none")  # of attention by distance: one table, or one a layer (T5)
-    relative_buckets: int = option(32)  # of the distances with a bias of their own
-    relative_max_distance: int = option(128)  # from where on all have the same
+    num_encoder_layers: int = option(0)  # of an encoder, in addition to num_layers of the decoder
+    relative_bias: str = option("none")  # attention bias by distance: "shared", or per layer (T5)
+    relative_buckets: int = option(32)  # of distances, each with a bias
+    relative_max_distance: int = option(128)  # larger distances share a bias
 
     positions: str = option("rotary")
     rope_theta: float = option(10_000.0)
-    local_rope_theta: float = option(0.0)  # of local layers, unscaled; 0 is as in global ones
-    rope_share: float = option(1.0)  # of a head's features that are rotated, the first ones
+    local_rope_theta: float = option(0.0)  # of local layers, unscaled; 0: as in global layers
+    rope_share: float = option(1.0)  # share of a head's features that are rotated, from the first
 
     sliding_window: int = option(0)  # keys that a query attends to, itself included; 0 is all
     layer_pattern: str = option("")  # repeats: L local, with the window, G global; "": all local
-    attention_scale_dim: float = option(0.0)  # scores are over its square root; 0 is head_dim
+    attention_scale_dim: float = option(0.0)  # scores are divided by its root; 0 is head_dim
     attention_soft_cap: float = option(0.0)  # cap * tanh(score / cap); 0 means none
-    scaled_embedding: bool = option(False)  # by the square root of d_model
-    token_types: int = option(0)  # rows of BERT's table; tokens are of type 0 where none is given
+    scaled_embedding: bool = option(False)  # multiplied by the square root of d_model
+    token_types: int = option(0)  # rows of BERT's segment table; tokens are of type 0 by default
     embedding_norm: bool = option(False)
-    # The id whose embedding is zero; the others of its text grow in its place (ESM-2's mask, which
-    # is there in training only). -1 is none.
+    # The id whose embedding is zero, with the other embeddings of its text scaled up (ESM-2's mask,
+    # in training only); -1: none.
     dropped_token: int = option(-1)
-    head_transform: bool = option(False)  # BERT's: a layer before the output matrix, and its bias
+    head_transform: bool = option(False)  # BERT's layer before the output matrix, and its bias
     tied_embeddings: bool = option(False)
-    scaled_head: bool = option(False)  # its inputs are over the square root of d_model (T5 1.0)
+    scaled_head: bool = option(False)  # inputs are divided by the root of d_model (T5 1.0)
     logit_soft_cap: float = option(0.0)  # cap * tanh(logits / cap); 0 means none
 
     z_loss: float = 0.0  # weight of log(Z)^2
-    dropout: float = 0.0  # share of embeddings and of what attention and MLP add that a step drops
-    param_dtype: str = ""  # "": float32; of weights that adapters freeze, compute_dtype
+    dropout: float = 0.0  # rate, on embeddings and the outputs of attention and MLP
+    param_dtype: str = ""  # "": float32, or compute_dtype for weights frozen by adapters
 
     def __repr__(self) -> str:
         return changed_fields(self, self.defaults)
@@ -144,8 +150,7 @@ class ModelConfig(
             )
 
     def _take_family(self) -> None:
-        """Fills in the options that are left out, and refuses those that the family does not
-        have."""
+        """Fills in the options that are left out; refuses options that the family does not have."""
         family = None if is_own_family(self.family) else find_family(self.family)
         for name, value in self._family_defaults().items():
             given = getattr(self, name)
@@ -157,7 +162,7 @@ class ModelConfig(
             object.__setattr__(self, "max_seq_len", 2048)
 
     def _family_defaults(self) -> dict[str, Any]:
-        """The options, as they are where they are left out."""
+        """The family's defaults of the options."""
         plain = {
             one.name: one.metadata["plain"]
             for one in dataclasses.fields(self)
@@ -171,7 +176,8 @@ class ModelConfig(
 
     @property
     def _usual_param_dtype(self) -> str:
-        """Weights that adapters freeze gain nothing from a type that no matmul reads."""
+        """The default type of parameters: weights frozen by adapters need no wider type than
+        matmuls read."""
         return self.compute_dtype if self.lora_rank else "float32"
 
     def _check_attention(self) -> None:
@@ -185,8 +191,8 @@ class ModelConfig(
         self.check_latent(self.num_heads, self.num_kv_heads, self.head_dim, plain=plain)
         if set(self.layer_pattern) - set("LG"):
             raise ValueError(
-                f"model.layer_pattern = {self.layer_pattern!r} is of letters L (local, with the "
-                "sliding window) and G (global), such as 'LLG'"
+                f"model.layer_pattern = {self.layer_pattern!r} has other letters than L (local, "
+                "with the sliding window) and G (global); write such as 'LLG'"
             )
         if "L" in self.layer_pattern and not self.sliding_window:
             raise ValueError(
@@ -199,9 +205,9 @@ class ModelConfig(
         if self.relative_bias != "none" and self.relative_max_distance <= exact:
             raise ValueError(
                 f"model.relative_max_distance = {self.relative_max_distance} is too small for "
-                f"model.relative_buckets = {self.relative_buckets}, of which the first {exact} are "
-                f"for one distance each; set model.relative_max_distance = {exact + 1} or more, or "
-                "fewer buckets"
+                f"model.relative_buckets = {self.relative_buckets}, of which the first {exact} "
+                f"have one distance each; set model.relative_max_distance = {exact + 1} or more, "
+                "or fewer buckets"
             )
         if self.rope_theta <= 0:
             raise ValueError(f"model.rope_theta = {self.rope_theta} must be positive")
@@ -210,19 +216,19 @@ class ModelConfig(
         if self.positions == "rotary" and (self.rotary_dim % 2 or not self.rotary_dim):
             share = "" if self.rope_share == 1 else f", of which {self.rotary_dim} are rotated,"
             raise ValueError(
-                f"model.head_dim = {self.head_dim}{share} is odd; rotary positions turn pairs"
+                f"model.head_dim = {self.head_dim}{share} is odd; RoPE rotates pairs of features"
             )
         self.check_rope_scaling(self.rotary_dim)
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Those of the family, and of the type of the parameters."""
+        """Field -> default, where the family or the type of parameters sets it."""
         return {**self._family_defaults(), "param_dtype": self._usual_param_dtype}
 
     @property
     def unread(self) -> set[str]:
-        """The settings that nothing reads: those that the family fixes, those of options that this
-        model does not have, and those that are off by default. A custom model may read any."""
+        """The settings that nothing reads: fixed by the family, of options that this model does not
+        have, or off by default. A custom model may read any."""
         unread = {"dropout", "expert_pattern", "lora_tokens", "matmul_dtype"}
         if is_own_family(self.family):
             return unread
@@ -245,14 +251,14 @@ class ModelConfig(
 
     @property
     def position_setting(self) -> str:
-        """The setting that counts the rows of learned positions, "" where there are none."""
+        """The setting of the number of learned positions, or ""."""
         return "max_seq_len" if self.positions == "learned" else ""
 
-    # What a layer does.
+    # Layers.
 
     @property
     def attention_uses(self) -> tuple[str, ...]:
-        """What a layer asks of attention, of `ops.attention.USES`."""
+        """The features of attention that layers use, of `ops.attention.USES`."""
         asked = {
             "soft_cap": self.attention_soft_cap,
             "bias": self.relative_bias != "none",
@@ -263,19 +269,20 @@ class ModelConfig(
 
     @property
     def period(self) -> int:
-        """After so many layers their static settings repeat: a layer's kind is index % period."""
+        """The period of layers, after which static settings repeat; index % period is the position
+        in it."""
         return len(self.layer_pattern) or 1
 
     def window(self, index: int) -> int:
-        """The sliding window of a layer, by its index or kind; 0 means none."""
+        """The sliding window of a layer, by its index or position in the period; 0 means none."""
         return 0 if self._is_global(index) else self.sliding_window
 
     def theta(self, index: int) -> float:
-        """The base of a layer's rotary positions."""
+        """The RoPE base of a layer."""
         return self.local_rope_theta if self._own_rope(index) else self.rope_theta
 
     def scaling(self, index: int) -> str:
-        """The scaling of a layer's rotary positions."""
+        """The RoPE scaling of a layer."""
         return "none" if self._own_rope(index) else self.rope_scaling
 
     def _own_rope(self, index: int) -> bool:
@@ -286,7 +293,7 @@ class ModelConfig(
 
     @property
     def final_norm(self) -> bool:
-        """Whether a norm follows the layers; where each ends with one, none does."""
+        """Whether a norm follows the last layer; not if each layer ends with a norm."""
         return self.norm_placement != "after_residual"
 
     @property
@@ -310,7 +317,7 @@ class ModelConfig(
 
     @property
     def attention_scale(self) -> float:
-        """What attention scores are multiplied by."""
+        """The factor of attention scores."""
         usual = (self.attention_scale_dim or self.head_dim) ** -0.5
         return usual * (1 + 0.1 * self.rope_mscale * math.log(self.rope_factor)) ** 2
 
@@ -318,10 +325,10 @@ class ModelConfig(
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: vocab_size rounded up; the rows beyond it are never predicted."""
+        """Rows of the embedding: vocab_size rounded up; padding rows are never predicted."""
         return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
     @property
     def num_expert_layers(self) -> int:
-        """Layers with experts."""
+        """The number of layers with experts."""
         return sum(map(self.has_experts, range(self.num_layers)))

@@ -1,4 +1,4 @@
-"""The record of a model of one's own, from `model.family`."""
+"""Record of a custom model's settings, from `model.family`."""
 
 import typing
 
@@ -6,11 +6,11 @@ from jaxscale.config.model.settings import ModelSettings, find_make
 
 
 def settings_record(family: str) -> type:
-    """The record of a family of one's own: the type of its function's first parameter, or of the
+    """The settings record of a custom model: the type of its function's first parameter, or of the
     first field of its class.
 
     Raises:
-      ValueError: it cannot be imported, or names no record.
+      ValueError: it cannot be imported, or has no such record.
     """
     make = find_make(family)
     hints = typing.get_type_hints(make) if callable(make) else {}
@@ -25,10 +25,10 @@ def settings_record(family: str) -> type:
             "where YourSettings is a frozen dataclass that extends jaxscale.ModelSettings, or "
             "jaxscale.ModelConfig"
         )
-    for name, kind in typing.get_type_hints(record).items():
-        if (typing.get_origin(kind) or kind) in (list, dict, set):
+    for name, hint in typing.get_type_hints(record).items():
+        if (typing.get_origin(hint) or hint) in (list, dict, set):
             raise ValueError(
-                f"model.family = {family!r}: {record.__name__}.{name} is of type {kind}; settings "
-                "hash: make it a tuple"
+                f"model.family = {family!r}: {record.__name__}.{name} is of type {hint}; settings "
+                "must be hashable: make it a tuple"
             )
     return record

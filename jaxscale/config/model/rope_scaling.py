@@ -1,4 +1,4 @@
-"""The options that change the frequencies of rotary positions for a longer context."""
+"""RoPE scaling options of `ModelConfig`: frequencies for a longer context."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from jaxscale.config.model.settings import option
 
 SCALINGS = ("none", "linear", "llama3", "yarn", "longrope", "dynamic")
 BY_LENGTH = ("longrope", "dynamic")
-"""Those that depend on the length of a text."""
+"""The scalings that depend on the length of a text."""
 
 _CONTEXT = ("rope_factor", "rope_original_context")
 _TURNS = (*_CONTEXT, "rope_low_turns", "rope_high_turns")
@@ -21,30 +21,31 @@ READ_BY = {
     "longrope": (*_CONTEXT, *_FACTORS),
     "dynamic": (*_CONTEXT, "rope_length"),
 }
-"""What each `rope_scaling` reads."""
+"""`rope_scaling` -> the settings that it reads."""
 SCALING = tuple(dict.fromkeys(name for names in READ_BY.values() for name in names))
-"""What one of them reads."""
+"""All settings of RoPE scaling."""
 USUAL_TURNS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
 
 
 @dataclass(frozen=True)
 class RopeScalingOptions:
-    """What `ModelConfig` says of it; `ops.rope.RopeScaling` has the formulas."""
+    """The options of RoPE scaling; `ops.rope.RopeScaling` has the formulas."""
 
     rope_scaling: str = option("none")
-    rope_factor: float = option(1.0)  # of the context
-    rope_original_context: int = option(8192)  # before it was extended (all but linear)
-    # Features that turn less often in that context are scaled, those that turn more often are not.
-    rope_low_turns: float = option(0.0)  # 0 is the usual: 1
-    rope_high_turns: float = option(0.0)  # 0 is the usual: 4 for llama3, 32 for yarn
-    # Of queries and keys (yarn, longrope); 0 is the usual, which follows from the context.
+    rope_factor: float = option(1.0)  # of the context's extension
+    rope_original_context: int = option(8192)  # before the extension (all except linear)
+    # Rotations in the original context: features below the first bound are scaled, features above
+    # the second are not.
+    rope_low_turns: float = option(0.0)  # 0: 1
+    rope_high_turns: float = option(0.0)  # 0: 4 for llama3, 32 for yarn
+    # Factor of queries and keys (yarn, longrope); 0: by the paper's formula, from the context.
     rope_attention_factor: float = option(0.0)
-    rope_truncate: bool = option(True)  # the two bounds to whole features (yarn)
-    # What the frequency of each pair of features is divided by (longrope): up to the original
-    # context, and beyond it.
+    rope_truncate: bool = option(True)  # round the two bounds to whole features (yarn)
+    # Divisors of the frequency of each pair of features (longrope): up to the original context, and
+    # beyond it.
     rope_short_factors: tuple[float, ...] = option(())
     rope_long_factors: tuple[float, ...] = option(())
-    # Texts up to this length have the positions of this length (longrope, dynamic); 0 is
+    # Texts up to this length are scaled as texts of this length (longrope, dynamic); 0 is
     # data.seq_len.
     rope_length: int = option(0)
 
@@ -70,8 +71,8 @@ class RopeScalingOptions:
             )
         if self.rope_scaling == "dynamic" and rotary_dim < 4:
             raise ValueError(
-                f"model.rope_scaling = 'dynamic' needs 4 rotated features of a head or more, and "
-                f"here are {rotary_dim}"
+                f"model.rope_scaling = 'dynamic' with {rotary_dim} rotated features of a head; at "
+                "least 4: raise model.head_dim or model.rope_share"
             )
         for name in ("rope_short_factors", "rope_long_factors"):
             factors = getattr(self, name)
@@ -84,6 +85,7 @@ class RopeScalingOptions:
 
     @property
     def rope_turns(self) -> tuple[float, float]:
-        """Turns in the original context below which features are scaled, and above which not."""
+        """Rotations in the original context below which features are scaled, and above which
+        not."""
         low, high = USUAL_TURNS.get(self.rope_scaling, (0.0, math.inf))
         return self.rope_low_turns or low, self.rope_high_turns or high

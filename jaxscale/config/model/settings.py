@@ -1,4 +1,4 @@
-"""What the engine reads of any model's record, and the records of models of one's own."""
+"""Settings of any model, shipped or custom, that the engine reads."""
 
 import importlib
 from collections.abc import Callable
@@ -11,40 +11,57 @@ DTYPES = ("float64", "float32", "bfloat16")
 MATMUL_DTYPES = ("", "float8", "int8")
 ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "flash", "splash")
 SPREAD_ATTENTIONS = ("blockwise", "flash")
-"""Kernels that attend over a sequence that is spread over several ranks, too; "auto" finds one."""
+"""Kernels that support sequences sharded over several ranks; "auto" selects one."""
 
 
 def option(plain: Any) -> Any:
-    """A field that the family sets where the user does not; `plain` is the value of a plain Llama,
-    for families that do not mention it."""
+    """A field with the family's default; `plain`, the value of Llama, is the default of families
+    that do not set it."""
     return field(default=None, metadata={"plain": plain})
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What the engine reads of any model's settings. The record of a custom model extends it with
-    fields of its own; they are the keys of the config's section "model".
+    """Base record of a custom model's settings: the fields that the engine reads of any model.
 
-    The attributes without a type are no settings: they are the values of a model that does not have
-    the option. A record that has it overrides them with a field or a property.
+    Fields that the custom model's record adds are further keys of the config's section "model". The
+    attributes without a type are not settings but the values of a model without the option; a
+    record with the option overrides them with a field or a property.
+
+    Attributes:
+      family: "my_package.my_model:make".
+      vocab_size: rows of the embedding, before padding.
+      head_dim: features of an attention head, on which the choice of kernel depends.
+      attention: attention kernel; "auto" chooses one for the device.
+      compute_dtype: type of activations and of weights in use.
+      param_dtype: type of the parameters.
+      matmul_dtype: type of the operands of the layers' matmuls; "" is `compute_dtype`.
+      init_from: run, or folder of a Hugging Face model, with the initial weights.
+
+    Examples:
+      >>> @dataclass(frozen=True)
+      ... class Settings(jaxscale.ModelSettings):
+      ...     width: int = 64
+      >>> Settings(family="my_package.my_model:make").width
+      64
     """
 
-    family: str = ""  # "my_package.my_model:make"
+    family: str = ""
     vocab_size: int = 257
-    head_dim: int = 64  # of attention, which kernels depend on
+    head_dim: int = 64
     attention: str = "auto"
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
-    matmul_dtype: str = ""  # of the operands of layers' matmuls; "" is compute_dtype
-    init_from: str = ""  # a run, or a Hugging Face model of a shipped family, to start from
+    matmul_dtype: str = ""
+    init_from: str = ""
 
-    causal = True  # otherwise tokens attend to both sides
+    causal = True  # False: bidirectional attention
     num_encoder_layers = 0
     num_experts = 0
     router = ""
     attention_soft_cap = 0.0
-    position_setting = ""  # the name of the setting that counts the rows of learned positions
-    max_seq_len = 0  # the longest text of the model, where that is known
+    position_setting = ""  # the setting of the number of learned positions
+    max_seq_len = 0  # the longest text of the model, if known
     rope_scaling = "none"
     lora_rank = 0
     prediction_depth = 0
@@ -63,22 +80,22 @@ class ModelSettings:
 
     @property
     def max_positions(self) -> int | None:
-        """The learned positions that there are; None without such."""
+        """The number of learned positions, or None."""
         return getattr(self, self.position_setting) if self.position_setting else None
 
     @property
     def attention_uses(self) -> tuple[str, ...]:
-        """What a layer asks of attention, of `ops.attention.USES`."""
+        """The features of attention that layers use, of `ops.attention.USES`."""
         return ("soft_cap",) if self.attention_soft_cap else ()
 
     @property
     def unread(self) -> set[str]:
-        """The settings that nothing reads, and those that are off by default."""
+        """The settings that nothing reads, or that are off by default."""
         return {"matmul_dtype"}
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Of the fields that have others than those of their class."""
+        """Field -> default, where it differs from the class's."""
         return {}
 
 
@@ -89,9 +106,9 @@ def is_own_family(family: str) -> bool:
 
 
 def find_make(family: str) -> Callable[[Any, Any], Any]:
-    """The function `make(settings, kernels)` that a family of one's own names; imports its module.
+    """The function `make(settings, kernels)` of a custom model, from its module.
 
-    It is looked up each time: a cell of a notebook may define it anew.
+    It is looked up each time: a notebook cell may redefine it.
 
     Raises:
       ValueError: it cannot be imported.

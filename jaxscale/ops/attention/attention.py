@@ -1,4 +1,4 @@
-"""Attention over packed documents: one reference, and the kernel of each platform.
+"""Attention within packed documents: a reference implementation and the kernels of each platform.
 
 Shapes: B batch, T query time, S key time, N query heads, K key heads, G query heads per key head
 (N = K * G), H head_dim, b buckets of a relative position bias.
@@ -29,9 +29,8 @@ PLATFORM_KERNELS = {"gpu": ("cudnn", "flash"), "tpu": ("splash",)}
 "blockwise" if none does."""
 
 PACKED_KERNELS = PLATFORM_KERNELS | {"gpu": ("flash", "cudnn")}
-"""Platform -> its kernels for causal attention within the documents that share a row: cuDNN would
-read a mask and compute all that is below the diagonal, where flash skips blocks of other
-documents."""
+"""Platform -> its kernels for causal attention within documents that share a row: cuDNN reads a
+mask and computes all scores below the diagonal, while flash skips blocks of other documents."""
 
 USES = {
     "soft_cap": "no soft cap of scores",
@@ -39,34 +38,33 @@ USES = {
     "cross": "no cross attention",
     "sinks": "no attention sinks",
 }
-"""What a layer may ask for that not every kernel has -> how an error says so."""
+"""Optional feature of attention -> the words with which an error says that a kernel lacks it."""
 
 
 def attention(
     *arrays: Any, implementation: str, one_document: bool = False, **settings: Any
 ) -> Array:
-    """Attention in which tokens see only their own segment; causal self attention by default.
+    """Attention within segments; causal self-attention by default.
 
-    Query head n reads key head n // (N / K). Segment 0, padding, is a segment like any other: its
-    outputs are finite and affect no other token. A query that sees no key, which cross attention
-    makes possible, has output zero. The softmax is in float32, or in the input's type where that is
-    wider. The output and the residuals other than the arguments carry the checkpoint name
-    "attention", except with "cudnn", whose results a remat policy recognises by
-    `platform_kernels.is_cudnn_forward`.
+    Query head n reads key head n // (N / K). Segment 0, padding, is an ordinary segment: its
+    outputs are finite and affect no other token. A query without visible keys, possible in cross
+    attention, has output zero. The softmax is in float32 or wider. The output and the residuals
+    other than the arguments have the checkpoint name "attention"; a remat policy recognises
+    "cudnn" by `platform_kernels.is_cudnn_forward`.
 
-    Cross attention, with segments of its keys, is not causal and has neither window nor bias.
-    Attention sinks are those of arXiv 2309.17453, as learned logits in gpt-oss (arXiv 2508.10925).
+    Cross attention (`segments_BS`) is not causal and has neither window nor bias. Attention sinks
+    (arXiv 2309.17453) are learned logits, as in gpt-oss (arXiv 2508.10925).
 
     Args:
       arrays: the fields of `blocks.AttentionArrays`.
       implementation: "reference", "blockwise", "cudnn", "flash" or "splash"; see `choose` and
         `check`.
-      one_document: whether every row is one document, and padding after it: in causal attention
-        "cudnn" and "splash" then read no segments. Padding's outputs are others.
-      **settings: those of `score_settings`.
+      one_document: whether every row is one document and padding: in causal attention "cudnn" and
+        "splash" then read no segments, which changes the outputs of padding.
+      **settings: as in `score_settings`.
 
     Raises:
-      ValueError: an unknown implementation, or settings that it or cross attention does not have.
+      ValueError: an unknown implementation, or settings that it or cross attention lacks.
     """
     given = AttentionArrays(*arrays)
     q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N = given
@@ -87,15 +85,15 @@ def attention(
         "sinks": sinks_N is not None,
     }
     check_uses(implementation, [use for use, is_asked in asked.items() if is_asked])
-    # In causal order no token sees the padding at the end of its row.
-    apart_BT = None if one_document and scoring.causal else segments_BT
+    # With one document per row, causal order already hides the padding at the end of the row.
+    mask_BT = None if one_document and scoring.causal else segments_BT
     match implementation:
         case "cudnn":
-            return platform_kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, apart_BT, scoring)
+            return platform_kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, mask_BT, scoring)
         case "flash":
             return flash.flash_attention(*given[:4], sinks_N, scoring=scoring)
         case "splash":
-            return platform_kernels.splash(q_BTNH, k_BSKH, v_BSKH, apart_BT, scoring)
+            return platform_kernels.splash(q_BTNH, k_BSKH, v_BSKH, mask_BT, scoring)
         case "blockwise":
             return blockwise_attention(*given, scoring=scoring)
     return checkpoint_name(_reference(given, scoring), "attention")
@@ -113,15 +111,15 @@ def score_settings(
     soft_cap: float = 0.0,
     max_distance: int = 128,
 ) -> Scoring:
-    """The settings of one call of attention, which layers of one model may differ in.
+    """The scoring settings of one call of attention; layers of a model may differ in them.
 
     Args:
-      sliding_window: how many keys a causal query sees, itself included; 0 is all. A query that is
-        not causal sees those less than this far before and after it: a reach of r tokens each way,
-        as other codes count it, is r + 1.
+      sliding_window: number of keys that a causal query sees, itself included; 0 is all. Without
+        causality a query sees keys at distances below this, before and after it: a window of r
+        tokens each way, as other libraries count it, is r + 1.
       scale: of the scores; None is H**-0.5.
-      soft_cap: scores become cap * tanh(score / cap), after scaling; 0 means none.
-      max_distance: from where on all keys share a bucket of the bias, which is added last.
+      soft_cap: scores become cap * tanh(score / cap), after scaling; 0 disables.
+      max_distance: distances from this on share a bucket of the bias, which is added last.
 
     Raises:
       ValueError: settings that contradict each other.
@@ -153,16 +151,16 @@ def choose(
     one_document: bool = False,
     spread: bool = False,
 ) -> str:
-    """The name of the implementation that a run uses; only "auto" leaves a choice.
+    """The attention implementation of a run: the one that is set, or a choice for "auto".
 
-    "auto" is the first of the platform's kernels in `PACKED_KERNELS` that `check` accepts; in
-    `PLATFORM_KERNELS` where attention is not causal or rows are one document. It is "blockwise" if
-    there is none, so that every setting runs on every platform.
+    "auto" is the first of the platform's kernels in `PACKED_KERNELS` that `check` accepts
+    (`PLATFORM_KERNELS` where attention is not causal or rows are one document), or "blockwise" if
+    none is accepted, so that every setting runs on every platform.
 
     Args:
-      uses: of `USES`, all that any layer of the model asks for.
+      uses: the keys of `USES` that any layer of the model needs.
       one_document: as in `attention`.
-      spread: whether "auto" is to be one of `SPREAD_ATTENTIONS`.
+      spread: whether "auto" must be one of `SPREAD_ATTENTIONS`.
 
     Raises:
       ValueError: the named implementation cannot honour the settings.
@@ -190,7 +188,11 @@ def check(
     seq_len: int,
     uses: Collection[str] = (),
 ) -> None:
-    """Raises ValueError, naming the setting to change, if a kernel cannot honour the arguments."""
+    """Checks that a kernel supports the arguments.
+
+    Raises:
+      ValueError: it does not; names the setting to change.
+    """
     if implementation in ("reference", "blockwise"):
         return
     limits = {
@@ -211,13 +213,17 @@ def check(
 
 
 def check_uses(implementation: str, uses: Collection[str]) -> None:
-    """Raises ValueError, naming those that can, if a kernel lacks something that a layer uses."""
+    """Checks that a kernel has all features that a layer uses.
+
+    Raises:
+      ValueError: it lacks one; names the kernels that have it.
+    """
     for use in uses:
         able = [name for name, lacks in LACKS.items() if use not in lacks]
         if implementation not in able:
             raise ValueError(
                 f"model.attention = {implementation!r} has {USES[use]}, and a layer of this model "
-                f"needs it; set model.attention = 'auto' or one that can: {', '.join(able)}"
+                f"needs it; set model.attention = 'auto' or one of {', '.join(able)}"
             )
 
 
@@ -228,7 +234,7 @@ LACKS = {
     "flash": ("bias", "cross"),
     "splash": ("bias", "cross", "sinks"),
 }
-"""Implementation -> those of `USES` that it cannot do."""
+"""Implementation -> the features of `USES` that it lacks."""
 
 
 def decode_attention(
@@ -245,10 +251,10 @@ def decode_attention(
     soft_cap: float = 0.0,
     max_distance: int = 128,
 ) -> Array:
-    """Attention over a cache: a query sees the keys at its own position and before.
+    """Attention over a key/value cache: a query sees keys at its position and before.
 
     Args:
-      key_positions_BS: position of the key in each slot; -1 marks an empty slot.
+      key_positions_BS: position of the key in each slot; -1 is an empty slot.
       bias_bN, sinks_N, sliding_window, scale, soft_cap, max_distance: as in `attention`.
 
     Returns:

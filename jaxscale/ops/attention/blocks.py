@@ -1,8 +1,7 @@
-"""The arithmetic of attention in blocks: some queries, some keys, anywhere in a sequence.
+"""Blockwise attention arithmetic for some queries and some keys, anywhere in a sequence.
 
-The scores of one block of queries with one block of keys exist at a time (FlashAttention-2,
-arXiv 2307.08691). Blocks that no query may see, because of order, window or document, are never
-computed.
+Only the scores of one block of queries with one block of keys exist at a time (FlashAttention-2,
+arXiv 2307.08691). Blocks hidden by causal order, window or documents are not computed.
 
 Shapes: B batch, T time, N query heads, K key heads, G query heads per key head (N = K * G),
 H head_dim, I blocks of queries, J blocks of keys, t queries of a block, s keys of a block,
@@ -23,36 +22,36 @@ from jaxscale.ops.sizes import BLOCK_SCORES
 
 
 class Scoring(NamedTuple):
-    """How queries score keys, and which they see: settings of a layer, fixed at compile time.
+    """Scoring and visibility of keys: settings of a layer, fixed at compile time.
 
     Scores are scaled, capped to cap * tanh(score / cap), then biased.
     """
 
     scale: float
     window: int = 0  # with `causal`: keys that a query sees, itself included; 0 is all
-    causal: bool = True  # otherwise a window reaches as far after the query as before it
-    soft_cap: float = 0.0  # 0 means none
+    causal: bool = True  # False: a window extends as far after the query as before it
+    soft_cap: float = 0.0  # 0 disables
     max_distance: int = 128  # of a relative position bias
 
     @property
     def bucketing(self) -> dict:
-        """The keywords of the functions of `relative_bias`."""
+        """Keyword arguments of the functions in `relative_bias`."""
         return {"causal": self.causal, "max_distance": self.max_distance}
 
 
 class AttentionArrays(NamedTuple):
-    """What attention is of, in the order in which every implementation takes it."""
+    """The array arguments of attention, in the order of every implementation."""
 
     q_BTNH: Array
     k_BSKH: Array
     v_BSKH: Array
     segments_BT: Array
-    segments_BS: Array | None = None  # the keys', in cross attention; None: of the same tokens
+    segments_BS: Array | None = None  # the keys' in cross attention; None in self-attention
     bias_bN: Array | None = None  # the table of T5's relative position bias (`relative_bias.py`)
-    sinks_N: Array | None = None  # of each head a score in the softmax's sum, without a value
+    sinks_N: Array | None = None  # one logit per head in the softmax's denominator, without a value
 
     def widened(self) -> "AttentionArrays":
-        """With tables in the type of the scores, in which their gradients are summed."""
+        """Casts bias and sinks to the type of the scores, in which their gradients are summed."""
         bias_bN, sinks_N = (None if x is None else x.astype(_wide(self.q_BTNH)) for x in self[5:])
         return self._replace(bias_bN=bias_bN, sinks_N=sinks_N)
 
@@ -73,7 +72,7 @@ class Keys(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Attention of queries to the keys seen so far, in float32 or wider."""
+    """Online softmax over the keys seen so far, in float32 or wider."""
 
     out: Array  # [I, B, K, G, t, H], not yet divided by `total`
     high: Array  # [I, B, K, G, t], the highest score
@@ -81,7 +80,7 @@ class Softmax(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What the backward pass needs of queries that have seen all their keys."""
+    """Per-query values for the backward pass, after all keys."""
 
     log_z: Array  # [I, B, K, G, t], log(sum(exp(score)))
     grad: Array  # [I, B, K, G, t, H], of the output
@@ -89,14 +88,14 @@ class Output(NamedTuple):
 
 
 def block_size(q_BTNH: Array) -> int:
-    """Queries, and keys, of a block: a power of two by `BLOCK_SCORES`."""
+    """Queries (and keys) of a block: a power of two, limited by `BLOCK_SCORES`."""
     batch, _, num_heads, _ = q_BTNH.shape
     sizes = (size for size in (512, 256, 128) if batch * num_heads * size**2 <= BLOCK_SCORES)
     return next(sizes, 64)
 
 
 def start(q: Array, sinks_N: Array | None = None) -> Softmax:
-    """A softmax over no keys yet, but for sinks; `q` as in `Queries`, or one block of it."""
+    """The softmax before any key, with sinks if given; `q` as in `Queries`, or one block of it."""
     wide, rows = _wide(q), q.shape[:-1]
     if sinks_N is None:
         high, total = jnp.full(rows, _masked(wide)), jnp.zeros(rows, wide)
@@ -115,11 +114,11 @@ def attend(
     offset: Array | int,
     scoring: Scoring,
 ) -> Softmax:
-    """Adds to a softmax what its queries see among these keys.
+    """Adds keys to the softmax of queries.
 
     Args:
       bias_bN: the table of a relative position bias.
-      offset: places from the first key to the first query in the sequence.
+      offset: position of the first query minus that of the first key.
     """
     reach = reaches(queries, keys, offset=offset, scoring=scoring)
 
@@ -131,15 +130,15 @@ def attend(
 
 
 class Reach(NamedTuple):
-    """Which keys blocks of queries see; each [I]."""
+    """The keys visible to blocks of queries; each [I]."""
 
-    distance: Array  # places from the first of all keys to a block's first query
-    begin: Array  # blocks of keys outside of begin .. end - 1 show nothing
+    distance: Array  # position of a block's first query minus that of the first key
+    begin: Array  # blocks of keys outside begin .. end - 1 are hidden
     end: Array
 
 
 def reaches(queries: Queries, keys: Keys, *, offset: Array | int, scoring: Scoring) -> Reach:
-    """The reach of every block of queries; the arguments of `attend`."""
+    """The reach of every block of queries; arguments as in `attend`."""
     visible_IJ = visible(queries.segments, keys.segments, offset=offset, scoring=scoring)
     distance_I = offset + queries.segments.shape[-1] * jnp.arange(len(queries.segments))
     return Reach(distance_I, *visible_ranges(visible_IJ))
@@ -154,7 +153,7 @@ def attend_block(
     *,
     scoring: Scoring,
 ) -> Softmax:
-    """`attend` for one block of queries, without the leading [I] of all but the keys."""
+    """`attend` for one block of queries: all arrays except the keys' lack the leading [I]."""
     q_BKGtH, segments_Bt = queries
     wide, block = _wide(q_BKGtH), keys.segments.shape[-1]
     matmul = functools.partial(jnp.einsum, preferred_element_type=wide)
@@ -170,8 +169,8 @@ def attend_block(
             scores_BKGts = scoring.soft_cap * jnp.tanh(scores_BKGts / scoring.soft_cap)
         if bias_bN is not None:
             scores_BKGts += _biases(bias_bN, distance, scores_BKGts.shape[1:], scoring)
-        # A query that sees none of these keys, nor any before them, accumulates garbage, which its
-        # first visible score multiplies by zero.
+        # A query without visible keys so far accumulates garbage; its first visible score shrinks
+        # that by exp(masked - score) = 0.
         scores_BKGts = jnp.where(mask_Bts[:, None, None], scores_BKGts, _masked(wide))
         new_high_BKGt = jnp.maximum(high_BKGt, jnp.max(scores_BKGts, axis=-1))
         shrink_BKGt = jnp.exp(high_BKGt - new_high_BKGt)
@@ -186,10 +185,10 @@ def attend_block(
 def finish_softmax(
     softmax: Softmax, dtype: DTypeLike, *, blind: bool = False
 ) -> tuple[Array, Array]:
-    """The output in `dtype`, and log(sum(exp(score))), once queries have seen their keys.
+    """The output in `dtype`, and log(sum(exp(score))), after all keys.
 
     Args:
-      blind: whether a query may have seen no key, as in cross attention; its output is zero.
+      blind: whether a query may have no visible key, as in cross attention; its output is zero.
     """
     if blind:
         seen = softmax.high > _masked(softmax.high.dtype)
@@ -200,14 +199,14 @@ def finish_softmax(
 
 
 class Sums(NamedTuple):
-    """Gradients that are summed over keys, in float32 or wider."""
+    """Gradients summed over keys, in float32 or wider."""
 
     q: Array  # [I, B, K, G, t, H]
     bias: Array | None  # [b, N]
 
 
 def no_sums(queries: Queries, bias_bN: Array | None, wide: DTypeLike) -> Sums:
-    """Zeros for queries that have seen no key."""
+    """Zeros, before any key."""
     bias = None if bias_bN is None else jnp.zeros(bias_bN.shape, wide)
     return Sums(jnp.zeros(queries.q.shape, wide), bias)
 
@@ -223,7 +222,7 @@ def gradients(
     scoring: Scoring,
     dtype: DTypeLike,
 ) -> tuple[Sums, Array, Array]:
-    """The backward pass of `attend`, for queries that saw other keys too.
+    """The backward pass of `attend` for one part of the queries' keys.
 
     Args:
       sums: from other keys.
@@ -231,8 +230,8 @@ def gradients(
       dtype: of the keys' and values' gradients.
 
     Returns:
-      The sums with the contribution of these keys added; the gradients of the keys and of the
-      values from these queries alone, [J, B, K, s, H].
+      The sums with these keys added; the gradients of keys and values from these queries only,
+      [J, B, K, s, H].
     """
     wide, block = sums.q.dtype, keys.segments.shape[-1]
     matmul = functools.partial(jnp.einsum, preferred_element_type=wide)
@@ -241,8 +240,8 @@ def gradients(
     def key_block(sums, arguments):
         j, begin, end, (k_BKsH, v_BKsH, segments_Bs) = arguments
 
-        # Scores are transposed here, [s, t]: two of the three matmuls that consume them then read
-        # them row by row, which is much faster on a CPU.
+        # Scores are transposed here, [s, t], so that two of the three matmuls with them read them
+        # row by row, which is much faster on a CPU.
         def query_block(i, carry):
             (grad_q_IBKGtH, grad_bias_bN), grad_k_BKsH, grad_v_BKsH = carry
             q_BKGtH, segments_Bt = at(queries, i)
@@ -259,7 +258,8 @@ def gradients(
                 biases_KGts = _biases(bias_bN, distance, shape, scoring)
                 scores_BKsGt += jnp.moveaxis(biases_KGts, 3, 1)
             p_BKsGt = jnp.exp(scores_BKsGt - log_z_BKGt[:, :, None])
-            # Several matmuls read p and the gradients of scores: XLA would compute them for each.
+            # Several matmuls read p and the gradients of scores. Without the barriers XLA
+            # recomputes them in each.
             p_BKsGt = jax.lax.optimization_barrier(jnp.where(mask_B1s1t, p_BKsGt, 0))
             grad_p_BKsGt = matmul("BKsH,BKGtH->BKsGt", v_BKsH, grad_BKGtH)
             grad_scores_BKsGt = scale * p_BKsGt * (grad_p_BKsGt - inner_BKGt[:, :, None])
@@ -289,8 +289,8 @@ def gradients(
     xs = jnp.arange(len(keys.segments)), *visible_ranges(visible_IJ.T), keys
     sums, (grad_k_JBKsH, grad_v_JBKsH) = jax.lax.scan(key_block, sums, xs)
     if bias_bN is not None:
-        # Of a backward pass in two parts (`pipeline.backward_split`) the one that needs the
-        # queries' gradient computes the table's too: the other would compute all scores again.
+        # Ties the table's gradient to the queries': `pipeline.backward_split` would move it to W,
+        # which would compute all scores again.
         sums = jax.lax.optimization_barrier(sums)
     return sums, grad_k_JBKsH, grad_v_JBKsH
 
@@ -303,8 +303,7 @@ def _biases(bias_bN: Array, distance: Array, shape: tuple[int, ...], scoring: Sc
 
 
 def _bias_gradient(grad_KsGt: Array, bias_bN: Array, distance: Array, scoring: Scoring) -> Array:
-    """The gradient of the table, [b, N], from that of a block's biases, transposed as its scores
-    are."""
+    """The gradient of the bias table, [b, N], from that of a block's (transposed) scores."""
     t, s = grad_KsGt.shape[3], grad_KsGt.shape[1]
     grad_Nts = jnp.moveaxis(grad_KsGt, 1, 3).reshape(-1, t, s)
     grad_NL = relative_bias.sum_diagonals(grad_Nts)
@@ -314,7 +313,7 @@ def _bias_gradient(grad_KsGt: Array, bias_bN: Array, distance: Array, scoring: S
 def output(
     out_BTNH: Array, grad_BTNH: Array, log_z_IBKGt: Array, num_kv_heads: int, block: int
 ) -> Output:
-    """The record that `gradients` needs, from an output and its gradient."""
+    """`Output`, from attention's output and its gradient."""
     wide = log_z_IBKGt.dtype
     inner_BTN1 = jnp.sum(out_BTNH.astype(wide) * grad_BTNH.astype(wide), axis=-1, keepdims=True)
     return Output(
@@ -325,7 +324,7 @@ def output(
 
 
 def sink_gradient(sinks_N: Array | None, output: Output) -> Array | None:
-    """The gradient of the sinks, [N]: each has a share of a query's softmax, and the value zero."""
+    """The gradient of the sinks, [N]: a sink acts as a key with value zero."""
     if sinks_N is None:
         return None
     *others, num_kv_heads, group, _ = output.log_z.shape
@@ -339,25 +338,25 @@ def _wide(x: Array) -> jnp.dtype:
 
 
 def _masked(wide: jnp.dtype) -> Array:
-    """Finite, and so low that its exponential vanishes beside that of any score."""
+    """A masked score: finite, with an exponential of zero relative to any real score."""
     return jnp.asarray(jnp.finfo(wide).min / 2, wide)
 
 
 def _mask(segments_Bt: Array, segments_Bs: Array, distance: Array, scoring: Scoring) -> Array:
-    """Which queries of a block see which keys of a block, [B, t, s].
+    """The visibility mask of a block of queries and a block of keys, [B, t, s].
 
     Args:
-      distance: places from the block's first key to its first query in the sequence.
+      distance: position of the block's first query minus that of its first key.
     """
-    place_t, place_s = jnp.arange(segments_Bt.shape[1]), jnp.arange(segments_Bs.shape[1])
-    mask_ts = in_reach(distance + place_t[:, None] - place_s, scoring.window, scoring.causal)
+    index_t, index_s = jnp.arange(segments_Bt.shape[1]), jnp.arange(segments_Bs.shape[1])
+    mask_ts = in_reach(distance + index_t[:, None] - index_s, scoring.window, scoring.causal)
     in_segment_Bts = segments_Bt[:, :, None] == segments_Bs[:, None, :]
     return in_segment_Bts if mask_ts is None else mask_ts & in_segment_Bts
 
 
 def in_reach(distance: Array, window: int, causal: bool) -> Array | None:
-    """Whether order and window let a query see a key that lies `distance` places before it; None
-    if they always do. The arguments are those of `Scoring`."""
+    """Whether causal order and window allow a query to see a key `distance` positions before it;
+    None if they always do. The other arguments are as in `Scoring`."""
     seen = distance >= 0 if causal else None
     if window:
         near = distance < window if causal else jnp.abs(distance) < window
@@ -368,7 +367,7 @@ def in_reach(distance: Array, window: int, causal: bool) -> Array | None:
 def visible(
     segments_IBt: Array, segments_JBs: Array, *, offset: Array | int, scoring: Scoring
 ) -> Array:
-    """Whether a query of block i may see a key of block j, [I, J]; never false where one does."""
+    """Whether any query of block i may see a key of block j, [I, J]; may be true in excess."""
     block = segments_JBs.shape[-1]
     i, j = jnp.arange(len(segments_IBt))[:, None], jnp.arange(len(segments_JBs))
     distance_IJ = offset + (i - j) * block
@@ -377,7 +376,7 @@ def visible(
         visible_IJ &= distance_IJ - block + 1 < scoring.window
         if not scoring.causal:
             visible_IJ &= distance_IJ + block - 1 > -scoring.window
-    # Segments that do not overlap as ranges have no member in common.
+    # Disjoint ranges of segments have no segment in common.
     low_IB, high_IB = jnp.min(segments_IBt, axis=-1), jnp.max(segments_IBt, axis=-1)
     low_JB, high_JB = jnp.min(segments_JBs, axis=-1), jnp.max(segments_JBs, axis=-1)
     overlap_IJB = (low_IB[:, None] <= high_JB) & (low_JB <= high_IB[:, None])
@@ -385,13 +384,13 @@ def visible(
 
 
 def visible_ranges(visible: Array) -> tuple[Array, Array]:
-    """For each row, begin and end of the columns outside of which none is visible."""
+    """For each row, the range from the first to the last visible column."""
     end = visible.shape[1] - jnp.argmax(visible[:, ::-1], axis=1)
     return jnp.argmax(visible, axis=1), jnp.where(jnp.any(visible, axis=1), end, 0)
 
 
 def in_blocks(given: AttentionArrays, block: int) -> tuple[Queries, Keys]:
-    """Queries and keys; the last blocks are padded, with segment -1."""
+    """Splits queries and keys into blocks; the last blocks are padded, with segment -1."""
     q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, *_ = given
     segments = key_segments = _time_blocks(segments_BT + 1, block) - 1
     if segments_BS is not None:

@@ -1,4 +1,4 @@
-"""Attention in blocks, in plain JAX: the kernel for CPUs.
+"""Blockwise attention in plain JAX: the kernel for CPUs.
 
 Shapes: as in `blocks.py`.
 """
@@ -21,7 +21,7 @@ def blockwise_attention(*arrays: Any, scoring: Scoring, block: int | None = None
 
     Args:
       arrays: the fields of `AttentionArrays`.
-      block: queries, and keys, of a block; None is by `blocks.block_size`.
+      block: queries (and keys) of a block; None is `blocks.block_size`.
     """
     given = AttentionArrays(*arrays).widened()
     longest = max(given.q_BTNH.shape[1], given.k_BSKH.shape[1])
@@ -51,7 +51,7 @@ def _forward(block: int, scoring: Scoring, given: AttentionArrays) -> tuple[Arra
 
 def _forward_rule(block: int, scoring: Scoring, given: AttentionArrays):
     results = _forward(block, scoring, given)
-    # Named in here, so that the output itself is saved for the backward pass, not a copy.
+    # Named inside the forward rule: a name on the output outside would save a copy of it.
     out_BTNH, log_z_IBKGt = checkpoint_name(results, "attention")
     return out_BTNH, (given, out_BTNH, log_z_IBKGt)
 

@@ -1,8 +1,8 @@
-"""Attention over a sequence that is spread over a mesh axis: context parallelism.
+"""Context parallelism: attention over a sequence sharded over a mesh axis (ring or gather).
 
-The arithmetic of a pair of chunks is that of `blocks.py`; `context_chunks.py` has the pairs.
+`blocks.py` computes a pair of chunks; `context_chunks.py` iterates over the pairs.
 
-Shapes: as in `blocks.py`, T here a rank's share of the sequence; h its two chunks.
+Shapes: as in `blocks.py`, T a rank's part of the sequence; h its two chunks.
 """
 
 import functools
@@ -17,23 +17,23 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.ops.array_stack import add, at, put
 from jaxscale.ops.attention import blocks
 from jaxscale.ops.attention.blocks import AttentionArrays, Keys, Queries, Scoring, Sums
-from jaxscale.ops.attention.context_chunks import Chunks, halves, walk
+from jaxscale.ops.attention.context_chunks import Chunks, halves, visit_pairs
 
 
 def context_attention(
     *arrays: Any, axis: str, method: str, scoring: Scoring, block: int | None = None
 ) -> Array:
-    """`attention.attention` where each rank of `axis` passes its share, in `balanced_order`.
+    """`attention.attention` where each rank of `axis` passes its part, in `balanced_order`.
 
-    For use where `axis` is manual and has at least two ranks. Order, window and bias go by the
-    place in the whole sequence. The residuals of a rank are its arguments, its output and one
-    number per query and head; the last two carry the checkpoint name "attention".
+    For use where `axis` is manual and has at least two ranks. Causal order, window and bias use
+    positions in the whole sequence. The residuals of a rank are its arguments, its output and one
+    number per query and head; the last two have the checkpoint name "attention".
 
     Args:
       arrays: the fields of `AttentionArrays`.
       axis: the mesh axis.
       method: "ring" or "gather".
-      block: queries, and keys, of a block; None is by `blocks.block_size`.
+      block: queries (and keys) of a block; None is `blocks.block_size`.
     """
     given = AttentionArrays(*arrays).widened()
     chunk, key_chunk = (x.shape[1] // 2 for x in given[:2])
@@ -63,7 +63,7 @@ def _forward(static: _Static, given: AttentionArrays) -> tuple[Array, Array]:
         more = blocks.attend(*seen, offset=offset, scoring=static.scoring)
         return put(softmax, more, h), sums
 
-    softmax, _ = walk(static.chunks, keys, visit, blocks.start(queries.q, given.sinks_N), ())
+    softmax, _ = visit_pairs(static.chunks, keys, visit, blocks.start(queries.q, given.sinks_N), ())
     out_hIBKGtH, log_z_hIBKGt = blocks.finish_softmax(
         softmax, given.q_BTNH.dtype, blind=given.segments_BS is not None
     )
@@ -102,7 +102,7 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
     wide = log_z_hIBKGt.dtype
     sums = blocks.no_sums(queries, given.bias_bN, wide)
     zeros = tuple(jnp.zeros(x.shape, wide) for x in (keys.k, keys.v))
-    sums, grads = walk(static.chunks, keys, visit, sums, zeros)
+    sums, grads = visit_pairs(static.chunks, keys, visit, sums, zeros)
     grad_k_BSKH, grad_v_BSKH = (
         _joined(blocks.from_key_blocks, grad, static.key_chunk) for grad in grads
     )
@@ -122,7 +122,7 @@ _attention.defvjp(_forward_rule, _backward_rule)
 
 
 def _in_blocks(static: _Static, given: AttentionArrays) -> tuple[Queries, Keys]:
-    """`blocks.in_blocks` of each of a rank's two chunks, with a leading [h]."""
+    """`blocks.in_blocks` of both chunks of a rank, with a leading [h]."""
     tokens = given._replace(bias_bN=None, sinks_N=None)
     return jax.vmap(lambda chunk: blocks.in_blocks(chunk, static.block))(
         jax.tree.map(halves, tokens)

@@ -1,12 +1,12 @@
-"""The pairs of chunks of a sequence that is spread over a mesh axis, for `context.py` and
-`context_flash.py`.
+"""Chunk order for context parallelism (zigzag), and the loops over pairs of chunks of `context.py`
+and `context_flash.py`.
 
-A sequence of 2n chunks is dealt to n ranks as in `balanced_order`: rank i holds chunks i and
-2n-1-i, which together see 2n+1 pairs of chunks whatever i is (Llama 3, arXiv 2407.21783, section
-3.3.2); without causality they are 4n. The two methods differ in how a rank receives the keys:
+A sequence of 2n chunks is split over n ranks as in `balanced_order`: rank i has chunks i and
+2n-1-i, and computes 2n+1 pairs of chunks for any i (Llama 3, arXiv 2407.21783, section 3.3.2);
+without causality 4n. The methods differ in how a rank receives keys:
 
-- "ring": keys are sent from rank to rank during the compute on those received before (arXiv
-  2310.01889); in the backward pass their gradients follow. A rank holds two ranks' keys at a time.
+- "ring": ranks send keys to the next rank while computing with the keys received before (arXiv
+  2310.01889); in the backward pass their gradients follow. A rank stores two ranks' keys at a time.
 - "gather": each rank all-gathers the keys first, and their gradients are reduce-scattered.
 
 On a CPU all devices must take part in each message of a ring: a loop whose trip count differs
@@ -29,7 +29,7 @@ Tree = Any
 
 
 def balanced_order(seq_len: int, ranks: int) -> np.ndarray:
-    """The places of a sequence in the order in which ranks hold them: `x[..., order]` deals them.
+    """The zigzag order of a sequence's positions: `x[..., order]` has the ranks' parts in order.
 
     >>> balanced_order(8, 2)
     array([0, 1, 6, 7, 2, 3, 4, 5])
@@ -41,34 +41,36 @@ def balanced_order(seq_len: int, ranks: int) -> np.ndarray:
 
 
 class Chunks(NamedTuple):
-    """How a sequence is spread, fixed at compile time."""
+    """The sharding of a sequence, fixed at compile time."""
 
     axis: str
     method: str
     causal: bool
-    chunk: int  # places of a chunk of queries
+    chunk: int  # queries of a chunk
 
     def offset(self, rank: Array, h: Array | int, key_chunk: Array | int) -> Array:
-        """Places from the first key of a chunk of the sequence to a rank's first query of `h`."""
+        """Position of a rank's first query in chunk `h` minus that of `key_chunk`'s first key."""
         return self.chunk * (self.number(rank, h) - key_chunk)
 
     def number(self, rank: Array, h: Array | int) -> Array:
-        """Which chunk of the sequence the h-th of a rank is."""
+        """The number in the sequence of a rank's chunk `h`."""
         return jnp.where(h == 0, rank, 2 * jax.lax.axis_size(self.axis) - 1 - rank)
 
 
-def walk(chunks: Chunks, keys: Tree, visit: Callable, carry: Tree, sums: Tree) -> tuple[Tree, Tree]:
-    """Visits every pair of a chunk of this rank's queries and a chunk of keys that it sees.
+def visit_pairs(
+    chunks: Chunks, keys: Tree, visit: Callable, carry: Tree, sums: Tree
+) -> tuple[Tree, Tree]:
+    """Calls `visit` for every pair of a chunk of this rank's queries and a chunk of visible keys.
 
     Args:
       keys: of this rank, each field with a leading [h].
       visit: `(carry, sums, keys, h, c, offset) -> (carry, sums)` for the h-th chunk of queries and
-        the c-th chunk of `keys`, which lies `offset` places before it.
-      carry: what stays on this rank.
-      sums: zeros, [h, ...], where visits to a chunk of keys are summed, over all ranks.
+        the c-th chunk of `keys`, which is `offset` positions before it.
+      carry: state that stays on this rank.
+      sums: zeros, [h, ...], for sums per chunk of keys, over all ranks.
 
     Returns:
-      The carry, and the sums of the keys of this rank.
+      The carry, and the sums of this rank's keys.
     """
     return {"ring": _ring, "gather": _gather}[chunks.method](chunks, keys, visit, carry, sums)
 
@@ -76,11 +78,11 @@ def walk(chunks: Chunks, keys: Tree, visit: Callable, carry: Tree, sums: Tree) -
 def _ring(
     chunks: Chunks, keys: Tree, visit: Callable, carry: Tree, zeros: Tree
 ) -> tuple[Tree, Tree]:
-    """At step r rank i holds the keys of rank i - r.
+    """Ring: at step r rank i has the keys of rank i - r.
 
-    With the keys of another rank, a causal second chunk of queries sees the first chunk of keys.
-    From a lower rank the first queries see the first keys too, from a higher one the second queries
-    the second keys: one more pair either way, so that no rank waits for another.
+    With another rank's keys and causality, the second chunk of queries sees the first chunk of
+    keys. In addition, from a lower rank the first queries see the first keys, and from a higher
+    rank the second queries see the second keys: two pairs either way, so no rank waits for another.
     """
     ranks, rank = jax.lax.axis_size(chunks.axis), jax.lax.axis_index(chunks.axis)
     onward = [(i, (i + 1) % ranks) for i in range(ranks)]
@@ -117,7 +119,7 @@ def _ring(
 def _gather(
     chunks: Chunks, keys: Tree, visit: Callable, carry: Tree, zeros: Tree
 ) -> tuple[Tree, Tree]:
-    """All pairs of the first chunk of queries, then those of the second: as many on every rank."""
+    """Gather: pairs of the first chunk of queries, then of the second; as many on each rank."""
     ranks, rank = jax.lax.axis_size(chunks.axis), jax.lax.axis_index(chunks.axis)
 
     def gathered(x: Array) -> Array:

@@ -1,9 +1,9 @@
-"""`context.py` with the kernels of `flash.py`, for GPUs.
+"""Context parallelism with the flash kernels of `flash.py`, for GPUs.
 
-Each pair of chunks is one call of a kernel; the results of several calls are weighted by what each
-has of a query's softmax.
+Each pair of chunks is one kernel call. The results of a query's calls are combined, weighted by
+their shares of the softmax.
 
-Shapes: as in `flash.py`, T here a rank's share of the sequence; h its two chunks.
+Shapes: as in `flash.py`, T a rank's part of the sequence; h its two chunks.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.ops.array_stack import add, at, put
 from jaxscale.ops.attention import flash
 from jaxscale.ops.attention.blocks import AttentionArrays, Scoring
-from jaxscale.ops.attention.context_chunks import Chunks, halves, walk
+from jaxscale.ops.attention.context_chunks import Chunks, halves, visit_pairs
 from jaxscale.ops.attention.flash_kernels import HIDDEN, Settings
 from jaxscale.ops.attention.platform_kernels import flash_block
 
@@ -58,7 +58,7 @@ def _forward_rule(static: _Static, q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N)
     wide = flash.wide_type(q_BTNH)
     numbers_hBNT = (*q_hBTNH.shape[:2], q_hBTNH.shape[3], q_hBTNH.shape[2])
     none = jnp.full(numbers_hBNT, HIDDEN, wide)
-    # A sink is a key that is seen before the others, whose value is zero.
+    # A sink acts as a key with value zero, before the others.
     log_z_hBNT = none if sinks_N is None else jnp.broadcast_to(sinks_N[:, None], none.shape)
 
     def visit(carry, sums, keys, h, c, offset):
@@ -83,7 +83,7 @@ def _forward_rule(static: _Static, q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N)
 
     keys = _Keys(*map(halves, (k_BSKH, v_BSKH, segments_BT)))
     start = jnp.zeros(q_hBTNH.shape, wide), log_z_hBNT
-    (out_hBTNH, log_z_hBNT), _ = walk(static.chunks, keys, visit, start, ())
+    (out_hBTNH, log_z_hBNT), _ = visit_pairs(static.chunks, keys, visit, start, ())
     out_BTNH = jnp.concatenate(list(out_hBTNH.astype(q_BTNH.dtype)), axis=1)
     out_BTNH, log_z_hBNT = checkpoint_name((out_BTNH, log_z_hBNT), "attention")
     return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, out_BTNH, log_z_hBNT)
@@ -116,7 +116,7 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
     keys = _Keys(*map(halves, (k_BSKH, v_BSKH, segments_BT)))
     zeros = tuple(jnp.zeros(x.shape, wide) for x in (keys.k, keys.v))
     start = jnp.zeros(grad_hBTNH.shape, wide)
-    grad_q_hBTNH, key_grads = walk(static.chunks, keys, visit, start, zeros)
+    grad_q_hBTNH, key_grads = visit_pairs(static.chunks, keys, visit, start, zeros)
     grads = (
         jnp.concatenate(list(grad), axis=1).astype(x.dtype)
         for grad, x in zip((grad_q_hBTNH, *key_grads), (q_BTNH, k_BSKH, v_BSKH))

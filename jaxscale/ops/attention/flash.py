@@ -1,8 +1,8 @@
 """Flash attention as Pallas kernels for GPUs (FlashAttention-2, arXiv 2307.08691).
 
-A block of queries visits the blocks of keys from the first that one of them sees to the last:
-blocks that order, window or document hide are neither read nor computed, and no mask is read from
-memory. The kernels are written for Triton: for Ampere and later.
+A block of queries loops over blocks of keys from the first visible one to the last. Blocks hidden
+by causal order, window or documents are neither read nor computed, and no mask is read from
+memory. The kernels use Pallas's Triton back end, for Ampere and later.
 
 Shapes: B batch, T time of queries, S of keys, N query heads, K key heads, G query heads per key
 head (N = K * G), H head_dim, I blocks of queries, J blocks of keys, t queries of a block, s keys of
@@ -37,11 +37,11 @@ def flash_attention(
     scoring: Scoring,
     interpret: bool = False,
 ) -> Array:
-    """Attention within segments; the arguments of `attention.attention`.
+    """Attention within segments; arguments as in `attention.attention`.
 
-    Its residuals are its arguments, the output and one number per query and head; the last two
-    carry the checkpoint name "attention". On several devices call it inside a `shard_map` over all
-    mesh axes.
+    Its residuals are its arguments, the output and one number per query and head; the last two have
+    the checkpoint name "attention". On several devices call it inside a `shard_map` over all mesh
+    axes.
     """
     settings = Settings(scoring, flash_block(q_BTNH.shape[1], q_BTNH.shape[3]), interpret)
     given = AttentionArrays(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N=sinks_N).widened()
@@ -85,7 +85,7 @@ def flash_inner(out_BTNH: Array, grad_BTNH: Array) -> Array:
 
 
 def flash_sink_gradient(sinks_N: Array, log_z_BNT: Array, inner_BNT: Array) -> Array:
-    """The gradient of the sinks, [N]: each has a share of a query's softmax, and the value zero."""
+    """The gradient of the sinks, [N]: a sink acts as a key with value zero."""
     return -jnp.sum(jnp.exp(sinks_N[:, None] - log_z_BNT) * inner_BNT, axis=(0, 2))
 
 
@@ -101,11 +101,11 @@ def flash_output(
     sinks_N: Array | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[Array, Array]:
-    """The output, and log(sum(exp(score))), [B, N, T] in float32 or wider. Of a query that sees no
-    key they are zero and `flash_kernels.HIDDEN`.
+    """The output, and log(sum(exp(score))), [B, N, T] in float32 or wider; for a query without
+    visible keys they are zero and `flash_kernels.HIDDEN`.
 
     Args:
-      offset: places from the first key to the first query in the sequence.
+      offset: position of the first query minus that of the first key.
       out_dtype: of the output; None is that of the queries.
     """
     (batch, time, heads, _), block = q_BTNH.shape, settings.block
@@ -146,8 +146,8 @@ def flash_gradients(
 
     Args:
       grad_BTNH: of the output.
-      log_z_BNT: over all keys that the queries saw, of which these may be a part.
-      inner_BNT: sum(output * grad) over H, likewise.
+      log_z_BNT: over all keys of the queries, of which these may be a part.
+      inner_BNT: sum(output * grad) over H, with the output of all keys.
       offset: as in `flash_output`.
       out_dtype: of the gradients; None is that of the queries.
     """
@@ -168,8 +168,8 @@ def flash_gradients(
         ([queries], [(q_BTNH.shape, out_dtype)]),
     )
 
-    # One program for the queries of all heads that read a block of keys: nothing is added up in
-    # memory, and the sums have one order.
+    # One program per block of keys, for the queries of all heads in the group: no atomic additions
+    # in memory, so the order of the sums is deterministic.
     queries = pl.BlockSpec((None, time, group, q_BTNH.shape[3]), lambda j, n, b: (b, 0, n, 0))
     keys = _rows(k_BSKH, block, lambda j, n, b: (b, j, n, 0))
     numbers = pl.BlockSpec((None, group, time), lambda j, n, b: (b, n, 0))
@@ -198,9 +198,9 @@ def flash_gradients(
 def _specs_of_queries(
     q_BTNH: Array, k_BSKH: Array, block: int
 ) -> tuple[list[pl.BlockSpec], pl.BlockSpec, pl.BlockSpec]:
-    """What a program for a block of queries of one head reads: the range of its blocks of keys, the
-    offset, queries, keys, values, and the segments of both. And its part of arrays like the
-    queries, and of numbers [B, N, T]."""
+    """Input specs of a program for one block of queries of one head: range of key blocks, offset,
+    queries, keys, values, segments of both. Also the specs of an array like the queries and of an
+    array [B, N, T]."""
     group, key_time = q_BTNH.shape[2] // k_BSKH.shape[2], k_BSKH.shape[1]
     queries = _rows(q_BTNH, block, lambda i, n, b: (b, i, n, 0))
     keys = _rows(k_BSKH, None, lambda i, n, b: (b, 0, n // group, 0))
@@ -219,7 +219,7 @@ def _specs_of_queries(
 def _seen_blocks(
     settings: Settings, segments_BT: Array, segments_BS: Array, offset: Array | int
 ) -> Array:
-    """Whether a query of block i may see a key of block j, [B, I, J]."""
+    """Whether any query of block i may see a key of block j, [B, I, J]."""
 
     def of_row(segments_T: Array, segments_S: Array) -> Array:
         blocks = (x.reshape(-1, 1, settings.block) for x in (segments_T, segments_S))
@@ -229,7 +229,7 @@ def _seen_blocks(
 
 
 def _ranges(seen_BIJ: Array) -> Array:
-    """[B, I, 2]: the first block of j that block i sees, and the one after the last."""
+    """[B, I, 2]: the first block j visible to block i, and the one after the last."""
     begin_BI, end_BI = jax.vmap(visible_ranges)(seen_BIJ)
     return jnp.stack((begin_BI, end_BI), axis=-1).astype(jnp.int32)
 
@@ -239,7 +239,7 @@ def _scalar(value: Array | int) -> Array:
 
 
 def _rows(x_BTNH: Array, block: int | None, index: Callable) -> pl.BlockSpec:
-    """What a program reads of one head: a block of its rows, or all of them."""
+    """The spec of a program's part of one head: a block of its rows, or all of them."""
     return pl.BlockSpec((None, block or x_BTNH.shape[1], None, x_BTNH.shape[3]), index)
 
 

@@ -1,6 +1,6 @@
-"""The kernels of `flash.py`: each computes one block of its result.
+"""Flash attention kernels in Pallas; each program computes one block of its result.
 
-Scores, softmax and sums are in the type of the numbers beside the output, float32 or wider.
+Scores, softmax and sums are in the type of `log_z`, float32 or wider.
 
 Shapes: as in `flash.py`.
 """
@@ -15,26 +15,26 @@ from jax.experimental import pallas as pl
 from jaxscale.ops.attention.blocks import Scoring, in_reach
 
 HIDDEN = -1e30
-"""The score of a key that is not seen: its exponential vanishes beside that of any other."""
+"""The score of a hidden key: its exponential is zero relative to any other's."""
 
 
 class Settings(NamedTuple):
-    """What is fixed at compile time."""
+    """Compile-time settings."""
 
     scoring: Scoring
     block: int
     interpret: bool = False  # on a CPU, slowly
-    of_pair: bool = False  # of two chunks of a sequence, of which one is mostly before the other
+    of_pair: bool = False  # of two chunks of a sequence, mostly one before the other
 
     @property
     def whole(self) -> bool:
-        """Whether queries see all keys rather than half of them: in the kernels' names, by which
+        """Whether queries see all keys rather than half; part of the kernels' names, from which
         FLOPs are counted."""
         return self.of_pair or not self.scoring.causal
 
 
 def flash_forward(settings: Settings, *refs) -> None:
-    """A block of queries of one head."""
+    """The output of a block of queries of one head, and its log(sum(exp(score)))."""
     range_ref, offset_ref, q_ref, k_ref, v_ref, t_ref, s_ref, *sinks_ref, out_ref, log_z_ref = refs
     q_tH, segments_t, wide = q_ref[...], t_ref[...], log_z_ref.dtype
     block, scoring = settings.block, settings.scoring
@@ -48,15 +48,17 @@ def flash_forward(settings: Settings, *refs) -> None:
         new_high_t = jnp.maximum(high_t, jnp.max(scores_ts, axis=1))
         shrink_t = jnp.exp(high_t - new_high_t)
         p_ts = jnp.exp(scores_ts - new_high_t[:, None])
+        # Rounded to the values' type, for 16-bit tensor cores; sums stay in `wide`.
         more_tH = _dot(p_ts.astype(v_ref.dtype), v_ref[keys, :], wide)
         out_tH = out_tH * shrink_t[:, None] + more_tH
         return out_tH, new_high_t, total_t * shrink_t + jnp.sum(p_ts, axis=1)
 
     zeros_t = jnp.zeros(block, wide)
-    # A sink is a key that is seen before the others, whose value is zero.
+    # A sink acts as a key with value zero, before the others: high = sink and total = 1.
     high_t = jnp.full(block, sinks_ref[0][0] if sinks_ref else HIDDEN, wide)
     begin = jnp.zeros(q_tH.shape, wide), high_t, zeros_t + len(sinks_ref)
     out_tH, high_t, total_t = jax.lax.fori_loop(range_ref[0], range_ref[1], visit, begin)
+    # Rows without a visible key: -1e30 stands for -inf, with which exp(score - high) would be nan.
     seen_t = high_t > HIDDEN / 2
     out_tH = jnp.where(seen_t, 1 / total_t, 0)[:, None] * out_tH
     out_ref[...] = out_tH.astype(out_ref.dtype)
@@ -133,9 +135,11 @@ def _scores(scoring: Scoring, q_tH: Array, k_sH: Array, wide: Any) -> tuple[Arra
 def _score_gradients(
     scoring: Scoring, q_tH, k_sH, v_sH, grad_tH, log_z_t, inner_t, mask_ts
 ) -> tuple[Array, Array]:
-    """The softmax, and the gradient of a query's and a key's product, both [t, s]."""
+    """The softmax, and the gradient of the inner product of query and key, both [t, s]."""
     wide = log_z_t.dtype
     scores_ts, tanh_ts = _scores(scoring, q_tH, k_sH, wide)
+    # Masked after the exponential: for a row without visible keys log_z is HIDDEN, and exp(score -
+    # HIDDEN) is infinite.
     p_ts = jnp.where(mask_ts, jnp.exp(scores_ts - log_z_t[:, None]), 0)
     grad_p_ts = _dot(grad_tH, v_sH.T, wide)
     grad_ts = scoring.scale * p_ts * (grad_p_ts - inner_t[:, None])
@@ -143,15 +147,15 @@ def _score_gradients(
 
 
 def _mask(scoring: Scoring, distance: Array, segments_t: Array, segments_s: Array) -> Array:
-    """Which queries of a block see which keys of one, [t, s].
+    """The visibility mask of a block of queries and a block of keys, [t, s].
 
     Args:
-      distance: places from the first key to the first query.
+      distance: position of the first query minus that of the first key.
     """
     t, s = len(segments_t), len(segments_s)
-    apart_ts = distance + jnp.arange(t)[:, None] - jnp.arange(s)[None, :]
+    distance_ts = distance + jnp.arange(t)[:, None] - jnp.arange(s)[None, :]
     mask_ts = segments_t[:, None] == segments_s[None, :]
-    seen_ts = in_reach(apart_ts, scoring.window, scoring.causal)
+    seen_ts = in_reach(distance_ts, scoring.window, scoring.causal)
     return mask_ts if seen_ts is None else mask_ts & seen_ts
 
 

@@ -1,4 +1,4 @@
-"""Attention kernels of a platform: cuDNN and `flash.py` on NVIDIA GPUs, Pallas splash on TPUs.
+"""Platform attention kernels: cuDNN and `flash.py` on NVIDIA GPUs, Pallas splash on TPUs.
 
 Shapes: as in `attention.py`.
 """
@@ -16,39 +16,41 @@ from jaxscale.ops.attention.blocks import Scoring
 from jaxscale.ops.sizes import LANES
 
 FLASH_BLOCKS = (64, 32, 16)
-"""Queries, and keys, of a block."""
+"""Candidates for the queries (and keys) of a block."""
 
 FLASH_HEAD_DIMS = (16, 32, 64, 128, 256)
-"""Sizes of heads of which Triton has tiles."""
+"""Head sizes that fit Triton's tiles."""
 
 FLASH_ELEMENTS = 64 * 128
-"""The most values that the queries of a block may have."""
+"""The maximum number of elements of a block of queries."""
 
 
 def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT: Array | None, scoring: Scoring) -> Array:
     """cuDNN's flash attention; with causality, blocks above the diagonal are skipped.
 
     Documents and the window are enforced by an additive mask of B * T * T * 2 bytes, which
-    `maskless` recomputes for the backward pass. (The kernel has a window of its own, but not every
-    version combines it with a mask; and its packed layout needs a bound on the documents of a
-    sequence.) Without documents there is no mask, and the window is the kernel's own.
+    `maskless` recomputes for the backward pass. Without documents there is no mask, and the window
+    is the kernel's.
 
     On several devices call it inside a `shard_map` over all mesh axes.
 
     Args:
-      segments_BT: None where no document is to be kept from another, in causal attention.
+      segments_BT: None for causal attention with one document per row.
     """
     mask_B1TS = window = None
+    # The window is part of the mask, since not every version of cuDNN combines its sliding window
+    # with a mask. cuDNN's packed layout would need no mask, but a bound on the documents of a row.
     if segments_BT is not None:
         mask_B1TS = _document_mask(segments_BT, scoring)[:, None]
     elif 0 < scoring.window < q_BTNH.shape[1]:
-        window = (scoring.window - 1, 0)  # keys before the query's own, and after
+        window = (scoring.window - 1, 0)  # keys before and after the query's position
     return jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,
         v_BSKH,
         mask=mask_B1TS,
-        # Its own default differs from ours by the last bit of a float64, and it reads a float32.
+        # None where equal: JAX's default differs in the last bit of a float64, and cuDNN reads the
+        # scale as float32, so that the two can round to different numbers.
         scale=None if scoring.scale == q_BTNH.shape[-1] ** -0.5 else scoring.scale,
         is_causal=scoring.causal,
         local_window_size=window,
@@ -57,7 +59,7 @@ def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT: Array | None, scoring: Scoring) -
 
 
 def _document_mask(segments_BT: Array, scoring: Scoring) -> Array:
-    """Which keys documents and the window let a query see, [B, T, S]."""
+    """The visibility mask of documents and window, [B, T, S]."""
     mask_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
     if scoring.window:
         time = jnp.arange(segments_BT.shape[1])
@@ -67,10 +69,10 @@ def _document_mask(segments_BT: Array, scoring: Scoring) -> Array:
 
 
 def maskless(attend: Callable[..., Array]) -> Callable[..., Array]:
-    """`cudnn`, or a function that calls it, without the mask among its residuals: the kernel's
-    results are saved, the output and log(sum(exp(scores))).
+    """Wraps `cudnn`, or a caller of it, so that the mask is recomputed and not saved; the kernel's
+    output and log(sum(exp(scores))) are saved.
 
-    Not for a layer under a remat policy of its own, which drops the mask anyway: with one
+    Not for a layer under a remat policy, which recomputes the mask anyway: with one
     `jax.checkpoint` inside another, the output would be saved twice.
     """
 
@@ -83,8 +85,8 @@ def maskless(attend: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def is_cudnn_forward(primitive, *_, **__) -> bool:
-    """A remat policy that saves the results of cuDNN's kernel. It goes by the primitive, since the
-    kernel's differentiation rule gives them no names."""
+    """A remat policy that saves the results of cuDNN's kernel."""
+    # By the primitive: JAX's differentiation rule of the kernel gives its results no names.
     return primitive.name.startswith("dot_product_attention_fwd")
 
 
@@ -97,12 +99,12 @@ def splash(
     *,
     interpret: bool = False,
 ) -> Array:
-    """Pallas splash attention; blocks that causality or the window hides are never computed.
+    """Pallas splash attention; blocks hidden by causality or the window are not computed.
 
-    The kernel does not scale scores: the queries are multiplied by the scale before. Where that is
-    no power of two, as for heads of 128, this rounds queries in bfloat16 once more: an error of
-    0.0017 in a score of size 1, beside 0.0023 from the rounding of the queries and keys themselves.
-    A model that rotates them should scale them there, before they are rounded, and pass scale 1.
+    The kernel does not scale scores, so queries are multiplied by the scale first. Unless it is a
+    power of two (for heads of 128 it is not) this rounds bfloat16 queries a second time: an error
+    of 0.0017 in a score of size 1, compared with 0.0023 from the rounding of queries and keys. A
+    model with RoPE should scale as it rotates, before that rounding, and pass scale 1.
 
     Like every Pallas kernel it needs all mesh axes manual: call it inside a `shard_map` over all of
     them, of size 1 or not.
@@ -110,7 +112,7 @@ def splash(
     Args:
       segments_BT: as in `cudnn`.
     """
-    # Half a second to import, and only a TPU needs it.
+    # Imported here: half a second, and only a TPU needs it.
     from jax.experimental.pallas.ops.tpu import splash_attention  # noqa: PLC0415
 
     _, time, num_heads, _ = q_BTNH.shape
@@ -146,7 +148,7 @@ def splash(
 
 
 def cudnn_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
-    """Which setting `cudnn` cannot honour, and what to set instead; "" if it honours all."""
+    """The setting that `cudnn` does not support, and its remedy; "" if it supports all."""
     if platform != "gpu":
         return f"needs an NVIDIA GPU and the platform is {platform}"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -162,17 +164,17 @@ def cudnn_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
 
 
 def flash_block(time: int, head_dim: int) -> int:
-    """Queries, and keys, of a block of `flash.py`: the most whose sums stay in registers; 0 if no
-    block divides the sequence."""
+    """Queries (and keys) of a block of `flash.py`: the largest block with sums in registers that
+    divides the sequence; 0 if none does."""
     sizes = (size for size in FLASH_BLOCKS if size * head_dim <= FLASH_ELEMENTS)
     return next((size for size in sizes if time % size == 0), 0)
 
 
 def flash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
-    """Which setting `flash.py` cannot honour, and what to set instead; "" if it honours
-    all."""
+    """The setting that `flash.py` does not support, and its remedy; "" if it supports all."""
     if platform != "gpu":
         return f"needs an NVIDIA GPU and the platform is {platform}"
+    # JAX 0.11 and 0.12 have the back end and call it deprecated; a later version may drop it.
     if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return "needs Pallas's back end for Triton, which this version of JAX no longer has"
     if dtype not in (jnp.bfloat16, jnp.float16):
@@ -185,14 +187,14 @@ def flash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
     if not flash_block(seq_len, head_dim):
         least = FLASH_BLOCKS[-1]
         return (
-            f"needs data.seq_len to be a multiple of {least} (and of {2 * least} x layout.context, "
-            f"if this is not 1), and is to attend to {seq_len} tokens at a time; change either"
+            f"needs data.seq_len to be a multiple of {least} (of {2 * least} x layout.context if "
+            f"that is above 1), and would attend to {seq_len} tokens at a time; change either"
         )
     return ""
 
 
 def splash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
-    """Which setting `splash` cannot honour, and what to set instead; "" if it honours all."""
+    """The setting that `splash` does not support, and its remedy; "" if it supports all."""
     if platform != "tpu":
         return f"needs a TPU and the platform is {platform}"
     if dtype not in (jnp.bfloat16, jnp.float32):

@@ -1,8 +1,8 @@
-"""T5's relative position bias: a learned number for each head and bucket of distances, added to the
-scores of attention (arXiv 1910.10683, section 2.1).
+"""T5's relative position bias: a learned number for each head and bucket of distances, added to
+attention scores (arXiv 1910.10683, section 2.1).
 
-A bias depends on the distance of a key from its query alone. So the biases of a block of scores are
-a line of as many numbers as it has diagonals, and the block's gradients are summed along them.
+A bias depends only on the distance of a key from its query. The biases of a block of scores are
+therefore a line with one number per diagonal, and the block's gradients are summed along diagonals.
 
 Shapes: N query heads, t queries of a block, s keys of a block, L = t + s, b buckets.
 """
@@ -17,10 +17,10 @@ from jax import Array
 def relative_buckets(
     relative: Array, num_buckets: int, *, causal: bool, max_distance: int = 128
 ) -> Array:
-    """T5's bucket of each distance from a query to its key, `key place - query place`, in int32.
+    """T5's bucket of each relative position (key minus query), in int32.
 
-    Half of the buckets are for one distance each, and the others grow logarithmically up to
-    `max_distance`, from where on the last one has all. Without `causal` the second half of all
+    Half of the buckets have one distance each. The others grow logarithmically up to
+    `max_distance`; the last one has all larger distances. Without `causal` the second half of all
     buckets is for keys after the query; with it, keys after the query are in bucket 0.
 
     Raises:
@@ -34,13 +34,12 @@ def relative_buckets(
 
 
 def first_distances(num_buckets: int, *, causal: bool, max_distance: int) -> np.ndarray:
-    """The least distance in each bucket of one direction.
+    """The smallest distance in each bucket of one direction.
 
-    The logarithm is taken here, in NumPy's float32, so that the bucket of a distance does not
-    depend on a platform's.
+    The logarithm is NumPy's in float32, so that buckets are the same on every platform.
 
     Raises:
-      ValueError: too few buckets, or a maximal distance that the exact ones reach already.
+      ValueError: too few buckets, or a maximal distance within the exact buckets.
     """
     own = num_buckets if causal else num_buckets // 2
     exact = own // 2
@@ -63,7 +62,7 @@ def line(
     """The biases of a block of scores, [N, L]: that of query i and key j is at (j - i) % L.
 
     Args:
-      distance: places from the block's first key to its first query.
+      distance: position of the block's first query minus that of its first key.
     """
     hot_Lb = _one_hot(table_bN, distance, t, s, causal, max_distance)
     return jnp.einsum("Lb,bN->NL", hot_Lb, table_bN, precision="highest")
@@ -85,15 +84,15 @@ def line_gradient(
 
 
 def spread_line(line_NL: Array, t: int, s: int) -> Array:
-    """The line as a block of scores, [N, t, s]."""
+    """Expands the line to a block of scores, [N, t, s]."""
     num_heads, length = line_NL.shape
-    # Rows that are one number shorter than the line shift it by one place each.
+    # Reshaping the repeated line to rows of length - 1 shifts each row by one.
     flat = jnp.tile(line_NL, (1, t))[:, : t * (length - 1)]
     return flat.reshape(num_heads, t, length - 1)[:, :, :s]
 
 
 def sum_diagonals(block_Nts: Array) -> Array:
-    """The sums of a block along its diagonals, [N, L]: the transpose of `spread_line`."""
+    """Sums a block along its diagonals, [N, L]: the transpose of `spread_line`."""
     num_heads, t, s = block_Nts.shape
     length = t + s
     rows = jnp.pad(block_Nts, ((0, 0), (0, 0), (0, length - 1 - s))).reshape(num_heads, -1)
@@ -102,8 +101,8 @@ def sum_diagonals(block_Nts: Array) -> Array:
 
 
 def _one_hot(table_bN: Array, distance, t: int, s: int, causal: bool, max_distance: int) -> Array:
-    place_L = jnp.arange(t + s)
-    relative_L = jnp.where(place_L < s, place_L, place_L - (t + s)) - distance
+    index_L = jnp.arange(t + s)
+    relative_L = jnp.where(index_L < s, index_L, index_L - (t + s)) - distance
     num_buckets = table_bN.shape[0]
     bucket_L = relative_buckets(relative_L, num_buckets, causal=causal, max_distance=max_distance)
     return (bucket_L[:, None] == jnp.arange(num_buckets)).astype(table_bN.dtype)

@@ -1,10 +1,9 @@
-"""Attention over a sequence that is spread over a mesh axis, by heads: context parallelism with
-all-to-alls (DeepSpeed-Ulysses, arXiv 2309.14509).
+"""Ulysses: context parallelism with all-to-alls over heads (DeepSpeed-Ulysses, arXiv 2309.14509).
 
 An all-to-all gives each rank whole sequences for some of the heads, any kernel attends within the
-rank, and another all-to-all returns to all heads for a share of the sequence.
+rank, and another all-to-all returns to all heads for a part of the sequence.
 
-Shapes: as in `attention.py`, T and S here a rank's share of the sequence; c ranks.
+Shapes: as in `attention.py`, T and S a rank's part of the sequence; c ranks.
 """
 
 import functools
@@ -20,24 +19,24 @@ from jaxscale.sharding.rules import divides_heads
 
 
 def ulysses_attention(*arrays: Any, axis: str, attend: Callable[..., Array]) -> Array:
-    """`attention.attention` where each rank of `axis` passes its share, in `balanced_order`.
+    """`attention.attention` where each rank of `axis` passes its part, in `balanced_order`.
 
-    For use where `axis` is manual. Where there are fewer key heads than ranks each is sent to all
+    For use where `axis` is manual. With fewer key heads than ranks, each key head is sent to all
     ranks whose query heads read it.
 
     Args:
       arrays: the fields of `AttentionArrays`.
-      axis: the mesh axis; the number of its ranks divides N, and K or is a multiple of it.
-      attend: attention within a rank; its arguments are those of `attention.attention`.
+      axis: the mesh axis. Its number of ranks divides N, and divides K or is a multiple of K.
+      attend: attention within a rank, with arguments as in `attention.attention`.
 
     Raises:
-      ValueError: heads that do not divide.
+      ValueError: the ranks do not divide the heads.
     """
     given = AttentionArrays(*arrays)
     ranks, (heads, key_heads) = jax.lax.axis_size(axis), (x.shape[2] for x in given[:2])
     if not divides_heads(ranks, heads, key_heads):
         raise ValueError(
-            f"{heads} heads and {key_heads} key heads do not divide among {ranks} ranks of "
+            f"{heads} heads and {key_heads} key/value heads do not divide over {ranks} ranks of "
             f"{axis!r}; set layout.context_method = 'ring' or 'gather'"
         )
     repeats = max(ranks // key_heads, 1)
@@ -52,7 +51,7 @@ def ulysses_attention(*arrays: Any, axis: str, attend: Callable[..., Array]) -> 
 
 
 def _to_heads(x_BTNH: Array, axis: str) -> Array:
-    """All of the sequence, in its own order, for this rank's heads."""
+    """The whole sequence, in text order, for this rank's heads."""
     exchange = functools.partial(jax.lax.all_to_all, axis_name=axis, tiled=True)
     return _natural(exchange(x_BTNH, split_axis=2, concat_axis=1), jax.lax.axis_size(axis))
 
@@ -64,7 +63,7 @@ def _to_time(x_BTNH: Array, axis: str) -> Array:
 
 
 def _natural(x_BT: Array, ranks: int) -> Array:
-    """[B, T, ...], from `balanced_order`: all first chunks, then the second ones from the last."""
+    """[B, T, ...] from `balanced_order` to text order: first chunks, then second ones reversed."""
     x_BchT = x_BT.reshape(x_BT.shape[0], ranks, 2, -1, *x_BT.shape[2:])
     chunks = jnp.concatenate((x_BchT[:, :, 0], x_BchT[:, ::-1, 1]), axis=1)
     return chunks.reshape(x_BT.shape)
@@ -78,7 +77,7 @@ def _balanced(x_BT: Array, ranks: int) -> Array:
 
 
 def _own_heads(table_N: Array, axis: str) -> Array:
-    """[..., N] -> those of this rank's heads."""
+    """[..., N] -> the entries of this rank's heads."""
     count = table_N.shape[-1] // jax.lax.axis_size(axis)
     start = jax.lax.axis_index(axis) * count
     return jax.lax.dynamic_slice_in_dim(table_N, start, count, axis=-1)

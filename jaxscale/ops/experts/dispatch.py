@@ -1,4 +1,4 @@
-"""Where each token goes: over the ranks that share the experts, and into which row there.
+"""MoE dispatch plans: the rank and the buffer row of each token's experts.
 
 Letters: B batch, T time, K choices of a token, E experts, N tokens of a rank, S rows of a send
 buffer, R rows of a receive buffer, in the order of the experts; c ranks of context.
@@ -21,25 +21,25 @@ from jaxscale.sharding.specs import manually
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How tokens and experts are spread over ranks; the defaults are one device with everything.
+    """Sharding of tokens and experts over ranks; the default is one device.
 
-    The ranks of `expert`, whose axis is manual, have tokens and experts of their own, and exchange
-    tokens. Those of `tensor` have the same tokens and experts, and some columns of each. Those of
-    `context` have parts of each sequence, and all experts that their rank of expert has.
+    Ranks of `expert` (a manual axis) have different tokens and experts, and exchange tokens by
+    all-to-all. Ranks of `tensor` have the same tokens and experts, with some columns of each. Ranks
+    of `context` have parts of each sequence, and all experts of their rank of expert.
     """
 
     experts: int = 1  # ranks of each axis
     tensor: int = 1
     context: int = 1
-    automatic: tuple[str, ...] = ()  # mesh axes that are still automatic
+    automatic: tuple[str, ...] = ()  # automatic mesh axes
     matmul: str = "blocks"  # of `ops.experts.grouped_matmul`
-    ragged: bool = False  # whether the back end can exchange parts of any size
-    keeps_all: bool = False  # whether nothing is dropped, whatever the capacity: in evaluation
+    ragged: bool = False  # whether the back end supports ragged_all_to_all
+    keeps_all: bool = False  # whether the capacity is ignored, as in evaluation
     dtype: str = ""  # `model.matmul_dtype`
-    halves: bool = False  # whether the halves of a rank's sequences travel by themselves
+    halves: bool = False  # whether the halves of a rank's sequences are dispatched separately
 
     def parts(self, x: Array) -> tuple[Array, ...]:
-        """An array of sequences, [B, ...], as those that travel together."""
+        """Splits an array of sequences, [B, ...], into the parts that are dispatched separately."""
         if not self.halves:
             return (x,)
         middle = len(x) // 2
@@ -55,12 +55,12 @@ class Dispatch:
 
     @property
     def whole(self) -> PartitionSpec:
-        """The spec of what every rank has whole."""
+        """The spec of replicated arrays."""
         return PartitionSpec()
 
     @property
     def rows(self) -> PartitionSpec:
-        """The spec of arrays [c, R, ...] that the ranks of tensor have whole."""
+        """The spec of arrays [c, R, ...], replicated over tensor."""
         return PartitionSpec(self.axis("context"))
 
     @property
@@ -79,7 +79,7 @@ class Dispatch:
         return PartitionSpec(None, self.axis("tensor"))
 
     def axis(self, name: str) -> str | None:
-        """The name of an axis that is the compiler's and has several ranks; None of others."""
+        """The name of an axis if it is automatic and has several ranks, else None."""
         return name if name in self.automatic and getattr(self, name) > 1 else None
 
     def manual(self, function: Callable, in_specs: tuple, out_specs: PartitionSpec) -> Callable:
@@ -93,35 +93,36 @@ ONE_DEVICE = Dispatch()
 
 
 class DispatchPlan(NamedTuple):
-    """Where each chosen token goes; [c, ...] each. An index of one beyond the last is nowhere.
+    """Dispatch indices, [c, ...] each; an index one beyond the last marks a dropped choice or an
+    empty row.
 
     The send buffer has a part for each rank of expert: [experts, rows]; with a capacity each part
-    has as many rows for each expert of that rank, [experts, E, rows]. Where parts may have any
-    size, they follow one another without gaps: [rows].
+    has equally many rows for each expert of that rank, [experts, E, rows]. Ragged parts follow one
+    another without gaps: [rows].
     """
 
     sent: Array  # token * K + choice, in each row of the send buffer
-    slot: Array  # [c, B, T, K]: the row of the send buffer that a token's choice is in
+    slot: Array  # [c, B, T, K]: the row of the send buffer with a token's choice
     order: Array | None  # [c, R]: the received row for each row in the order of the experts
-    place: Array | None  # [c, S]: its inverse
-    sizes: Array | None  # [c, E]: rows of each expert of this rank; None: all have equally many
-    counts: Array | None = None  # [c, experts, all E]: rows that each rank sends, in any size
+    place: Array | None  # [c, S]: the inverse of `order`
+    sizes: Array | None  # [c, E]: rows of each expert of this rank; None: equally many
+    counts: Array | None = None  # [c, experts, all E]: rows that each rank sends, if ragged
 
 
 def capacity_of(factor: float, seq_len: int, choices: int, num_experts: int) -> int:
-    """Rows of an expert for a sequence: `factor` times its even share, rounded up; 0: no limit."""
+    """Expert capacity per sequence: `factor` times the even share, rounded up; 0 is no limit."""
     return min(math.ceil(factor * seq_len * choices / num_experts), seq_len)
 
 
 def plan_dispatch(
     dispatch: Dispatch, experts_BTK: Array, num_experts: int, capacity: int = 0
 ) -> DispatchPlan:
-    """Where the tokens go.
+    """Plans the dispatch of tokens to experts.
 
     Args:
-      experts_BTK: the experts of each token, different ones; -1 for none.
-      capacity: tokens that an expert takes of each sequence, in the order of the text; the others
-        are dropped. 0 drops none.
+      experts_BTK: the distinct experts of each token; -1 is no expert.
+      capacity: tokens of each sequence that an expert accepts, in text order; the others are
+        dropped. 0 is no limit.
     """
 
     def local(experts_BTK: Array) -> DispatchPlan:
@@ -136,7 +137,7 @@ def plan_dispatch(
 
 
 def over_sequences(dispatch: Dispatch, function: Callable[[Array], Array], x_BTE: Array) -> Array:
-    """`function` of whole sequences in the order of the text, which keeps their shape."""
+    """Applies a shape-preserving function to whole sequences in text order."""
 
     def local(x_BTE: Array) -> Array:
         whole_BTE = function(_in_text_order(dispatch, whole_tokens(dispatch, x_BTE)))
@@ -146,7 +147,7 @@ def over_sequences(dispatch: Dispatch, function: Callable[[Array], Array], x_BTE
 
 
 def num_kept(plan: DispatchPlan) -> Array:
-    """How many choices of tokens reach their expert, int32."""
+    """The number of choices that are not dropped, int32."""
     size = math.prod(plan.sent.shape[1:])
     return jnp.sum(plan.slot < size, dtype=jnp.int32)
 
@@ -154,7 +155,7 @@ def num_kept(plan: DispatchPlan) -> Array:
 def _plan_with_capacity(
     dispatch: Dispatch, experts_BTK: Array, num_experts: int, capacity: int
 ) -> DispatchPlan:
-    """Every rank sends `capacity` rows of each sequence to each expert, empty ones too."""
+    """Every rank sends `capacity` rows per sequence to each expert, empty rows included."""
     rows = experts_BTK.shape[0]
     place = functools.partial(_place_in_queue, num_experts=num_experts)
     place_BTK = _own_tokens(dispatch, jax.vmap(place)(_in_text_order(dispatch, experts_BTK)))
@@ -166,8 +167,8 @@ def _plan_with_capacity(
 
 
 def _plan_of_all(dispatch: Dispatch, experts_BTK: Array, num_experts: int) -> DispatchPlan:
-    """Every rank sends to each as many rows as that rank's experts could be chosen by all of its
-    tokens, empty ones too; or just those that there are, where the back end can."""
+    """Dropless dispatch: every rank sends to each rank the most rows that its tokens could need
+    there, empty rows included; or only used rows if the back end supports ragged exchanges."""
     ranks, (rows, time, choices) = dispatch.experts, experts_BTK.shape
     own = num_experts // ranks
     width = rows * time * min(choices, own)
@@ -183,7 +184,7 @@ def _plan_of_all(dispatch: Dispatch, experts_BTK: Array, num_experts: int) -> Di
     sent = _inverse(slot_BTK, ranks * width).reshape(ranks, width)
     if ranks == 1:
         return DispatchPlan(sent, slot_BTK, None, None, counts_E)
-    # What arrives is in the order of the ranks, and of each rank in that of this rank's experts.
+    # Received rows are ordered by sending rank, then by this rank's experts.
     counts_se = exchange_parts(dispatch, counts_E.reshape(ranks, own))
     sizes_E = jnp.sum(counts_se, axis=0)
     first_se = exclusive_sums(sizes_E, axis=0) + exclusive_sums(counts_se, axis=0)
@@ -200,7 +201,7 @@ def _plan_of_all(dispatch: Dispatch, experts_BTK: Array, num_experts: int) -> Di
 
 
 def _ragged_plan(experts_BTK: Array, counts_E: Array, ranks: int) -> DispatchPlan:
-    """Rows are sent in the order of their experts, and arrive in it."""
+    """Ragged dispatch: rows are sent, and received, in the order of their experts."""
     slot_BTK = exclusive_sums(counts_E, axis=0)[experts_BTK] + _place_in_queue(
         experts_BTK, len(counts_E)
     )
@@ -214,7 +215,7 @@ def _ragged_plan(experts_BTK: Array, counts_E: Array, ranks: int) -> DispatchPla
 
 
 def _place_in_queue(experts_TK: Array, num_experts: int) -> Array:
-    """How many choices of the same expert come before each one, in the order of the tokens."""
+    """The number of earlier choices of the same expert, in the order of the tokens."""
     experts = jnp.where(experts_TK < 0, num_experts, experts_TK).reshape(-1)
     order = jnp.argsort(experts, stable=True)
     first = jnp.searchsorted(experts[order], jnp.arange(num_experts + 1), side="left")
@@ -223,19 +224,19 @@ def _place_in_queue(experts_TK: Array, num_experts: int) -> Array:
 
 
 def exclusive_sums(x: Array, axis: int) -> Array:
-    """For each entry along an axis, the sum of those before it."""
+    """Exclusive cumulative sums along an axis."""
     return jnp.cumsum(x, axis=axis) - x
 
 
 def _inverse(index: Array, size: int) -> Array:
-    """[size]: where `index` has each number below `size`; its length where it has not."""
+    """[size]: the position in `index` of each number below `size`; its length if absent."""
     empty = jnp.full(size, index.size, jnp.int32)
     numbers = jnp.arange(index.size, dtype=jnp.int32)
     return empty.at[index.reshape(-1)].set(numbers, mode="drop")
 
 
 def whole_tokens(dispatch: Dispatch, x_BT: Array) -> Array:
-    """All tokens of this rank of context, of which each rank of tensor has a part."""
+    """All-gathers over tensor the tokens of this rank of context."""
     if dispatch.axis("tensor") is None:
         return x_BT
     return jax.lax.all_gather(x_BT, "tensor", axis=1, tiled=True)
@@ -251,7 +252,7 @@ def own_part(dispatch: Dispatch, x_BT: Array) -> Array:
 
 
 def _in_text_order(dispatch: Dispatch, x_BT: Array) -> Array:
-    """All tokens of a sequence, of which each rank of context has a part."""
+    """All-gathers a sequence over context, into text order."""
     if dispatch.context == 1:
         return x_BT
     x_BT = jax.lax.all_gather(x_BT, "context", axis=1, tiled=True)
@@ -260,7 +261,7 @@ def _in_text_order(dispatch: Dispatch, x_BT: Array) -> Array:
 
 
 def _own_tokens(dispatch: Dispatch, x_BT: Array) -> Array:
-    """This rank's part of what is in the order of the text."""
+    """This rank of context's part of an array in text order."""
     if dispatch.context == 1:
         return x_BT
     order = jnp.asarray(balanced_order(x_BT.shape[1], dispatch.context))
@@ -269,7 +270,7 @@ def _own_tokens(dispatch: Dispatch, x_BT: Array) -> Array:
 
 
 def exchange_parts(dispatch: Dispatch, parts: Array) -> Array:
-    """[experts, ...]: a part for each rank of expert, to those ranks; its own inverse."""
+    """All-to-all of [experts, ...], a part for each rank of expert; its own inverse."""
     if dispatch.experts == 1:
         return parts
     return jax.lax.all_to_all(parts, "expert", 0, 0, tiled=True)

@@ -1,4 +1,4 @@
-"""Rows of tokens, sent to their experts and back.
+"""MoE all-to-alls: token rows to their experts and back.
 
 Letters: as in `dispatch`; D features of the residual stream.
 """
@@ -19,20 +19,19 @@ from jaxscale.ops.experts.dispatch import (
 
 
 def take_rows(x: Array, index: Array) -> Array:
-    """Rows, zeros for an index beyond the last."""
+    """Rows by index; zeros for an index beyond the last."""
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
 
 def _ragged_offsets(dispatch: Dispatch, plan: DispatchPlan) -> tuple[Array, ...]:
-    """Of the parts that this rank exchanges with each other rank's experts, [experts * E] each:
-    where they are in its own rows and how many they are, and where they begin on the other rank;
-    and the same for the parts that the others have of its experts."""
+    """Offsets and sizes for `ragged_all_to_all`, [experts * E] each: for the parts sent, their
+    offset here, their size, and their offset at the receiver; the same for the parts returned."""
     assert plan.counts is not None
     counts_se, ranks = plan.counts[0], dispatch.experts  # e: all experts
     own, me = counts_se.shape[1] // ranks, jax.lax.axis_index("expert")
     first_se = exclusive_sums(counts_se, axis=1)  # in the rows that s sends
     each_sre = counts_se.reshape(ranks, ranks, own)
-    # In the rows that arrive at r: after those of r's earlier experts, and of earlier senders.
+    # Offsets at r: after the rows of r's earlier experts, and of earlier senders.
     arrived_sre = exclusive_sums(jnp.sum(each_sre, axis=0), axis=1) + exclusive_sums(
         each_sre, axis=0
     )
@@ -42,14 +41,14 @@ def _ragged_offsets(dispatch: Dispatch, plan: DispatchPlan) -> tuple[Array, ...]
 
 
 def num_rows(dispatch: Dispatch, plan: DispatchPlan) -> int:
-    """Rows that may arrive at this rank's experts."""
+    """The most rows that this rank's experts may receive."""
     if plan.counts is None or plan.sizes is None:
         return math.prod(plan.sent.shape[1:])
     tokens, choices = plan.slot[0, ..., 0].size, plan.slot.shape[-1]
     return dispatch.experts * tokens * min(choices, plan.sizes.shape[-1])
 
 
-def _ragged_travel(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
+def _ragged_send(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
     first, size, arrived, _, received, _ = _ragged_offsets(dispatch, plan)
     output = jnp.zeros((num_rows(dispatch, plan), *values.shape[1:]), values.dtype)
     return jax.lax.ragged_all_to_all(
@@ -63,8 +62,8 @@ def _ragged_return(
     _, received, _, arrived, size, first = _ragged_offsets(dispatch, plan)
     output = jnp.zeros((plan.sent.shape[1], *values.shape[1:]), values.dtype)
     if before is not None:
-        # Zeros that are not known before `before` is: an optimization barrier is gone when XLA
-        # schedules.
+        # Zeros with a data dependence on `before`, since XLA removes optimization barriers before
+        # it schedules.
         output = jnp.full_like(output, before.reshape(-1)[0] > jnp.inf)
     return jax.lax.ragged_all_to_all(
         values, output, arrived, size, first, received, axis_name="expert"
@@ -72,10 +71,9 @@ def _ragged_return(
 
 
 def rows_to_experts(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Array:
-    """What belongs to the rows of the send buffer, [*S, ...], to the rows in the order of the
-    experts, [R, ...]."""
+    """Sends values of the send buffer, [*S, ...], to rows in the order of the experts, [R, ...]."""
     if plan.counts is not None:
-        return _ragged_travel(dispatch, values, plan)
+        return _ragged_send(dispatch, values, plan)
     dims = plan.sent.ndim - 1
     values = exchange_parts(dispatch, values)
     if plan.sizes is None:
@@ -87,7 +85,7 @@ def rows_to_experts(dispatch: Dispatch, values: Array, plan: DispatchPlan) -> Ar
 def rows_from_experts(
     dispatch: Dispatch, values: Array, plan: DispatchPlan, before: Array | None = None
 ) -> Array:
-    """The inverse of `rows_to_experts`, as [S, ...]; a ragged one after `before` is there."""
+    """The inverse of `rows_to_experts`, as [S, ...]; if ragged, it starts after `before`."""
     if plan.counts is not None:
         return _ragged_return(dispatch, values, plan, before)
     shape = plan.sent.shape[1:]
@@ -102,7 +100,7 @@ def rows_from_experts(
 
 
 def send_tokens(dispatch: Dispatch, x_BTD: Array, plan: DispatchPlan) -> Array:
-    """[B, T, D] of a rank to [R, D] of the experts that it has."""
+    """Dispatches a rank's tokens [B, T, D]; returns the rows [R, D] of its experts."""
     x_BTD = whole_tokens(dispatch, x_BTD)
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
     return rows_to_experts(dispatch, take_rows(x_ND, plan.sent[0] // plan.slot.shape[-1]), plan)
@@ -111,7 +109,7 @@ def send_tokens(dispatch: Dispatch, x_BTD: Array, plan: DispatchPlan) -> Array:
 def collect_tokens(
     dispatch: Dispatch, rows_RD: Array, plan: DispatchPlan, before: Array | None = None
 ) -> Array:
-    """[R, D], parts of a sum over the ranks of tensor, to the sum over its choices of each token,
+    """Combines rows [R, D], partial sums over tensor, to the sum over each token's choices,
     [B, T, D]. `before` as in `rows_from_experts`."""
     rows_SD = rows_from_experts(dispatch, rows_RD, plan, before)
     wide = jnp.promote_types(rows_SD.dtype, jnp.float32)

@@ -1,8 +1,8 @@
-"""Tokens times their experts' matrices, wherever these are.
+"""Expert-parallel matmuls: dispatch, grouped matmul, combine.
 
-`expert_columns` sends tokens and multiplies them by their experts' matrices out of the residual
-stream; `expert_rows` multiplies by those back into it, and returns each token the sum over its
-experts. Their backward passes are each other's forward pass: what one sends the other collects.
+`expert_columns` dispatches tokens and multiplies them by their experts' matrices out of the
+residual stream. `expert_rows` multiplies by the matrices back into it and combines each token's
+experts. The exchange in the backward pass of each is the other's in the forward pass.
 
 Letters: as in `dispatch`; D features of the residual stream, F hidden features.
 """
@@ -60,15 +60,14 @@ def _send_gates_backward(dispatch: Dispatch, plan: DispatchPlan, dgates_cR: Arra
 send_gates.defvjp(_send_gates_forward, _send_gates_backward)
 
 
-# Matmuls of the rows that arrived.
+# Matmuls of received rows.
 
 
 def expert_columns(
     dispatch: Dispatch, x_BTD: Array, weights: Sequence[Array], plan: DispatchPlan
 ) -> tuple[Array, ...]:
-    """Tokens to their experts, and through their matrices out of the residual stream:
-    [B, T, D] x [E, D, F] -> [c, R, F] for each weight. The rows that arrived are kept for the
-    backward pass."""
+    """Dispatch and matmuls out of the residual stream: [B, T, D] x [E, D, F] -> [c, R, F] for each
+    weight. The received rows are saved for the backward pass."""
     return _expert_columns(dispatch, x_BTD, tuple(weights), plan)
 
 
@@ -86,16 +85,17 @@ def expert_rows(
     gates_cR: Array | None = None,
     before_BTD: Array | None = None,
 ) -> Array:
-    """Back into the residual stream, and back to the tokens: [c, R, F] x [E, F, D] -> [B, T, D],
-    summed over a token's experts; with `bias_ED` each of them adds its bias times its gate.
+    """Matmul back into the residual stream and combine: [c, R, F] x [E, F, D] -> [B, T, D], summed
+    over a token's experts, each with `bias_ED` times its gate, if given.
 
     Args:
-      before_BTD: other tokens that return first. XLA's scheduler wants an exchange to last as long
-        as it can: it would start both at the end, one right after the other, with no matmul beside.
+      before_BTD: combined tokens that must be complete first. XLA's scheduler would start the
+        exchanges of both halves at the end, one after the other, with no matmul to overlap.
     """
     hidden, weights = (hidden_cRF,), (w_EFD,)
     if bias_ED is not None and gates_cR is not None:
-        # As a further feature of each rank of tensor, which has its share of the gate there.
+        # The bias is the weight of one more feature, the gate. Each rank of tensor has such a
+        # feature, with its share of the gate.
         shares = dispatch.tensor
         gates_cR1 = (gates_cR / shares)[..., None].astype(hidden_cRF.dtype)
         hidden += (jnp.broadcast_to(gates_cR1, (*gates_cR.shape, shares)),)
@@ -113,8 +113,8 @@ def _matmul(
     dtype: str = "",
     over: str | None = None,
 ) -> Array:
-    """Each row by the matrix of its expert, or by that matrix transposed; `over` is the mesh axis
-    that the contracted features are spread over."""
+    """Multiplies each row by its expert's matrix, optionally transposed; `over` is the mesh axis
+    that shards the contracted features."""
     return grouped_matmul(
         x_RD,
         w,
@@ -130,7 +130,7 @@ def _matmul(
 def _weight_gradient(
     dispatch: Dispatch, x_RD: Array, dy_RF: Array, plan: DispatchPlan, dtype: str = ""
 ) -> Array:
-    """[E, D, F], summed over the rows of each expert on every rank of context."""
+    """[E, D, F], summed over each expert's rows and over context."""
     dw_EDF = grouped_weight_gradient(
         x_RD,
         dy_RF,
@@ -144,7 +144,7 @@ def _weight_gradient(
 
 
 def _sent(dispatch: Dispatch, x_BTD: Array, plan: DispatchPlan) -> Array:
-    """Tokens in the order of the experts, [c, R, D]."""
+    """Dispatched tokens in the order of the experts, [c, R, D]."""
 
     def local(x_BTD: Array, plan: DispatchPlan) -> Array:
         return send_tokens(dispatch, x_BTD, plan)[None]
@@ -161,7 +161,7 @@ def _collected(
     transposed: bool = False,
     before_BTD: Array | None = None,
 ) -> Array:
-    """The sum of matmuls [c, R, F] x weight, each of its type, back at the tokens, [B, T, D]."""
+    """The sum of matmuls [c, R, F] x weight, each in its `dtypes`, combined to [B, T, D]."""
 
     def local(
         hidden: Sequence[Array],
@@ -170,11 +170,11 @@ def _collected(
         before_BTD: Array | None,
     ) -> Array:
         over = dispatch.axis("tensor")
-        products = [
+        results = [
             _matmul(dispatch, x_cRF[0], w, plan, transposed=transposed, dtype=dtype, over=over)
             for x_cRF, w, dtype in zip(hidden, weights, dtypes)
         ]
-        return collect_tokens(dispatch, sum(products[1:], products[0]), plan, before_BTD)
+        return collect_tokens(dispatch, sum(results[1:], results[0]), plan, before_BTD)
 
     of_weights = dispatch.columns if transposed else dispatch.back
     specs = (dispatch.hidden, of_weights, dispatch.rows, dispatch.stream)
@@ -244,12 +244,12 @@ _expert_bias.defvjp(_bias_forward, _bias_backward)
 
 
 def _ones(dispatch: Dispatch, plan: DispatchPlan, dtype: DTypeLike) -> Array:
-    """A feature that is one in every row, [R, 1]."""
+    """A feature of ones, [R, 1]."""
     return jnp.ones((num_rows(dispatch, plan), 1), dtype)
 
 
 def _with_bias(dispatch: Dispatch) -> tuple[str, str]:
-    """The types of the matmuls with a weight and with a bias."""
+    """The matmul types of weight and bias."""
     return dispatch.dtype, ""
 
 

@@ -1,11 +1,11 @@
-"""Matmuls of groups of rows, each group with a matrix of its own: the tokens of each expert.
+"""Grouped matmul: each group of rows (the tokens of an expert) times a separate matrix.
 
-Letters: R rows, E groups, D and F features. The groups follow one another from row 0 on; rows after
-the last group belong to none, and what comes out for them has no meaning.
+Letters: R rows, E groups, D and F features. The groups follow one another from row 0; rows after
+the last group have no group, and their results are undefined.
 
-With 8 bits (`ops.matmul`) a matrix has scales of its own, so that they do not depend on the ranks
-that experts are spread over. Rows have one each in `int8`; in `float8` all rows of all groups have
-one power of two, as the activations of `linear` have.
+With 8 bits (`ops.matmul`) each matrix is scaled separately, so that scales do not depend on the
+sharding of experts. In `int8` each row has a scale; in `float8` all rows of all groups have one
+power of two, as the activations of `linear` do.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ from jaxscale.ops.matmul import (
 )
 
 IMPLEMENTATIONS = ("blocks", "ragged_dot")
-"""`blocks` is a loop over blocks of rows, as many as there are: XLA's CPU back end would multiply
-every row by the matrix of every group. `ragged_dot` is XLA's own operation."""
+"""`blocks` is a loop over blocks of rows with a dynamic trip count. `ragged_dot` is XLA's
+operation, which on CPUs multiplies every row by the matrix of every group."""
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 8, 1024
 
@@ -46,15 +46,15 @@ def grouped_matmul(
     dtype: str = "",
     over: str | None = None,
 ) -> Array:
-    """[R, D] x [E, D, F] -> [R, F], each row by the matrix of its group.
+    """[R, D] x [E, D, F] -> [R, F], each row times the matrix of its group.
 
     Args:
-      sizes_E: rows of each group, int32; 0 is allowed. None: all rows, equally many in each.
+      sizes_E: rows of each group, int32; 0 is allowed. None: equal groups of all rows.
       implementation: of `IMPLEMENTATIONS`.
-      expected: rows that all groups have in the mean, for the size of blocks; 0 is all.
+      expected: mean total of rows in groups, for the size of blocks; 0 is all rows.
       transposed: whether `w_EDF` is [E, F, D], as in a backward pass.
-      dtype: `model.matmul_dtype`; "" multiplies the operands as they are.
-      over: a manual mesh axis that D is spread over, for scales along it.
+      dtype: `model.matmul_dtype`; "" keeps the operands' types.
+      over: a manual mesh axis that shards D, for scales along D.
     """
     check_choice("the grouped matmul", implementation, IMPLEMENTATIONS)
     operands = _quantised(x_RD, w_EDF, sizes_E, transposed, dtype, over)
@@ -62,16 +62,14 @@ def grouped_matmul(
         return _of_equal_groups(operands, transposed)
     if implementation == "ragged_dot":
         contracted = 2 if transposed else 1
-        product_RF = jax.lax.ragged_dot_general(
+        y_RF = jax.lax.ragged_dot_general(
             operands.x,
             operands.w,
             sizes_E,
             RaggedDotDimensionNumbers((([1], [contracted]), ([], [])), [0], [0]),
             preferred_element_type=operands.sums,
         )
-        return _rescaled(
-            operands, product_RF, operands.of_x, _of_rows(operands.of_w, sizes_E, len(x_RD))
-        )
+        return _rescaled(operands, y_RF, operands.of_x, _of_rows(operands.of_w, sizes_E, len(x_RD)))
     return _by_blocks(operands, sizes_E, expected or len(x_RD), transposed)
 
 
@@ -86,7 +84,7 @@ def grouped_weight_gradient(
     dtype: str = "",
 ) -> Array:
     """[R, D] x [R, F] -> [E, D, F]: for each group the sum over its rows, accumulated in float32 or
-    wider; zeros for a group without rows.
+    wider; zeros for an empty group.
 
     Args:
       num_groups: E, where `sizes_E` is None.
@@ -117,14 +115,14 @@ def grouped_weight_gradient(
 
 
 class _Operands(NamedTuple):
-    """The operands of a grouped matmul, and what its result is multiplied by; None: by nothing."""
+    """The operands of a grouped matmul, and the scales of its result; None is no scale."""
 
     x: Array  # [R, D]
     w: Array  # [E, D, F] or [E, F, D]
     of_x: Array | None  # [R, 1], float32 or wider
     of_w: Array | None  # of each column, [E, F], or of each matrix, [E, 1]
     sums: DTypeLike  # the type of the matmul's result
-    result: DTypeLike  # and of what it is multiplied to
+    result: DTypeLike  # the type after scaling
 
 
 def _quantised(
@@ -149,24 +147,24 @@ def _quantised(
 
 
 def _used_rows(x_RD: Array, sizes_E: Array | None) -> Array:
-    """Zeros after the last group: what is there may be anything, and has no part in a scale."""
+    """Sets rows after the last group to zero: they are undefined and must not affect a scale."""
     if sizes_E is None:
         return x_RD
     return jnp.where((jnp.arange(len(x_RD)) < jnp.sum(sizes_E))[:, None], x_RD, 0)
 
 
-def _rescaled(operands: _Operands, product: Array, of_x: Array | None, of_w: Array | None) -> Array:
-    """The result of a matmul of quantised operands, given their scales as it broadcasts them."""
+def _rescaled(operands: _Operands, y: Array, of_x: Array | None, of_w: Array | None) -> Array:
+    """Scales the result of a matmul of quantised operands; the scales broadcast against it."""
     if of_w is None:
-        return product
+        return y
     if of_x is None:
-        return product * of_w.astype(operands.result)
+        return y * of_w.astype(operands.result)
     steps = of_x * of_w
-    return (product.astype(steps.dtype) * steps).astype(operands.result)
+    return (y.astype(steps.dtype) * steps).astype(operands.result)
 
 
 def _of_rows(of_w_EF: Array | None, sizes_E: Array, rows: int) -> Array | None:
-    """A group's scales, repeated for each of its rows, [R, F] or [R, 1]."""
+    """Repeats each group's scales for its rows, [R, F] or [R, 1]."""
     if of_w_EF is None:
         return None
     return jnp.repeat(of_w_EF, sizes_E, axis=0, total_repeat_length=rows)
@@ -176,11 +174,11 @@ def _of_equal_groups(operands: _Operands, transposed: bool) -> Array:
     groups = len(operands.w)
     x_ErD = operands.x.reshape(groups, -1, operands.x.shape[1])
     dims = (((2,), (2 if transposed else 1,)), ((0,), (0,)))
-    product_ErF = jax.lax.dot_general(x_ErD, operands.w, dims, preferred_element_type=operands.sums)
+    y_ErF = jax.lax.dot_general(x_ErD, operands.w, dims, preferred_element_type=operands.sums)
     of_x, of_w = operands.of_x, operands.of_w
     of_x = None if of_x is None else of_x.reshape(groups, -1, 1)
     of_w = None if of_w is None else of_w[:, None]
-    return _rescaled(operands, product_ErF, of_x, of_w).reshape(-1, product_ErF.shape[2])
+    return _rescaled(operands, y_ErF, of_x, of_w).reshape(-1, y_ErF.shape[2])
 
 
 def _by_blocks(operands: _Operands, sizes_E: Array, expected: int, transposed: bool) -> Array:
@@ -193,8 +191,8 @@ def _by_blocks(operands: _Operands, sizes_E: Array, expected: int, transposed: b
     dims = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def block(number: Array, y_RF: Array) -> Array:
-        # The end of a group's last block holds rows of the next group, whose first block comes
-        # later and writes them again.
+        # A group's last block may extend into the next group, whose first block comes later and
+        # overwrites those rows.
         group, first, _ = place(number)
         x_bD, of_x_b1 = jax.tree.map(
             lambda array: jax.lax.dynamic_slice_in_dim(array, first, size), (x_RD, of_x_R1)
@@ -223,7 +221,7 @@ def _weight_gradient_by_blocks(
     def block(number: Array, dw_EDF: Array) -> Array:
         group, first, left = place(number)
         x_bD, dy_bF = (jax.lax.dynamic_slice_in_dim(a, first, size) for a in (x_RD, dy_RF))
-        # Of both: the rows after the last group may hold anything, infinities too.
+        # Both are masked: rows after the last group may be infinite, and 0 * inf is nan.
         mine_b1 = (jnp.arange(size) < left)[:, None]
         x_bD, dy_bF = (jnp.where(mine_b1, a, jnp.zeros((), a.dtype)) for a in (x_bD, dy_bF))
         dims = (((0,), (0,)), ((), ()))
@@ -236,8 +234,8 @@ def _weight_gradient_by_blocks(
 
 
 def _blocks(size: int, sizes_E: Array) -> tuple[Array, Callable[[Array], tuple]]:
-    """The number of blocks, of which each group has whole ones; and the group of a block, its first
-    row, and the rows from there to the group's end."""
+    """The number of blocks (no block is shared by groups), and a function from a block's number to
+    its group, its first row and the rows left in the group."""
     blocks_E = -(-sizes_E // size)
     last_E, ends_E = jnp.cumsum(blocks_E), jnp.cumsum(sizes_E)
 
@@ -251,12 +249,12 @@ def _blocks(size: int, sizes_E: Array) -> tuple[Array, Callable[[Array], tuple]]
 
 
 def _block_size(rows: int, groups: int) -> int:
-    """A power of two, about a quarter of the mean group: a matmul wants many rows, and the last
-    block of a group is half empty on average."""
+    """A power of two, about a quarter of the mean group: large enough for an efficient matmul,
+    small since a group's last block is half empty on average."""
     quarter = max(rows // groups // 4, 1)
     return min(max(1 << (quarter - 1).bit_length(), SMALLEST_BLOCK), LARGEST_BLOCK)
 
 
 def _expected_trips(rows: int, size: int, groups: int) -> AbstractContextManager:
-    """For `compiled.hlo`, which cannot read the trips of these loops from the program."""
+    """A scope with the expected trip count, which `compiled.hlo` cannot read from the program."""
     return jax.named_scope(f"expected_trips_{rows // size + groups // 2}")

@@ -1,8 +1,8 @@
-"""Which experts a token goes to, and with which weights.
+"""MoE routers: expert choice, gates and auxiliary losses.
 
-Everything here is in float32 or wider, token by token, so that the choice does not depend on the
-layout; of equal scores the expert of the smaller number wins. Letters: B batch, T time, K choices
-of a token, E experts.
+Everything here is in float32 or wider and per token, so that the choice does not depend on the
+layout; among equal scores the expert with the smaller number wins. Letters: B batch, T time, K
+choices of a token, E experts.
 """
 
 from dataclasses import dataclass, replace
@@ -14,43 +14,44 @@ from jax import Array
 
 @dataclass(frozen=True)
 class Router:
-    """How a token's experts are chosen.
+    """Router settings.
 
-    Scores are made of logits by a softmax over all experts, before the choice; by a sigmoid for
-    each expert; or by a softmax over a token's chosen experts, after the choice.
+    Scores are a softmax of the logits over all experts, a sigmoid of each, or, after the choice, a
+    softmax over a token's chosen experts.
 
-    With "prototypes" the experts are `choices` sets, of which each has a softmax of its own and
-    gives a token its best expert (k top-1 of M6-T, arXiv 2105.15082); one set is the Switch
-    Transformer's router (arXiv 2101.03961). With "expert_choice" each expert takes the tokens of a
-    sequence that score highest (arXiv 2202.09368), so that a token may have from no to all experts,
-    `choices` in the mean. With `groups` a token's experts are of the `groups_kept` groups whose two
-    best scores have the largest sums (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    With "prototypes" the experts are `choices` sets with separate softmaxes, and a token uses the
+    best expert of each (k top-1 of M6-T, arXiv 2105.15082); one set is the Switch Transformer's
+    router (arXiv 2101.03961). With "expert_choice" each expert chooses the tokens of a sequence
+    with the highest scores (arXiv 2202.09368), so a token has any number of experts, `choices` on
+    average. With `groups` a token's experts are limited to the `groups_kept` groups with the
+    largest sum of their two best scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
 
     choices: int
     scores: str = "softmax"  # or "sigmoid", or "softmax_of_chosen"
     kind: str = "top_k"  # or "prototypes", or "expert_choice"
-    normalized: bool = False  # whether a token's weights are divided by their sum
-    scale: float = 1.0  # that weights are multiplied by
+    normalized: bool = False  # whether a token's gates are divided by their sum
+    scale: float = 1.0  # factor of the gates
     groups: int = 1
     groups_kept: int = 1
 
     @property
     def by_scores_alone(self) -> "Router":
-        """Whose choices are a token's best scores, of whichever group."""
+        """The router without groups: a token's best scores decide."""
         return replace(self, groups=1, groups_kept=1)
 
 
 def router_logits(x_BTD: Array, router_DE: Array) -> Array:
     """[B, T, E] in float32 or wider."""
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    # Otherwise a TPU multiplies float32 in bfloat16, and a GPU in a shorter type.
+    # By default a TPU multiplies float32 in bfloat16, and a GPU in TF32.
     exact = jax.lax.Precision.HIGHEST
     return jnp.einsum("btd,de->bte", x_BTD.astype(wide), router_DE.astype(wide), precision=exact)
 
 
 def router_scores(logits_BTE: Array, router: Router) -> Array:
-    """Positive scores of the experts: what gates are, unless the softmax comes after the choice."""
+    """Positive scores of the experts, from which gates are taken unless the softmax follows the
+    choice."""
     if router.kind == "prototypes":
         return jax.nn.softmax(_by_prototype(logits_BTE, router), axis=-1).reshape(logits_BTE.shape)
     if router.scores == "sigmoid":
@@ -68,7 +69,7 @@ def choose_experts(scores_BTE: Array, router: Router, bias_E: Array | None = Non
 
     Args:
       scores_BTE: or logits.
-      bias_E: added to the scores for the choice alone (balancing without an auxiliary loss, arXiv
+      bias_E: added to the scores for the choice only (auxiliary-loss-free balancing, arXiv
         2408.15664).
     """
     if bias_E is not None:
@@ -83,11 +84,12 @@ def choose_experts(scores_BTE: Array, router: Router, bias_E: Array | None = Non
 
 
 def chosen_by_experts(scores_BTE: Array, capacity: int) -> Array:
-    """[B, T, E] int32: its own number where an expert takes a token, -1 where it does not.
+    """Expert-choice routing: [B, T, E] int32, the expert's number where it chose the token, else
+    -1.
 
     Args:
-      scores_BTE: of whole sequences; minus infinity for what no expert may take.
-      capacity: tokens that each expert takes of a sequence.
+      scores_BTE: of whole sequences; minus infinity excludes a token.
+      capacity: tokens of a sequence that each expert chooses.
     """
     places_BEC = jax.lax.top_k(scores_BTE.swapaxes(1, 2), capacity)[1]
     rows_B, experts_E = (jnp.arange(size) for size in (scores_BTE.shape[0], scores_BTE.shape[2]))
@@ -98,7 +100,7 @@ def chosen_by_experts(scores_BTE: Array, capacity: int) -> Array:
 
 
 def _in_best_groups(scores_BTE: Array, router: Router) -> Array:
-    """The scores, minus infinity outside a token's best groups."""
+    """Sets scores outside a token's best groups to minus infinity."""
     parts = scores_BTE.reshape(*scores_BTE.shape[:-1], router.groups, -1)
     best = jnp.sum(jax.lax.top_k(parts, 2)[0], axis=-1)
     chosen = jax.lax.top_k(best, router.groups_kept)[1]
@@ -107,10 +109,10 @@ def _in_best_groups(scores_BTE: Array, router: Router) -> Array:
 
 
 def expert_gates(logits_BTE: Array, scores_BTE: Array, experts_BTK: Array, router: Router) -> Array:
-    """What the outputs of a token's experts are multiplied by, [B, T, K]."""
+    """The gates, factors of the outputs of a token's experts, [B, T, K]."""
     after = router.scores == "softmax_of_chosen"
     values_BTE = logits_BTE if after else scores_BTE
-    # A sum over comparisons, not a gather: the partitioner may have the sequence spread.
+    # A sum over comparisons, not a gather: the partitioner may have sharded the sequence.
     chosen = experts_BTK[..., None] == jnp.arange(values_BTE.shape[-1])
     gates_BTK = jnp.sum(jnp.where(chosen, values_BTE[..., None, :], 0), axis=-1)
     if after:
@@ -121,28 +123,28 @@ def expert_gates(logits_BTE: Array, scores_BTE: Array, experts_BTK: Array, route
 
 
 def _over_their_sum(x: Array) -> Array:
-    """The last axis over its sum; as it is where that is 0, as of sigmoids that underflow."""
+    """Divides by the sum over the last axis, unless it is 0 (underflowed sigmoids)."""
     total = jnp.sum(x, axis=-1, keepdims=True)
     return x / jnp.where(total > 0, total, 1)
 
 
 def choice_counts(experts_BTK: Array, num_experts: int) -> Array:
-    """How many tokens of each row chose each expert, [B, E] float32; -1 means no choice."""
+    """Tokens per row and expert, [B, E] float32; -1 is no expert."""
     chosen = experts_BTK[..., None] == jnp.arange(num_experts)
     return jnp.sum(chosen, axis=(1, 2), dtype=jnp.float32)
 
 
 def load_balance(scores_BTE: Array, valid_BT: Array, counts_BE: Array) -> Array:
-    """How unevenly each row's tokens are spread over the experts, [B]: 1 where it is even.
+    """Load-balance loss of each row, [B]; 1 if the experts' load is even.
 
-    The sum over experts of the share of choices times the mean score, times the number of experts;
-    scores are those of a token over their sum (Switch Transformer, equation 4; by sequence as in
-    DeepSeek-V3, equations 17 to 20).
+    The sum over experts of the fraction of choices times the mean normalised score, times the
+    number of experts (Switch Transformer, equation 4; by sequence as in DeepSeek-V3, equations 17
+    to 20).
 
     Args:
       valid_BT: whether a token counts.
-      counts_BE: `choice_counts` of these rows, or [1, E] of all that are to be balanced together;
-        of choices by scores alone, without biases and groups (DeepSeek-V3, equation 18).
+      counts_BE: `choice_counts` of these rows, or [1, E] for all rows balanced together; of choices
+        by scores only, without biases and groups (DeepSeek-V3, equation 18).
     """
     p_BTE = _over_their_sum(scores_BTE)
     tokens_B1 = jnp.maximum(jnp.sum(valid_BT, axis=1, keepdims=True), 1)
@@ -152,8 +154,8 @@ def load_balance(scores_BTE: Array, valid_BT: Array, counts_BE: Array) -> Array:
 
 
 def router_z(logits_BTE: Array, router: Router) -> Array:
-    """The squared logarithm of the softmax's sum, [B, T] (ST-MoE, arXiv 2202.08906, equation 5); of
-    prototypes the mean over their softmaxes."""
+    """Router z-loss, [B, T]: the squared logarithm of the softmax's sum (ST-MoE, arXiv 2202.08906,
+    equation 5); with prototypes the mean over their softmaxes."""
     if router.kind == "prototypes":
         sums_BTK = jax.nn.logsumexp(_by_prototype(logits_BTE, router), axis=-1)
         return jnp.mean(jnp.square(sums_BTK), axis=-1)

@@ -87,7 +87,7 @@ def join_buffers(batches: Sequence[RankBuffers]) -> RankBuffers:
 def stack_layers(model: ModelConfig) -> tuple[StackLayers, ...]:
     """The stacks of a model, as a pipeline divides them."""
     return tuple(
-        StackLayers(one.name, one.num_layers, one.period, one.turn)
+        StackLayers(one.name, one.num_layers, one.period, one.model_layers)
         for one in model_trace(model).stacks
     )
 

@@ -1,4 +1,4 @@
-"""The layout and the engine of a run, or of a command that reads one, on the devices at hand."""
+"""Layout and engine of a run, or of a command that reads a run, on the local devices."""
 
 import dataclasses
 import logging
@@ -17,7 +17,7 @@ from jaxscale.formatting import gigabytes
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine
 
-with epy.lazy_imports():  # twenty modules that most runs do not need
+with epy.lazy_imports():  # twenty modules, needed for layout = "auto" only
     from jaxscale.planner import auto_layout
     from jaxscale.planner.report import text_report
 
@@ -27,14 +27,24 @@ log = logging.getLogger("jaxscale")
 def open_engine(
     config: Config, workdir: pathlib.Path | None = None, **own: Any
 ) -> tuple[Config, Engine]:
-    """The config with its layout resolved, and the engine.
+    """Resolves the layout for the local devices and builds the engine. Compiles nothing yet.
 
     Args:
-      config, workdir: of `resolve_layout`.
+      config: its layout may have a size of -1 or be "auto".
+      workdir: folder of a run that may have started; one with layout = "auto" keeps its first
+        choice.
       own: `model`, `optimizer` and `rules` of `make_engine`.
 
+    Returns:
+      The config with its layout resolved, and the engine.
+
     Raises:
-      ValueError: as `make_engine`.
+      ValueError: a layout that does not fit the devices, or as `make_engine`.
+
+    Examples:
+      >>> config, engine = jaxscale.open_engine(jaxscale.load("tiny"))
+      >>> config.layout.data == jax.device_count()
+      True
     """
     check_kind("config", config, Config, configs.CONFIG_ADVICE)
     config = resolve_layout(config, workdir)
@@ -42,11 +52,11 @@ def open_engine(
 
 
 def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Config:
-    """The config with a layout for the devices at hand: chosen by the planner where it is "auto",
+    """The config with a layout for the available devices: chosen by the planner if it is "auto",
     and without sizes of -1.
 
     Args:
-      workdir: of a run that may have started; one with layout = "auto" keeps its first choice.
+      workdir: folder of a run that may have started; with layout = "auto" it keeps its layout.
     """
     config = planned(config, workdir)
     layout = _sized(config.layout)
@@ -55,7 +65,7 @@ def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Confi
 
 
 def _sized(layout: Layout) -> Layout:
-    """`resolve_sizes` for the devices at hand; CPUs can be as many as a layout needs."""
+    """`resolve_sizes` for the available devices; the advice for CPUs is to raise their number."""
     count = num_devices()
     try:
         return resolve_sizes(layout, count)
@@ -68,7 +78,7 @@ def _sized(layout: Layout) -> Layout:
 
 
 def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
-    """The config with the layout that the planner chooses, where layout is "auto"."""
+    """The config with the planner's layout, if layout is "auto"."""
     if not config.layout.auto:
         return config
     if layout := _layout_begun(config, workdir):
@@ -87,8 +97,8 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
 
 
 def _with_remat(config: Config, workdir: pathlib.Path | None) -> Config:
-    """The config with the remat policy that the planner chooses, or the one that a run in this
-    folder began with, on the same layout."""
+    """The config with the planner's remat policy, or that of a run in this folder on the same
+    layout."""
     begun = _layout_begun(config, workdir)
     if begun and dataclasses.replace(begun, remat=AUTO) == config.layout:
         log.info(f"layout.remat = 'auto': {begun.remat}, as when the run started")
@@ -101,8 +111,8 @@ def _with_remat(config: Config, workdir: pathlib.Path | None) -> Config:
 
 
 def _layout_begun(config: Config, workdir: pathlib.Path | None) -> Layout | None:
-    """The layout in the config.json of a run that resumes, or None for a new one. The file is only
-    read: code from outside the package is imported where the present config names it, too.
+    """The layout in the config.json of a run that resumes, or None for a new run. Code from outside
+    the package is imported only if the present config also names it.
 
     Raises:
       ValueError: the file is not the config of a run.
@@ -116,8 +126,8 @@ def _layout_begun(config: Config, workdir: pathlib.Path | None) -> Layout | None
 
 
 def for_evaluation(config: Config) -> Config:
-    """The config for a command that only evaluates. Where the batch of training does not split over
-    the devices at hand, each evaluates about as many sequences at a time as a micro-batch has."""
+    """The config for a command that only evaluates. If the training batch does not divide over the
+    available devices, each evaluates about a micro-batch of sequences at a time."""
     layout = _sized(config.layout)
     batch, shards = config.data.global_batch_size, layout.batch_shards
     if layout.pipeline > 1 or batch % (shards * layout.microbatches) == 0:
@@ -132,10 +142,10 @@ def for_evaluation(config: Config) -> Config:
 
 
 def for_sampling(config: Config) -> Config:
-    """The config for a command that only samples: it has no batches, no schedule and its own
-    attention, so the run's settings for those need not fit the devices at hand.
+    """The config for a command that only samples, without batches, schedule and training attention,
+    whose settings need not fit the available devices.
 
-    The ranks of a pipeline become ranks of fsdp where d_model divides, else of data.
+    Pipeline ranks become fsdp ranks if d_model divides, else data ranks.
     """
     layout = _sized(config.layout)
     if layout.pipeline > 1:
@@ -143,7 +153,7 @@ def for_sampling(config: Config) -> Config:
         axis = "data" if config.model.d_model % ranks else "fsdp"
         size = getattr(layout, axis) * layout.pipeline
         log.info(
-            f"samples are drawn without a pipeline: using layout.{axis} = {size} in place of "
+            f"sampling without a pipeline: using layout.{axis} = {size} in place of "
             f"layout.pipeline = {layout.pipeline}"
         )
         without = {"pipeline": 1, "remat": "none", "zero_stage": 3, axis: size}

@@ -1,4 +1,4 @@
-"""Bytes of a layout on a device, as its arrays and the traced step tell; without the planner."""
+"""Bytes of a layout on a device, from its arrays and the traced step; without the planner."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from jaxscale.training.engine import Engine
 
 
 def gradient_bytes(engine: Engine, rules: Rules) -> int:
-    """Bytes on a device of the gradients of all parameters but frozen ones."""
+    """Bytes on a device of the gradients of trained parameters."""
     zero, params, axes = engine.zero, engine.abstract_state.params, engine.state_axes.params
     width = zero.accumulation_dtype.itemsize
     each = jax.tree.map(
@@ -22,7 +22,7 @@ def gradient_bytes(engine: Engine, rules: Rules) -> int:
 
 
 def buffer_bytes(engine: Engine) -> dict[str, int]:
-    """Bytes of what a rank of a pipeline holds between ticks, by name."""
+    """Buffer -> bytes that a pipeline rank keeps between ticks."""
     return {name: _size(tree) for name, tree in engine.pipeline_buffers().items()}
 
 

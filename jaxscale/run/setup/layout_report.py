@@ -1,4 +1,4 @@
-"""A layout as text (`--describe`): where every parameter is, and the memory a step needs."""
+"""Report of a layout (`--describe`): sharding of every parameter, memory, pipeline, warnings."""
 
 import dataclasses
 import math
@@ -36,13 +36,20 @@ from jaxscale.training.flops import step_flops
 from jaxscale.training.tracing.traces import model_trace
 
 LARGE_BYTES = 1 << 20
-"""A replicated parameter of at least this size gets a warning."""
+"""The size from which a replicated parameter gets a warning."""
 
 
 def describe_layout(engine: Engine) -> str:
-    """The layout, the memory of it and of its alternatives, and a line for every parameter.
+    """A text with the layout, its memory and that of its alternatives, and the sharding of every
+    parameter.
 
     Bytes are predicted by `planner.memory`, without compiling.
+
+    Examples:
+      >>> config, engine = jaxscale.open_engine(jaxscale.load("tiny"))
+      >>> print(jaxscale.describe_layout(engine))
+      layout
+        model          llama: ...
     """
     check_kind("engine", engine, Engine, ENGINE_ADVICE)
     parts = [_summary(engine), *_pipeline(engine), _stages(engine)]
@@ -74,7 +81,7 @@ def _summary(engine: Engine) -> str:
 
 
 def _family(engine: Engine) -> list[tuple[str, str]]:
-    """The model's family and its paper, where it is not one's own."""
+    """The row of a shipped model's family and paper."""
     model = engine.config.model
     if _is_custom(engine):
         return []
@@ -86,21 +93,21 @@ def _is_custom(engine: Engine) -> bool:
 
 
 def _tensor(layout: Layout) -> list[tuple[str, str]]:
-    """How the stream is gathered and scattered over tensor, where that is in steps."""
+    """The row of `layout.overlap_tensor`."""
     if not layout.overlap_tensor:
         return []
-    return [("tensor", f"gathered and scattered in {layout.tensor - 1} sends beside the matmuls")]
+    return [("tensor", f"ring collectives of {layout.tensor - 1} sends, overlapping with matmuls")]
 
 
 def _muon_flops(array: ParamShape) -> int:
-    """FLOPs of the update of a layer's matrix; 0 of a vector."""
+    """FLOPs of Muon's update of a layer's matrix; 0 for a vector."""
     if not (pair := [math.prod(side) for side in sides(array)]):
         return 0
     return 5 * (4 * min(pair) ** 2 * max(pair) + 2 * min(pair) ** 3)
 
 
 def _optimizer(engine: Engine) -> list[tuple[str, str]]:
-    """FLOPs of Muon's update on each device, of a decoder without experts."""
+    """The row of Muon's FLOPs on each device, for a decoder without experts."""
     settings = engine.config.model
     others = _is_custom(engine) or settings.num_encoder_layers or settings.num_experts
     if engine.config.optimizer.name != "muon" or others:
@@ -118,13 +125,13 @@ def _optimizer(engine: Engine) -> list[tuple[str, str]]:
         (
             "optimizer",
             f"muon: {each} of {rows} layers on each device{where}, "
-            f"{each * flops / 1e12:.3g} TFLOP a step before tensor divides them",
+            f"{each * flops / 1e12:.3g} TFLOP per step, divided by tensor",
         )
     ]
 
 
 def _pipeline(engine: Engine) -> list[str]:
-    """The schedule of a rank, and the buffers that it holds between ticks."""
+    """The schedule of a rank, and its buffers between ticks."""
     if engine.stages is None:
         return []
     zero, buffers = engine.zero, buffer_bytes(engine)
@@ -138,16 +145,14 @@ def _pipeline(engine: Engine) -> list[str]:
     if zero.kept.gathers or zero.reduces:
         rows.append(("over fsdp", f"a {engine.layout.pipeline_gather} at a time"))
     if padding := _padding(engine):
-        rows.append(
-            ("padding", f"{human_bytes(padding)} of rows without a layer, mean of all ranks")
-        )
+        rows.append(("padding", f"{human_bytes(padding)} of rows without a layer, mean over ranks"))
     rows += [(f"buffer: {name}", human_bytes(size)) for name, size in buffers.items() if size]
     return ["pipeline\n" + table(rows)]
 
 
 def _padding(engine: Engine) -> int:
-    """Bytes between steps that a device has for layers that are not there: a rank's rows of a stack
-    are as many as the busiest needs, each of its chunks as large as the largest."""
+    """Bytes between steps of rows without a layer: each rank has the rows of the largest rank, and
+    each chunk those of the largest chunk."""
     zero, state, axes = engine.zero, engine.abstract_state, engine.state_axes
     empty = {name: float((rows < 0).mean()) for name, rows in engine.placement.layer_of_row.items()}
 
@@ -166,7 +171,7 @@ def _reduced_in(engine: Engine) -> str:
 
 
 def _stages(engine: Engine) -> str:
-    """Bytes of the model on a device for each stage; only fsdp, context and tensor divide them."""
+    """The table of the model's bytes on a device for each ZeRO stage."""
     names = ("parameters", "gradients", "optimizer", "weights in use", "together")
     rows: list[tuple[str, ...]] = [("", *names)]
     state, axes = engine.abstract_state, engine.state_axes
@@ -185,8 +190,8 @@ def _stages(engine: Engine) -> str:
 
 
 def _kept_weights(engine: Engine, zero: Zero) -> int:
-    """Bytes of the weights that a step keeps in the compute type, gathered or cast once, or
-    quantised once, to two arrays of half the bytes."""
+    """Bytes of the weights that a step keeps in the compute type, gathered or cast once; quantised
+    weights are two arrays of half the bytes."""
     params, axes = engine.abstract_state.params, engine.state_axes.params
     if not zero.keeps:
         at_rest = jnp.dtype(engine.config.model.param_dtype)
@@ -227,7 +232,7 @@ def _peak(engine: Engine) -> str:
 
 
 def _remats(engine: Engine) -> list[str]:
-    """What each remat policy saves for the backward pass, its peak memory and added FLOPs."""
+    """The table of remat policies: bytes saved for the backward pass, peak memory, added FLOPs."""
     config, layout = engine.config, engine.layout
     if engine.stages:
         return _passes(engine, engine.stages)
@@ -246,10 +251,11 @@ def _remats(engine: Engine) -> list[str]:
 
 
 def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
-    """Memory and time of a pipeline that saves the residuals of none, some or all passes."""
+    """The table of memory and time of a pipeline that saves residuals of none, some or all
+    passes."""
     layout = engine.layout
     if layout.schedule_spec.name.endswith(".csv"):
-        return []  # the file itself says what is recomputed
+        return []  # the file has the recompute operations
 
     def open_with(remat: str) -> PipelineStages:
         changed = dataclasses.replace(layout, remat=remat)
@@ -261,11 +267,11 @@ def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
     everything = open_with("none")
     shortest = seconds(everything)
     most = everything.program.slots["residual_b"]
-    # With all but one saved, recomputing that one needs as much memory as saving it.
+    # With all except one saved, recomputing that one needs as much memory as saving it.
     some = sorted({most * quarters // 4 for quarters in (1, 2, 3)} - {0, most - 1, most})
     policies = ["none", *(f"keep:{n}" for n in reversed(some)), "full"]
     policies += [layout.remat] * (layout.remat not in policies)
-    rows = [("", "slots hold", "whole step", "time")]
+    rows = [("", "saved in slots", "whole step", "time")]
     for remat in policies:
         needs, slower = _predict(engine, remat=remat), ""
         if parse_remat(remat).kept_passes is not None:
@@ -276,7 +282,7 @@ def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
 
 
 def _offloads(engine: Engine) -> list[str]:
-    """Bytes that each kind of offload moves; needs a back end with separate host memory."""
+    """The table of bytes that each offload moves, on back ends with separate host memory."""
     if engine.layout.pipeline > 1:
         return []
     rows = []
@@ -289,7 +295,7 @@ def _offloads(engine: Engine) -> list[str]:
 
 
 def _predict(engine: Engine, **changes: Any) -> Memory:
-    """The predicted memory of a step, as this back end's compiler orders it."""
+    """The predicted memory of a step on this back end."""
     platform = engine.mesh.devices.flat[0].platform
     layout = dataclasses.replace(engine.layout, **changes)
     config = dataclasses.replace(engine.config, layout=layout)
@@ -308,8 +314,8 @@ def _parameters(engine: Engine) -> str:
 
 
 def _warnings(engine: Engine) -> list[str]:
-    """A line for each large parameter that the layout could shard and does not, one for replicated
-    state that could be sharded, and one for a pipeline with a large bubble."""
+    """Warnings about large replicated parameters, replicated state that could be sharded, and a
+    pipeline with a large bubble."""
     ranks = engine.layout.tensor
     shards = [axis for axis, on in (("tensor", ranks > 1), ("fsdp", engine.zero.gathers)) if on]
     found = [
@@ -328,7 +334,8 @@ def _warnings(engine: Engine) -> list[str]:
 
 
 def _replicated(engine: Engine) -> list[str]:
-    """Parameters and optimizer state that ranks of data and fsdp replicate and could shard."""
+    """A note on parameters and optimizer state that data and fsdp ranks replicate and could
+    shard."""
     layout, config = engine.layout, engine.config
     alone = layout.data * layout.fsdp
     sharded = dataclasses.replace(layout, data=1, fsdp=alone, zero_stage=3)
@@ -344,8 +351,8 @@ def _replicated(engine: Engine) -> list[str]:
         f"{name} {getattr(layout, name)}" for name in ("data", "fsdp") if getattr(layout, name) > 1
     )
     return [
-        f"note: of parameters and optimizer state each device holds {human_bytes(here)}, of which "
-        f"{human_bytes(here - there)} are on other ranks of {axes} too; layout.fsdp = {alone}, "
+        f"note: each device stores {human_bytes(here)} of parameters and optimizer state, of which "
+        f"{human_bytes(here - there)} are replicated over {axes}; layout.fsdp = {alone}, "
         f"layout.data = 1 and layout.zero_stage = 3 would leave {human_bytes(there)}"
     ]
 

@@ -1,4 +1,4 @@
-"""Refuses a run that does not fit the memory of these devices, before anything is compiled."""
+"""Memory check: refuses, before compilation, a run that does not fit its devices."""
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,9 @@ from jaxscale.training.engine import Engine
 from jaxscale.training.state_placement import state_bytes
 
 
-def check_host_room(config: Config) -> None:
-    """Refuses a run on CPUs that is plainly larger than the memory of this host, before arrays of
-    its shapes are even described: the host would kill it without a word.
+def check_run_fits_host(config: Config) -> None:
+    """Refuses a run on CPUs whose state or batch exceeds the host's memory: the host would kill it
+    silently.
 
     Raises:
       ValueError: names the settings.
@@ -45,8 +45,7 @@ def check_host_room(config: Config) -> None:
 
 
 def check_memory(engine: Engine) -> None:
-    """Refuses, before anything is compiled, a step that is predicted not to fit the memory of these
-    devices, where their memory is known; of a model without formulas, a state that does not fit.
+    """Refuses, before compilation, a step whose predicted memory exceeds these devices', if known.
 
     Raises:
       ValueError: with the number of micro-batches that fits.

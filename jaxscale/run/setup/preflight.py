@@ -1,4 +1,4 @@
-"""What is measured before a large run: the hosts, the network, the storage, the room."""
+"""Preflight checks: hosts, clocks, network, storage bandwidth, free space."""
 
 import contextlib
 import os
@@ -28,14 +28,15 @@ from jaxscale.storage.local_tier import store_of
 from jaxscale.storage.object_store import StoreError
 
 CLOCK_SECONDS = 1.0
-"""Clocks that differ by more make logs of several hosts useless, and certificates invalid."""
+"""The largest difference of clocks: more makes logs of several hosts useless, and certificates
+invalid."""
 
 SLOW_BYTES_PER_SECOND = 50e6
-"""Storage below this makes every checkpoint of a billion parameters take minutes."""
+"""The slowest storage: below it every checkpoint of a billion parameters takes minutes."""
 
 SLOW_COLLECTIVE = 5
-"""A sum is called slow that takes this many times as long as it should: one call is measured, and
-starting it counts."""
+"""The ratio of measured to expected time from which a sum is slow: one call is measured, with its
+start."""
 
 PROBE_BYTES = 1 << 26
 STORE_BYTES = 1 << 23
@@ -44,7 +45,7 @@ COLLECTIVE_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was measured, and what to do about it ("" when it is good)."""
+    """The result of a check: the measurement, and advice ("" if it is good)."""
 
     check: str
     measured: str
@@ -55,8 +56,8 @@ class Finding:
 
 
 def examine_run(config: Config, workdir: pathlib.Path) -> list[Finding]:
-    """All checks, for a run of this config in this folder; every process makes the same call."""
-    counted = isinstance(config.model, ModelConfig)  # there are formulas
+    """Does all checks for a run of this config in this folder, in every process."""
+    counted = isinstance(config.model, ModelConfig)  # a shipped family, with formulas
     whole, once = 0, 0
     if counted:
         whole = whole_state_bytes(config.model, config.optimizer)
@@ -79,18 +80,18 @@ def _hosts() -> Iterator[Finding]:
         except OSError:
             lost.append(host)
     lost = sorted({host for each in processes.all_reports("unresolved", lost) for host in each})
-    advice = f"no address for {', '.join(lost)}: add them to DNS or /etc/hosts" if lost else ""
+    advice = f"no IP address for {', '.join(lost)}: add them to DNS or /etc/hosts" if lost else ""
     yield Finding("hosts", f"{len(hosts)} ({', '.join(hosts[:4])})", advice)
-    clocks = processes.all_reports("clocks", time.time())  # all have just spoken to each other
-    apart = max(clocks) - min(clocks)
-    late = "set the clocks by NTP" if apart > CLOCK_SECONDS else ""
-    yield Finding("clocks", f"at most {apart:.2f} s apart", late)
+    clocks = processes.all_reports("clocks", time.time())  # all processes have just synchronised
+    skew = max(clocks) - min(clocks)
+    late = "set the clocks by NTP" if skew > CLOCK_SECONDS else ""
+    yield Finding("clocks", f"at most {skew:.2f} s apart", late)
     yield Finding("devices", f"{jax.device_count()}, {jax.local_device_count()} per process")
 
 
 def _collectives(layout: Layout, batch: int) -> Iterator[Finding]:
-    """A sum of 4 MiB over each axis of the mesh, the second time it runs, beside what it should
-    take on devices that the planner knows."""
+    """A sum of 4 MiB over each axis of the mesh, timed at its second run, with the expected time on
+    devices that the planner knows."""
     layout = resolve_sizes(layout, jax.device_count())
     mesh, device = make_mesh(layout), jax.devices()[0]
     expected = expected_seconds(layout, batch, device.device_kind, device.platform)
@@ -111,21 +112,19 @@ def _collectives(layout: Layout, batch: int) -> Iterator[Finding]:
         jax.block_until_ready(total(array))
         seconds = time.perf_counter() - begin
         measured = f"4 MiB in {1e3 * seconds:.2f} ms, {COLLECTIVE_BYTES / seconds / 1e9:.2f} GB/s"
-        advice = "" if right else "the sum is wrong: leave out the hosts of this axis, one by one"
+        advice = "" if right else "the sum is wrong: exclude the hosts of this axis, one by one"
         if should := expected.get(axis):
             measured += f", and {1e3 * should:.2f} ms by the planner"
             if right and seconds > SLOW_COLLECTIVE * should:
-                advice = (
-                    "slow: look for a host or a link of this axis that is, such as with nccl-tests"
-                )
+                advice = "slow: find the slow host or link of this axis, such as with nccl-tests"
         yield Finding(f"sum over {axis} {size}", measured, advice)
 
 
 def expected_seconds(
     layout: Layout, global_batch_size: int, device_kind: str, platform: str
 ) -> dict[str, float]:
-    """What the sums of a preflight should take by axis, by the planner's model of links; empty on
-    CPUs and on devices that it does not know."""
+    """Axis -> expected time of a preflight's sum, by the planner's model of links; empty on CPUs
+    and unknown devices."""
     if platform == "cpu" or find_chip(device_kind) is None:
         return {}
     cluster = devices_here(device_kind, platform, layout.num_devices)
@@ -142,7 +141,7 @@ def _storage(workdir: pathlib.Path, run: RunConfig, whole: float, once: float) -
 
     Args:
       whole: bytes of a checkpoint.
-      once: those of them that several checkpoints have once.
+      once: bytes of it that several checkpoints share.
     """
     probe = workdir / f".preflight_{jax.process_index()}"
     try:
@@ -167,19 +166,19 @@ def _storage(workdir: pathlib.Path, run: RunConfig, whole: float, once: float) -
     )
     if not error:
         free = shutil.disk_usage(workdir).free
-        kept = run.keep_last + run.keep_best + 1  # the new one is whole before an old one goes
+        kept = run.keep_last + run.keep_best + 1  # 1: written before an old one is removed
         if run.keep_every:
             kept += run.steps // run.keep_every
         needs = kept * (whole - once) + once
         yield Finding(
             "disk",
             f"{gigabytes(free)} free, {kept} checkpoints take {gigabytes(needs)}",
-            "" if needs <= free else "make room, or lower run.keep_last or raise run.keep_every",
+            "" if needs <= free else "free space, lower run.keep_last, or raise run.keep_every",
         )
 
 
 def _object_store(workdir: pathlib.Path) -> Iterator[Finding]:
-    """Puts, reads and removes 8 MiB at the run's address, if it has one."""
+    """Uploads, reads and removes 8 MiB at the run's URL, if any."""
     store = store_of(workdir)
     if store is None or jax.process_index() != 0:
         return
@@ -191,18 +190,18 @@ def _object_store(workdir: pathlib.Path) -> Iterator[Finding]:
         same = store.read(name) == data
         store.remove([name])
     except StoreError as error:
-        advice = "check the address, credentials, and the right to write and delete there"
+        advice = "check the URL, credentials, and permissions to write and delete"
         yield Finding("object store", str(error), advice)
         return
     yield Finding(
         "object store",
-        f"{store.address}: {STORE_BYTES / seconds / 1e6:.0f} MB/s put",
-        "" if same else "what was read is not what was put: do not train there",
+        f"{store.url}: {STORE_BYTES / seconds / 1e6:.0f} MB/s uploaded",
+        "" if same else "the object read differs from the upload: do not train there",
     )
 
 
 def _host_memory(state_bytes: float) -> Finding:
-    """A save copies the state to the hosts, each its share."""
+    """Host memory for a save, which copies a share of the state to each host."""
     memory, share = host_memory_bytes(), state_bytes / jax.process_count()
     return Finding(
         "host memory",

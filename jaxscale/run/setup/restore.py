@@ -1,4 +1,4 @@
-"""The parameters in a checkpoint of a run, the newest one by default."""
+"""Parameters of a run's checkpoint, the newest by default, for commands that do not train."""
 
 import pathlib
 from collections.abc import Mapping
@@ -21,17 +21,16 @@ def restore_params(
     tokenizer: Tokenizer | None = None,
     wanted_step: int | Literal["best"] | None = None,
 ) -> tuple[int, Any, dict[str, Any]]:
-    """A checkpoint's step, its parameters on this engine's mesh in canonical form, and its
-    metadata. It is not deleted meanwhile by a run that goes on.
+    """Reads a checkpoint: its step, its parameters on this engine's mesh in canonical form, and its
+    metadata. A run that is training does not delete it during the read.
 
     Args:
-      tokenizer: is compared with the one that the checkpoint was trained with.
-      wanted_step: None is the newest checkpoint, `run_folder.BEST` that with the lowest loss on
-        held-out text.
+      tokenizer: compared with the checkpoint's.
+      wanted_step: None: the newest checkpoint; `run_folder.BEST`: the lowest loss on held-out text.
 
     Raises:
       FileNotFoundError: the run has no checkpoint yet.
-      ValueError: there is no such checkpoint, it holds other parameters, or cannot be used.
+      ValueError: there is no such checkpoint, it has other parameters, or cannot be used.
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS)
     if wanted_step == BEST:
@@ -39,8 +38,8 @@ def restore_params(
     with checkpoints.reading(wanted_step) as step:
         if step is None:
             raise FileNotFoundError(
-                f"--workdir {workdir} holds no checkpoint yet; the command that trains it "
-                "writes one every run.checkpoint_every steps, and at the end"
+                f"--workdir {workdir} has no checkpoint yet; training writes one every "
+                "run.checkpoint_every steps, and at the end"
             )
         metadata = checkpoints.metadata(step)
         if tokenizer:
@@ -51,7 +50,7 @@ def restore_params(
 
 
 def _best(checkpoints: Checkpoints, workdir: pathlib.Path) -> int:
-    """The step of the checkpoint with the lowest loss on held-out text, of both tiers.
+    """The step of the checkpoint, in either tier, with the lowest loss on held-out text.
 
     Raises:
       ValueError: none was evaluated, or none has a finite loss.
@@ -63,8 +62,8 @@ def _best(checkpoints: Checkpoints, workdir: pathlib.Path) -> int:
         of_all = f"--step {BEST}: of the checkpoints of {workdir}"
         if evaluated := sorted(evaluated_steps(records) & set(steps)):
             raise ValueError(
-                f"{of_all} those that were evaluated ({', '.join(map(str, evaluated))}) have no "
-                f"finite held-out loss in {METRICS}; give the number of a step"
+                f"{of_all} the evaluated ones ({', '.join(map(str, evaluated))}) have no finite "
+                f"held-out loss in {METRICS}; give the number of a step"
             )
         raise ValueError(
             f"{of_all} ({', '.join(map(str, steps)) or 'none'}) none was evaluated in {METRICS}; "
@@ -74,14 +73,14 @@ def _best(checkpoints: Checkpoints, workdir: pathlib.Path) -> int:
 
 
 def check_tokenizer_of(metadata: Mapping[str, Any], tokenizer: Tokenizer, what: str) -> None:
-    """Refuses another tokenizer than that of a checkpoint, whose ids mean other text.
+    """Refuses a tokenizer that differs from the checkpoint's, whose ids stand for other text.
 
     Raises:
       ValueError: they differ.
     """
-    trained = metadata["data"].get("tokenizer", tokenizer.fingerprint)  # older ones do not say
+    trained = metadata["data"].get("tokenizer", tokenizer.fingerprint)  # missing in older ones
     if trained != tokenizer.fingerprint:
         raise ValueError(
-            f"{what} was trained with another tokenizer than {tokenizer.name!r} is now: put the "
-            "file back as it was"
+            f"{what} was trained with another tokenizer than {tokenizer.name!r} is now: restore "
+            "the file"
         )

@@ -1,4 +1,4 @@
-"""Where a run resumes: at its newest checkpoint that is intact, here or at its address."""
+"""Resuming a run from its newest intact checkpoint, local or remote."""
 
 import dataclasses
 import functools
@@ -37,12 +37,12 @@ def resume(
     *,
     refuse_damaged: bool = False,
 ) -> tuple[int, TrainState, Text]:
-    """The step and the state of the newest intact checkpoint, in the layout of this run, and the
-    text without what was passed over. Damaged ones above it are renamed, once one is read.
+    """Reads the newest intact checkpoint: step, state in this run's layout, and the text without
+    skipped examples. Corrupt checkpoints above it are then renamed.
 
     Raises:
-      ValueError: the checkpoint is of another run; or none is intact.
-      DamagedError: with `refuse_damaged`, when one is.
+      ValueError: the checkpoint is of another run, or none is intact.
+      DamagedError: with `refuse_damaged`, if one is corrupt.
     """
     config, resolved = engine.config, configs.to_dict(engine.config)
     found, state = _read(checkpoints, found, engine, resolved, refuse_damaged)
@@ -63,8 +63,8 @@ def resume(
 
 
 def check_same_examples(found: Found, data: DataConfig) -> None:
-    """Refuses, before text is read or anything compiled, settings with which a run that resumes
-    would see other examples.
+    """Refuses, before reading text and compiling, settings that would change a resumed run's
+    examples.
 
     Raises:
       ValueError: names the setting.
@@ -76,17 +76,17 @@ def check_same_examples(found: Found, data: DataConfig) -> None:
         if before.get(key, now) != now:
             raise ValueError(
                 f"checkpoint {found.step} was trained with data.{key} = {before[key]!r}, and this "
-                f"run has data.{key} = {now!r}; restore it, or start a new --workdir, whose "
-                "model.init_from can name this run's"
+                f"run has data.{key} = {now!r}; restore it, or start a new --workdir, with this "
+                "run's as model.init_from"
             )
 
 
 def with_stored_type(model: ModelSettings, saved: Mapping[str, Any]) -> ModelSettings:
-    """The model with the type in which a run that has begun stores the weights that adapters
-    freeze; `ModelConfig` chooses that of a new one.
+    """The model with the stored type of a resumed run's frozen weights, under adapters;
+    `ModelConfig` chooses it for a new run.
 
     Args:
-      saved: the config of a checkpoint, {} of a new run.
+      saved: the config of a checkpoint, {} for a new run.
     """
     stored = saved.get("model", {}).get("param_dtype")
     if not (stored and model.lora_rank) or stored == model.param_dtype:
@@ -96,8 +96,8 @@ def with_stored_type(model: ModelSettings, saved: Mapping[str, Any]) -> ModelSet
 
 
 def check_same_model(found: Found, model: ModelConfig) -> None:
-    """Refuses settings with which the checkpoint's weights would mean another model; those of a
-    family of one's own are its own business.
+    """Refuses settings that would change the meaning of the checkpoint's weights; settings that
+    only a custom model has are not checked.
 
     Raises:
       ValueError: with a line for each setting that differs.
@@ -116,11 +116,11 @@ def check_same_model(found: Found, model: ModelConfig) -> None:
 
 
 def check_same_state(found: Found, engine: Engine, checkpoints: Checkpoints) -> None:
-    """Refuses settings, such as another optimizer, with which the checkpoint holds other arrays.
+    """Refuses settings, such as another optimizer, that need other arrays than the checkpoint's.
 
     Raises:
-      ValueError: the optimizer is one's own, and was not, or the reverse; or with a line for each
-        array, and for each setting that differs.
+      ValueError: only one of the two optimizers is custom; or with a line for each array, and for
+        each setting that differs.
     """
     before, now = found.metadata.get("own_optimizer"), engine.own_optimizer
     resolved = configs.to_dict(engine.config)
@@ -128,8 +128,8 @@ def check_same_state(found: Found, engine: Engine, checkpoints: Checkpoints) -> 
         change = "pass the same optimizer= to open_trainer" if before else "leave optimizer= out"
         raise ValueError(
             f"checkpoint {found.step} was trained with {_rule(before, found.metadata['config'])}, "
-            f"and this run has {_rule(now, resolved)}; {change}, or start a new "
-            "--workdir, whose model.init_from can name this run's"
+            f"and this run has {_rule(now, resolved)}; {change}, or start a new --workdir, with "
+            "this run's as model.init_from"
         )
     wanted, without = _wanted(checkpoints, found.step, engine)
     check_fits(checkpoints, found.step, wanted, config=resolved, without=without)
@@ -137,7 +137,7 @@ def check_same_state(found: Found, engine: Engine, checkpoints: Checkpoints) -> 
 
 def _rule(own: bool, config: dict[str, dict]) -> str:
     name = config.get("optimizer", {}).get("name", OptimizerConfig.name)
-    return "an optimizer of its own, given in Python" if own else f"optimizer.name = {name!r}"
+    return "a custom optimizer, given in Python" if own else f"optimizer.name = {name!r}"
 
 
 def _read(
@@ -147,10 +147,10 @@ def _read(
     resolved: dict[str, Any],
     refuse_damaged: bool,
 ) -> tuple[Found, TrainState]:
-    """The newest checkpoint whose arrays are intact, too, in either tier, and its state.
+    """The newest checkpoint in either tier whose arrays are intact, and its state.
 
     Raises:
-      DamagedError: none is; or with `refuse_damaged`, the newest one here is not.
+      DamagedError: none is intact; or, with `refuse_damaged`, the newest local one is corrupt.
     """
     damaged, first = dict(found.damaged), None
     while found.step:
@@ -177,8 +177,8 @@ def _restore(
     resolved: dict[str, Any],
     refuse_damaged: bool,
 ) -> TrainState:
-    """A state in canonical form, from the run's address where it is damaged here. What bad steps
-    are judged by begins anew where the checkpoint has none, and is left out where the run needs
+    """A state in canonical form, downloaded from the run's URL if the local copy is corrupt. The
+    guard against bad steps is new if the checkpoint lacks it, and is not read if the run needs
     none."""
     guard = engine.placement.canonical.guard
     wanted, without = _wanted(checkpoints, step, engine)
@@ -197,7 +197,7 @@ def _restore(
 
 
 def _wanted(checkpoints: Checkpoints, step: int, engine: Engine) -> tuple[TrainState, str]:
-    """What a run reads of a checkpoint, and the part of it that it leaves out."""
+    """The state that a run reads from a checkpoint, and the part that it leaves out."""
     wanted = engine.placement.canonical
     if wanted.guard is None:
         return wanted, "guard"
@@ -205,15 +205,15 @@ def _wanted(checkpoints: Checkpoints, step: int, engine: Engine) -> tuple[TrainS
 
 
 def _check_examples(step: int, metadata: dict[str, Any], train: Examples) -> None:
-    """A run may resume in another layout, but not on other examples.
+    """Refuses other examples than the checkpoint's; a run may resume in another layout only.
 
     Raises:
-      ValueError: with what may have changed.
+      ValueError: with the possible changes.
     """
     if metadata["data"]["fingerprint"] != train.fingerprint:
         raise ValueError(
-            f"the examples are not those that checkpoint {step} was trained on: the text, the "
-            "names of its files, its weights, data.tokenizer or model.vocab_size changed, or an "
-            "earlier jaxscale made them, which cut conversations and prompts with responses at "
-            "the ends of rows; restore what changed, or start a new --workdir"
+            f"the examples differ from those of checkpoint {step}: the text, the names of its "
+            "files, its weights, data.tokenizer or model.vocab_size changed, or an earlier "
+            "jaxscale, which cut conversations and prompts with responses at the ends of rows, "
+            "made them; restore what changed, or start a new --workdir"
         )

@@ -1,4 +1,4 @@
-"""The text of a run: its tokenizer, the two splits, and the validation sets."""
+"""Text of a run: tokenizer, train and held-out splits, validation sets."""
 
 import concurrent.futures
 import pathlib
@@ -30,8 +30,7 @@ from jaxscale.storage.local_tier import CHECKPOINTS, local_steps
 
 
 class UnusableTokensError(ValueError):
-    """A file of tokens that was found, while the run trains, to have changed; or, with the status
-    1, that cannot be read."""
+    """A file of tokens changed during training (exit status 2), or cannot be read (status 1)."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -40,19 +39,19 @@ class UnusableTokensError(ValueError):
 
 @dataclass(frozen=True)
 class Text:
-    """A run's tokenizer, its two splits, and its validation sets by name; `heldout` is None when
-    nothing is held out."""
+    """A run's tokenizer, its splits, and its validation sets by name; `heldout` is None if no text
+    is held out."""
 
     tokenizer: Tokenizer
     train: Examples
     heldout: Examples | None
     validation: Mapping[str, Examples] = field(default_factory=dict)
     response_ends: ResponseEnds = field(default_factory=ResponseEnds)
-    # Of tokens on disk, under way.
+    # Running verifications of tokens on disk.
     verification: tuple[concurrent.futures.Future, ...] = field(default=(), repr=False)
 
     def check_tokens(self) -> None:
-        """Call it from time to time.
+        """Raises the failure of a finished verification; to be called now and then.
 
         Raises:
           UnusableTokensError: a file of tokens has changed since it was written, or cannot be read.
@@ -63,12 +62,12 @@ class Text:
 
     @property
     def evaluations(self) -> dict[str, Examples]:
-        """What the model is evaluated on, by name; the held-out text has none."""
+        """Name -> the examples to evaluate on; the held-out text's name is ""."""
         return ({"": self.heldout} if self.heldout else {}) | dict(self.validation)
 
 
 def open_tokenizer(config: Config, workdir: pathlib.Path) -> Tokenizer:
-    """The tokenizer of a run that has started, without its text.
+    """Opens the tokenizer of a started run, without its text.
 
     Raises:
       FileNotFoundError: the tokenizer trained for this run is missing from its folder.
@@ -77,26 +76,35 @@ def open_tokenizer(config: Config, workdir: pathlib.Path) -> Tokenizer:
     name, path = config.data.tokenizer, workdir / "tokenizer.json"
     if name.startswith("bpe:") and not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing: the byte pairs of data.tokenizer = {name!r} that the run was "
-            "trained with; restore the file"
+            f"{path} is missing, the tokenizer of the run, data.tokenizer = {name!r}; restore the "
+            "file"
         )
     tokenizer = _kept(name, workdir) or load_tokenizer(name, directory=workdir, keep=True)
     return _fitting(tokenizer, config.data, config.model)
 
 
 def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
-    """Opens the text that `config.data` names; tokenises it the first time.
+    """Opens the text that `config.data` names; tokenises it into `workdir` the first time.
+
+    Returns:
+      A record with the `tokenizer`, the splits `train` and `heldout` (None where nothing is held
+      out), and `validation`, sets by name.
 
     Raises:
       ValueError: the data cannot be used with this model; names the setting.
+
+    Examples:
+      >>> text = jaxscale.open_text(jaxscale.load("tiny"), "runs/text")
+      >>> text.train[0].tokens.shape, text.tokenizer.decode([72, 105])
+      ((64,), 'Hi')
     """
     check_kind("config", config, Config, configs.CONFIG_ADVICE)
     data, workdir = config.data, pathlib.Path(workdir)
     if config.model.num_encoder_layers and not data.target_len:
         raise ValueError(
-            f"model.family = {config.model.family!r} has an encoder, which reads data.seq_len = "
-            f"{data.seq_len} tokens, and a decoder; set data.target_len, the tokens that it "
-            f"writes, and data.objective to {' or '.join(configs.PAIRED_OBJECTIVES)}"
+            f"model.family = {config.model.family!r} has an encoder, of data.seq_len = "
+            f"{data.seq_len} tokens, and a decoder; set data.target_len, the tokens of the "
+            f"decoder, and data.objective to {' or '.join(configs.PAIRED_OBJECTIVES)}"
         )
     tokenizer = _kept(data.tokenizer, workdir) or load_tokenizer(
         data.tokenizer,
@@ -104,8 +112,8 @@ def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
         workdir,
         heldout=data.heldout,
         seed=data.seed,
-        # A run with weights needs the tokenizer that they were trained with, and the other
-        # processes that of the first, which has just saved it.
+        # A run with weights needs their tokenizer; other processes need the one that the first
+        # process has just saved.
         keep=bool(local_steps(workdir / CHECKPOINTS)) or not processes.first_of_all(),
     )
     tokenizer = _fitting(tokenizer, data, config.model)
@@ -129,7 +137,7 @@ def open_text(config: Config, workdir: str | pathlib.Path) -> Text:
 def open_validation_sets(
     data: DataConfig, vocab_size: int | None, workdir: pathlib.Path, tokenizer: Tokenizer
 ) -> dict[str, Dataset]:
-    """The sets of `data.validation` by name, without the text of training.
+    """Opens the sets of `data.validation` by name, without the training text.
 
     Raises:
       ValueError: as `open_text`.
@@ -143,8 +151,8 @@ def open_validation_sets(
 
 
 def keep_tokenizer(origin: str, tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
-    """Writes the tokenizer of a new run into its folder, with the special tokens of the model that
-    it starts from, so that the folder can be moved, and exported to Hugging Face's format."""
+    """Writes the tokenizer of a new run to its folder, with the special tokens of its pretrained
+    model, so that the folder can be moved, and converted to Hugging Face's format."""
     if tokenizer.file:
         save_tokenizer(tokenizer, workdir)
     if origin:
@@ -152,7 +160,7 @@ def keep_tokenizer(origin: str, tokenizer: Tokenizer, workdir: pathlib.Path) -> 
 
 
 def _kept(name: str, workdir: pathlib.Path) -> Tokenizer | None:
-    """The tokenizer that a run has in its folder, if its name is that of a file."""
+    """The tokenizer in a run's folder, if its name is a file's."""
     kept = run_folder.kept_tokenizer(name, workdir)
     return from_file(str(kept), name) if kept else None
 

@@ -1,10 +1,9 @@
 """Loops over the layers of a stack, up and down: one period of layers in the body of a `lax.scan`.
 
-Layers whose static settings repeat with a period have a body of that many layers; those after the
-last whole period, and those that a caller leaves out at either end, are outside the loop; unrolled,
-all are. Of a period of several layers each is a loop of one trip on the way down: a compiler that
-saw them in one region could compute the gradients of all their weights at the end, and keep what
-these need until then.
+Layers after the last whole period, layers that a caller excludes at either end, and all layers if
+unrolled are outside the loop. On the way down each layer of a longer period is a loop of one trip:
+a compiler that saw them in one region could compute the gradients of all their weights at the end,
+and keep the operands until then.
 """
 
 from collections.abc import Callable
@@ -19,36 +18,36 @@ Tree = Any
 Residuals = list[jax.Array]
 
 ONE_LAYER = "one_layer"
-"""Name, in a compiled program, of the loops of one trip."""
+"""Name scope, in a compiled program, of the loops of one trip."""
 
 
-class Place(NamedTuple):
-    """Where a layer is in its stack."""
+class LayerPosition(NamedTuple):
+    """Position of a layer in its stack."""
 
     index: int | jax.Array
-    kind: int
+    kind: int  # position in the period
 
 
 class SavedLayers(NamedTuple):
-    """Residuals of the layers from the first one on: of the whole periods, for each kind [periods,
-    G, ...], and of each layer after them, [G, ...]."""
+    """Residuals of the layers from the first on: for each kind in whole periods [periods, G, ...],
+    and for each layer after them [G, ...]."""
 
     periods: tuple[Residuals, ...]
     rest: tuple[Residuals, ...]
 
-    def at(self, place: Place) -> Residuals:
-        """Those of one layer, [G, ...]; after the whole periods an index is an integer."""
+    def at(self, layer: LayerPosition) -> Residuals:
+        """The residuals of one layer, [G, ...]; after whole periods an index is an integer."""
         period = len(self.periods)
-        if isinstance(place.index, int) and self.rest:
+        if isinstance(layer.index, int) and self.rest:
             first = jax.tree.leaves(self.periods)[0].shape[0] * period if period else 0
-            if place.index >= first:
-                return self.rest[place.index - first]
-        index = place.index // period if period > 1 else place.index
-        return at(self.periods[place.kind], index)
+            if layer.index >= first:
+                return self.rest[layer.index - first]
+        index = layer.index // period if period > 1 else layer.index
+        return at(self.periods[layer.kind], index)
 
 
 def each(function: Callable, carry: Tree, xs: Tree) -> tuple[Tree, Tree]:
-    """`lax.scan`, but without a loop when there is one item: XLA schedules that better."""
+    """`lax.scan`, without a loop for a single item, which XLA schedules better."""
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return jax.lax.scan(function, carry, xs)
     carry, y = function(carry, jax.tree.map(lambda x: x[0], xs))
@@ -65,14 +64,14 @@ def ascend(
     into: SavedLayers | None = None,
     in_place: bool = False,
 ) -> tuple[Tree, SavedLayers | None]:
-    """`function(carry, place) -> (carry, y)` for the first layers of a stack, in order.
+    """`function(carry, position) -> (carry, y)` for the first layers of a stack, in order.
 
     Args:
-      unroll: makes no loop; y of each layer are arrays of their own.
-      into: arrays that the whole periods' y are written into; None makes new ones, which XLA fills
+      unroll: makes no loop; y of each layer are separate arrays.
+      into: arrays that the whole periods' y are written to; None makes new ones, which XLA fills
         with zeros first.
-      in_place: whether the function writes into them: it is called with `(written, number)`, the
-        arrays of the layer's kind and the place in them, and returns them as y.
+      in_place: whether the function writes to them: it is called with `(written, number)`, the
+        arrays of the layer's kind and the index in them, and returns them as y.
     """
     if num_layers == 0:
         return carry, None
@@ -83,7 +82,7 @@ def ascend(
         for kind in range(period):
             index = number * period + kind if period > 1 else number
             given = ((written[0][kind], number),) if in_place else ()
-            carry, y = function(carry, Place(index, kind), *given)
+            carry, y = function(carry, LayerPosition(index, kind), *given)
             ys.append(y)
         return carry, tuple(ys)
 
@@ -101,7 +100,7 @@ def ascend(
         carry, ys = _count(one_period, carry, range(whole))
     rest = []
     for index in range(whole * period, num_layers):
-        carry, y = function(carry, Place(index, index % period))
+        carry, y = function(carry, LayerPosition(index, index % period))
         rest.append(y)
     return carry, SavedLayers(ys, tuple(rest))
 
@@ -109,23 +108,23 @@ def ascend(
 def descend(
     function: Callable, carry: Tree, top: int, bottom: int, period: int, *, unroll: bool = False
 ) -> Tree:
-    """`function(carry, place) -> carry` for the layers from `top` down to `bottom`."""
+    """`function(carry, position) -> carry` for the layers from `top` down to `bottom`."""
     first, end = -(-bottom // period), (top + 1) // period  # whole periods in between
     if unroll or first >= end:
         first = end = 0
 
-    def layer(carry, place):
-        return one_layer(function, carry, place) if period > 1 else function(carry, place)
+    def layer(carry, position):
+        return one_layer(function, carry, position) if period > 1 else function(carry, position)
 
     def singly(carry, indices):
         for index in indices:
-            carry = layer(carry, Place(index, index % period))
+            carry = layer(carry, LayerPosition(index, index % period))
         return carry
 
     def one_period(carry, number):
         for kind in reversed(range(period)):
             index = number * period + kind if period > 1 else number
-            carry = layer(carry, Place(index, kind))
+            carry = layer(carry, LayerPosition(index, kind))
         return carry, None
 
     if first == end:
@@ -136,8 +135,8 @@ def descend(
 
 
 def _count(function: Callable, carry: Tree, numbers: range) -> tuple[Tree, Tree]:
-    """`each` for numbers, counted instead of read from an array: a compiler knows what a loop's
-    counter is in each trip, and so where an entry of a stack lies."""
+    """`each` for numbers, counted instead of read from an array: XLA knows the value of a loop's
+    counter in each trip, and so the offset of an entry of a stack."""
     first = jnp.asarray(numbers[0], jnp.int32)
     if len(numbers) == 1:
         carry, y = function(carry, first)
@@ -152,14 +151,13 @@ def _count(function: Callable, carry: Tree, numbers: range) -> tuple[Tree, Tree]
     return carry, ys
 
 
-def one_layer(function: Callable, carry: Tree, place: Place) -> Tree:
-    """`function(carry, place)`, which leaves the types of `carry` as they are, as a loop of one
-    trip."""
-    # Of a count that the compiler knows it would make no loop.
+def one_layer(function: Callable, carry: Tree, position: LayerPosition) -> Tree:
+    """`function(carry, position)`, which preserves the types of `carry`, as a loop of one trip."""
+    # Behind a barrier: XLA removes a loop with a known count of 1.
     trips = jax.lax.optimization_barrier(jnp.ones((), jnp.int32))
     with jax.named_scope(ONE_LAYER):
         return jax.lax.while_loop(
             lambda state: state[0] < trips,
-            lambda state: (state[0] + 1, function(state[1], place)),
+            lambda state: (state[0] + 1, function(state[1], position)),
             (jnp.zeros((), jnp.int32), carry),
         )[1]

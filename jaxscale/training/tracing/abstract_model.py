@@ -1,4 +1,4 @@
-"""The shapes that a model's layers are given for one example, without a device or an array."""
+"""Shapes of a model's parameters and of its layers' inputs, without a device or an array."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -24,8 +24,8 @@ def find_model(settings: ModelSettings) -> MakeModel:
     """The function that makes the model of `model.family`."""
     if is_own_family(settings.family):
         return find_make(settings.family)
-    kind: Any = EncoderDecoder if settings.num_encoder_layers else Decoder
-    return kind
+    make: Any = EncoderDecoder if settings.num_encoder_layers else Decoder
+    return make
 
 
 def example(config: Config, model: Model) -> Batch:
@@ -37,7 +37,7 @@ def example_of(model: Model, seq_len: int, output_len: int) -> Batch:
     """The shapes of one example.
 
     Args:
-      seq_len: tokens of a sequence; of an encoder's, where there is one.
+      seq_len: tokens of a sequence; for encoder-decoders, of the encoder.
       output_len: tokens that are predicted.
     """
     ints = jax.ShapeDtypeStruct((1, output_len), np.int32)
@@ -54,7 +54,7 @@ def gathered_params(settings: ModelSettings, make: MakeModel | None = None) -> T
     """The shapes of a model's parameters as layers read them, in the compute type.
 
     Args:
-      make: what makes the model; None is `settings.family`.
+      make: the function that makes the model; None: by `settings.family`.
     """
     model = (make or find_model(settings))(settings, plain_kernels())
     return jax.eval_shape(
@@ -67,7 +67,8 @@ def gathered_params(settings: ModelSettings, make: MakeModel | None = None) -> T
 def layer_arguments(
     model: Model, params: Tree, batch: Batch
 ) -> Iterator[tuple[Stack, Tree, tuple[Tree, Tree, Tree, Tree]]]:
-    """Each stack, the shapes of its stream, and of the arguments of its `layer_function`."""
+    """For each stack: the stack, the shapes of its stream, and of its `layer_function`'s
+    arguments."""
     stream, context = {}, (batch, jax.ShapeDtypeStruct((), np.int32))
     for stack in model.stacks:
         stream = jax.eval_shape(stack.enter, params["embed"], stream, batch)
@@ -78,10 +79,10 @@ def layer_arguments(
 
 
 def carried_tokens(stack: Stack, stream: Any, output_len: int) -> tuple[int, int]:
-    """Tokens of a sequence of a stack, and features of each that layers hand on.
+    """Tokens of a sequence in a stack, and features of a token in its stream.
 
     Args:
-      output_len: the tokens of a stack none of whose arrays has an axis of them.
+      output_len: the tokens of a stack whose arrays have no sequence axis.
     """
     for name, axes in stack.carried.items():
         if found := {"seq", "residual_seq"} & {*axes}:

@@ -1,4 +1,4 @@
-"""Values of a traced program that are in memory at once."""
+"""Liveness analysis: peak memory of the values of a traced program."""
 
 import itertools
 import math
@@ -8,17 +8,17 @@ from typing import Any
 from jax.extend.core import Literal, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 
 VIEWS = ("reshape", "squeeze", "expand_dims", "convert_element_type", "stop_gradient", "copy")
-"""Operations whose result is taken to be in the place of what they read."""
+"""Operations whose result is assumed to share the memory of their operand."""
 FILLED = ("broadcast_in_dim", "iota")
-"""Operations whose result is made where it is read; but in memory where a loop begins with it."""
+"""Operations whose result is fused into its readers, and in memory only as the input of a loop."""
 
 
 def peak_bytes(eqns: Sequence[Any], outputs: Sequence[Any], counts: Callable[[Any], bool]) -> float:
-    """The most bytes that are live at once of what equations compute in their order, and of what
-    they return; of a loop its results.
+    """The most bytes that are live at once of results of equations, in their order; for a loop only
+    its results.
 
     Args:
-      counts: whether a shape is among those that are counted.
+      counts: whether a shape is counted.
     """
     made, last = _lifetimes(eqns, outputs)
     change = [0.0] * (len(eqns) + 2)
@@ -33,7 +33,7 @@ def peak_bytes(eqns: Sequence[Any], outputs: Sequence[Any], counts: Callable[[An
 def _lifetimes(
     eqns: Sequence[Any], outputs: Sequence[Any]
 ) -> tuple[dict[Any, int], dict[Any, int]]:
-    """The equation that makes each value, but for views of others, and the last that reads it."""
+    """The equation that makes each value, except views, and the last equation that reads it."""
     views: dict[Any, Any] = {}
 
     def read_from(atoms: Sequence[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
-"""The matmuls of a traced layer, and by which name a remat policy saves the result of each.
+"""Matmuls of a traced layer, and the name by which remat policies save the result of each.
 
-A result is recomputed for the backward pass where something reads it and the policy does not save
-it. Here operations that are linear in an operand do not read it; all others do.
+A result is recomputed for the backward pass if an operation reads it and the policy does not save
+it. Operations that are linear in an operand do not read it for their gradient; others do.
 """
 
 import collections
@@ -15,7 +15,7 @@ from jax.extend.core import Literal, jaxprs_in_params  # pyright: ignore[reportP
 from jaxscale.sharding.model_trace import REPEATED, UNREAD
 
 RECORDED = "recorded/"
-"""How the names of results begin that recording kernels make."""
+"""The prefix of the names of recording kernels' results."""
 
 LINEAR = frozenset(
     (
@@ -28,8 +28,8 @@ LINEAR = frozenset(
 LOOPS = ("scan", "while", "cond")
 
 Readers = frozenset[str]
-"""What reads a value for a backward pass: the names by which policies save what is read, "" where
-it has none, and REPEATED inside of what every policy recomputes."""
+"""Readers of a value in a backward pass: the names by which policies save the value, "" for no
+name, REPEATED for code that every policy recomputes."""
 
 
 class PlainMatmul(NamedTuple):
@@ -38,19 +38,19 @@ class PlainMatmul(NamedTuple):
     rows: float
     inputs: int
     outputs: int
-    groups: int  # of rows that have a matrix of their own; 0 where all have the same
+    groups: int  # of rows, each with a separate matrix; 0: one matrix
     saved_as: str  # as in `Matmul`
 
 
 def plain_matmuls(jaxpr: Any) -> tuple[list[PlainMatmul], dict[str, str]]:
-    """The matmuls of a trace, and `Matmul.saved_as` of each recorded result by its name."""
+    """The matmuls of a trace, and name -> `Matmul.saved_as` of each recorded result."""
     found = _Found([], {})
     found.search(jaxpr, [True] * len(jaxpr.invars), [Readers()] * len(jaxpr.outvars), "")
     return found.matmuls[::-1], found.saved_as
 
 
 class _Found(NamedTuple):
-    """What is found in a trace, from its end to its start."""
+    """Findings in a trace, searched from its end to its start."""
 
     matmuls: list[PlainMatmul]
     saved_as: dict[str, str]
@@ -58,12 +58,12 @@ class _Found(NamedTuple):
     def search(
         self, jaxpr: Any, inputs: Iterable[bool], outputs: Iterable[Readers], direct: str
     ) -> list[Readers]:
-        """Adds what is in a trace; what reads its inputs.
+        """Adds the matmuls of a trace; returns the readers of its inputs.
 
         Args:
-          inputs: whether each may have a gradient.
-          outputs: what reads each output.
-          direct: how an operation that reads its operands counts: "" or REPEATED.
+          inputs: whether each input may have a gradient.
+          outputs: the readers of each output.
+          direct: the name for an operation that reads its operands, "" or REPEATED.
         """
         varies, reads = _varying(jaxpr, inputs), collections.defaultdict[Any, Readers](Readers)
 
@@ -96,8 +96,8 @@ class _Found(NamedTuple):
         return Readers({direct or name}) if readers else readers
 
     def _add(self, eqn: Any, inside: Sequence[Any], saved_as: str, direct: str) -> None:
-        """Bodies of scans count as often as they run, those of other loops once, and of branches
-        the one with the most FLOPs."""
+        """Adds the matmuls of one equation: bodies of scans times their length, bodies of other
+        loops once, and of branches the one with the most FLOPs."""
         if eqn.primitive.name in ("dot_general", "ragged_dot_general"):
             self.matmuls.append(_plain_matmul(eqn, saved_as))
         bodies = [_Found([], self.saved_as) for _ in inside]
@@ -130,14 +130,14 @@ def _is_float(variable: Any) -> bool:
 
 
 def _is_linear(eqn: Any, varies: set[Any]) -> bool:
-    """Whether the gradient of no operand needs the value of another, or of itself."""
+    """Whether no operand's gradient needs the value of an operand."""
     vary = [_in(varies, one) for one in eqn.invars]
     factors = {"mul": sum(vary), "div": 2 * vary[-1]} if vary else {}
     return factors.get(eqn.primitive.name, 2) < 2 or eqn.primitive.name in LINEAR
 
 
 def _is_call(eqn: Any, inside: Sequence[Any]) -> bool:
-    """Whether an operation does what is inside, once."""
+    """Whether an operation calls the jaxpr inside it once."""
     alone = len(inside) == 1 and eqn.primitive.name not in LOOPS
     return alone and len(inside[0].invars) == len(eqn.invars)
 

@@ -1,4 +1,4 @@
-"""Traces a model for the planner: abstractly, without a device, an array or a program."""
+"""Abstract trace of a model's parameters and stacks for the planner, without a device or array."""
 
 import functools
 
@@ -16,7 +16,7 @@ def trace_model(settings: ModelSettings, make: MakeModel | None = None) -> Model
     """The trace of a model.
 
     Args:
-      make: what makes it; None is `settings.family`.
+      make: the function that makes it; None: by `settings.family`.
 
     Raises:
       ValueError: the family cannot be imported.
@@ -41,7 +41,7 @@ def trace_model(settings: ModelSettings, make: MakeModel | None = None) -> Model
             )
         )
     stacks = [
-        StackTrace(one.name, one.num_layers, one.period, one.turn, tuple(one.tensors))
+        StackTrace(one.name, one.num_layers, one.period, one.model_layers, tuple(one.tensors))
         for one in model.stacks
     ]
     paths = {"/".join(path) for path in model.borrows.values()}

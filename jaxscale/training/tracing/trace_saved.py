@@ -1,7 +1,7 @@
-"""What the layers of a model save for their backward pass, read off their abstract trace.
+"""Saved activations: arrays that a model's layers save for the backward pass, by abstract tracing.
 
-The layers are traced on one device, whose arrays a layout divides; the arrays of a micro-batch are
-told by its size, a number that no other dimension has.
+The layers are traced on one device, whose arrays a layout divides. The arrays of a micro-batch are
+recognised by its size, a number that no other dimension has.
 """
 
 import collections
@@ -41,7 +41,7 @@ from jaxscale.training.tracing.liveness import peak_bytes
 from jaxscale.training.tracing.plain_matmuls import plain_matmuls
 
 GATHERED = "operand of columns"
-"""The name of what ranks of tensor gather before a matmul."""
+"""The name of arrays that tensor ranks gather before a matmul."""
 
 
 def trace_saved(
@@ -52,13 +52,13 @@ def trace_saved(
     piped: bool,
     make: MakeModel | None = None,
 ) -> SavedValues:
-    """What the layers of each stack save.
+    """The arrays that the layers of each stack save.
 
     Args:
-      seq_len, output_len: of `trace_work`.
+      seq_len, output_len: as in `trace_work`.
       remat: a policy of `Layout.remat`.
       piped: for the operations of a pipeline, not for a loop over layers.
-      make: what makes the model; None is `settings.family`.
+      make: the function that makes the model; None: by `settings.family`.
     """
     policy, given, heads = parse_remat(remat), [], []
     model = (make or find_model(settings))(settings, _saving_kernels(policy, given, heads))
@@ -99,15 +99,15 @@ def trace_saved(
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-    """The sizes by which arrays of a micro-batch are told."""
+    """The sizes by which arrays of a micro-batch are recognised."""
 
     sequences: int
     length: int  # tokens of a sequence
     rows: int  # of experts
-    stream: set[tuple[int, ...]]  # shapes of what layers hand on
+    stream: set[tuple[int, ...]]  # shapes of the stream between layers
 
     def scales(self, leaf: Any) -> bool:
-        """Whether an array is as many times as large as a micro-batch is."""
+        """Whether the size of an array is proportional to that of a micro-batch."""
         tokens = self.sequences * self.length
         sizes = {tokens, self.rows} - {0}
         return self.sequences in leaf.shape or any(
@@ -122,15 +122,15 @@ def _unused_size(tree: Any) -> int:
 
 
 def _saving_kernels(policy: RematPolicy, given: list[Any], heads: list[tuple[int, int]]) -> Kernels:
-    """Plain kernels, with attention that does not save its scores, as every kernel's.
+    """Plain kernels, with attention that saves no scores, as in every implementation.
 
     Args:
-      given: arrays that a layer shares with others, which are not named.
-      heads: where attention adds how many it has, and its features.
+      given: arrays that a layer shares with other layers, which are not named.
+      heads: a list to which attention adds its number of heads and its features.
     """
 
     def columns(x: jax.Array, weights: Any) -> tuple[jax.Array, ...]:
-        # A policy by names saves what enters the layer, which is not gathered yet.
+        # A policy by names saves the input of the layer, before it is gathered.
         if not policy.by_names and not any(x is one for one in given):
             x = checkpoint_name(x, GATHERED)
         return tensor_parallel.columns(x, weights)
@@ -157,7 +157,7 @@ def _layer(stack: Stack, kind: int, policy: RematPolicy, given: list[Any]) -> La
 
 
 def _expert_rows(layer: LayerFunction, arguments: tuple) -> int:
-    """Rows in which the tokens of a micro-batch go through the experts of a layer."""
+    """Rows of the experts' matmuls in a layer, for the tokens of a micro-batch."""
     found, _ = plain_matmuls(jax.make_jaxpr(layer)(*arguments).jaxpr)
     return next((int(one.rows) for one in found if one.groups), 0)
 
@@ -173,7 +173,7 @@ def _saved(
         return
     forward, _ = split_vjp(layer)
     program = TracedFunction.of(lambda *given: forward(*given)[2], *arguments)
-    # XLA makes what follows from weights alone, such as a scale for each token, where it is read.
+    # XLA recomputes values that depend on weights only, such as a broadcast scale, at their use.
     varies = program.dependent(itertools.chain(*program.inputs[1:]))
     found = (v for v in program.outputs if not isinstance(v, Literal) and v in varies)
     kept = list(dict.fromkeys(found))
@@ -181,8 +181,7 @@ def _saved(
 
 
 def _live(layer: LayerFunction, arguments: tuple, shape: _Shape) -> tuple[float, float]:
-    """Bytes for each sequence that are live at once in a layer's backward pass, and in its forward
-    pass."""
+    """Peak live bytes per sequence in a layer's backward pass, and in its forward pass."""
     forward, backward = split_vjp(layer)
     y, _, kept = jax.eval_shape(forward, *arguments)
     weights, _, shared, context = arguments
@@ -205,7 +204,7 @@ def _values(
 
 
 def _value(held: str, leaf: Any, name: str, shape: _Shape) -> SavedValue | None:
-    """A saved array, or None: a constant of a layer, whatever its micro-batch."""
+    """A saved array, or None for a constant that does not depend on the micro-batch."""
     size = 4 if jnp.issubdtype(leaf.dtype, jnp.integer) else leaf.dtype.itemsize
     dims, rows = leaf.shape, shape.rows
     if rows and dims[:1] == (1,) and rows in dims:

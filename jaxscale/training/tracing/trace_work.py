@@ -1,8 +1,8 @@
-"""What a model computes, recorded as it is traced: matmuls with weights, attention, experts.
+"""Work of a model, recorded while it is traced: matmuls with weights, attention, experts.
 
-The recording kernels make zeros in place of results, so that the matmuls that are left in the trace
-are those that a model computes by itself, such as a router's. Each result has a name of its own, by
-which the trace tells what reads it.
+The recording kernels return zeros in place of results. The remaining matmuls of the trace are the
+model's direct ones, such as a router's. Each result has a unique name, by which the trace shows its
+readers.
 """
 
 import collections
@@ -42,19 +42,19 @@ from jaxscale.training.tracing.plain_matmuls import RECORDED, PlainMatmul, plain
 from jaxscale.training.tracing.trace_model import trace_model
 
 PROJECTED = {1: ("query",), 2: ("key", "value"), 3: ("query", "key", "value")}
-"""What attention's weights make, by how many a call of `columns` has."""
+"""Number of weights in a call of `columns` -> the names of attention's projections."""
 HIDDEN = ("mlp_up", "mlp_gate")
 
 
 def trace_work(
     settings: ModelSettings, seq_len: int, output_len: int, make: MakeModel | None = None
 ) -> ModelWork:
-    """What a model computes for a sequence.
+    """The work of a model for a sequence.
 
     Args:
-      seq_len: tokens of a sequence; of an encoder's, where there is one.
+      seq_len: tokens of a sequence; for encoder-decoders, of the encoder.
       output_len: tokens that are predicted.
-      make: what makes the model; None is `settings.family`.
+      make: the function that makes the model; None: by `settings.family`.
     """
     recorded: list[Any] = []
     held = trace_model(settings, make)
@@ -86,8 +86,8 @@ def trace_work(
 
 
 def _held(trace: ModelTrace, vocab_size: int) -> dict[str, Any]:
-    """The parameters of a model's parts, and its rows of the vocabulary; of a model without an axis
-    of that name, its entries."""
+    """The number of parameters of a model's parts, and the rows of its vocabulary, or its entries
+    if no parameter has an axis "vocab"."""
     layers, arrays = trace.stack_layers, trace.parameters
 
     def count(chosen: Callable[[ParamShape], bool]) -> int:
@@ -104,14 +104,14 @@ def _held(trace: ModelTrace, vocab_size: int) -> dict[str, Any]:
 
 
 def _recording(recorded: list[Any]) -> Kernels:
-    """Kernels that append a `Matmul` or an `AttentionCall` with what it reads, the number of
-    rotated features, or the FLOPs of logits."""
+    """Kernels that append their work to a list: a `Matmul` or an `AttentionCall` with its input,
+    the number of rotated features, or the FLOPs of logits."""
 
     def result(event: Any, shapes: Sequence[Any], dtype: Any, *inputs: jax.Array) -> tuple:
         call = f"{RECORDED}{len(recorded)}/"
         recorded.append(event)
         zeros = [jnp.zeros(shape, dtype) for shape in shapes]
-        # It reads the inputs, as the matmul would.
+        # The barrier makes the result depend on the inputs, as a matmul's does.
         _, made = jax.lax.optimization_barrier((inputs, zeros))
         return tuple(checkpoint_name(one, f"{call}{i}") for i, one in enumerate(made))
 
@@ -128,7 +128,7 @@ def _recording(recorded: list[Any]) -> Kernels:
         tokens = x.shape[: x.ndim - weight.ndim + 1]
         one = Matmul(inputs, ((weight.shape[-1], 1),), "inputs", (name,))
         if recorded and isinstance(before := recorded[-1][1], AttentionCall):
-            # A kernel may want values as wide as keys.
+            # Attention kernels may pad values to the width of keys: the true width is here.
             recorded[-1] = None, dataclasses.replace(before, value_features=weight.shape[1])
         return result((tokens, one), [(*tokens, weight.shape[-1])], x.dtype, x)[0]
 
@@ -160,7 +160,7 @@ def _recording(recorded: list[Any]) -> Kernels:
         attend=attend,
         rotary=rotary,
         cross_entropy=cross_entropy,
-        # What a capacity would drop is counted, as it is in a model's FLOPs.
+        # Tokens that a capacity would drop are counted, as in a model's FLOPs.
         dispatch=Dispatch(matmul="ragged_dot", keeps_all=True),
     )
 
@@ -174,7 +174,7 @@ def _attention(
         window = min(window, length)
         keys = (window * (window + 1) / 2 + (length - window) * window) / length
         seen = 2 * keys
-    else:  # a window reaches as far forward as back
+    else:  # a window extends equally in both directions
         keys = seen = min(2 * window - 1, length) if window < length else length
     heads = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     return AttentionCall(*heads, keys, seen, source_len=source_len)
@@ -183,7 +183,7 @@ def _attention(
 def _trace_layer(
     stack: Stack, arguments: tuple, recorded: list[Any], kind: int
 ) -> tuple[list[Any], list[PlainMatmul]]:
-    """What one layer of a kind records, and the other matmuls of its trace."""
+    """The recorded work of one layer of a kind, and the other matmuls of its trace."""
     recorded.clear()
     others, saved_as = plain_matmuls(jax.make_jaxpr(layer_function(stack, kind))(*arguments).jaxpr)
     events = list(recorded)
@@ -197,12 +197,14 @@ def _trace_layer(
 def _shares(
     stack: Stack, length: int, expert_layers: int, trace: Callable[[int], tuple[list, list]]
 ) -> tuple[list[Any], float]:
-    """What the layers of a stack compute, each with the share of the layers that do, and the
-    features that a mean layer rotates."""
+    """The work of a stack's layers, each item with the share of layers that do it, and the mean
+    number of rotated features of a layer."""
     found: dict[Any, float] = collections.defaultdict(float)
     rotated = 0.0
     for kind in range(stack.period):
-        share = len(range(kind, stack.num_layers, stack.period)) / stack.num_layers / stack.turn
+        share = (
+            len(range(kind, stack.num_layers, stack.period)) / stack.num_layers / stack.model_layers
+        )
         events, others = trace(kind)
         for one in (*_joined(events, length), *_others(others, length, expert_layers)):
             if isinstance(one, int):
@@ -229,11 +231,11 @@ def _stack_work(
 
     attended = total("inputs", lambda _: 1, "attention_out")
     fed = total("inputs", lambda _: 1, "mlp_down")
-    # Experts and a shared one are one branch.
+    # Experts and a shared expert are one branch.
     fed = max(fed, min(1.0, fed + sum(one.share for one in experts)))
     return StackWork(
         stack.name,
-        stack.num_layers * stack.turn,
+        stack.num_layers * stack.model_layers,
         length,
         matmuls,
         of(AttentionCall),
@@ -249,7 +251,7 @@ def _stack_work(
 
 
 def _joined(events: Iterable[tuple[Any, Any]], length: int) -> Iterator[Any]:
-    """The events, matmuls of the same array that no rank of tensor divides as one."""
+    """The events; matmuls of one array that tensor does not divide are joined into one."""
     whole: dict[int, Matmul] = {}
     for x, one in events:
         if not isinstance(one, Matmul):
@@ -280,13 +282,13 @@ def _others(
       expert_layers: of those traced, the layers with experts.
     """
     grouped = [one for one in found if one.groups] if expert_layers else []
-    for _ in range(expert_layers if grouped else 0):  # which are alike
+    for _ in range(expert_layers if grouped else 0):  # all have the same sizes
         first, gated = grouped[0], len(grouped) == 3 * expert_layers
         sizes = first.groups, round(first.rows / length), first.inputs, first.outputs
         yield RoutedExperts(*sizes, gated, read=grouped[-1].saved_as == "")
     for one in found:
         if grouped and (one.groups or one.outputs == grouped[0].groups):
             continue  # an expert's, or the router's
-        # Plain JAX, which the compiler partitions as the stream is.
+        # Plain JAX matmuls, which XLA partitions like the stream.
         output, tokens = (one.outputs, 1), one.rows / length
         yield Matmul(one.inputs, (output,), "tokens", tokens=tokens, saved_as=(one.saved_as,))

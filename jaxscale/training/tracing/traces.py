@@ -1,5 +1,4 @@
-"""Traces of models, each made once and kept on disk: a plan of a model that was traced before
-imports no JAX."""
+"""Cache of models' traces on disk: planning a model that was traced before imports no JAX."""
 
 import contextlib
 import dataclasses
@@ -22,18 +21,18 @@ from jaxscale.storage import durable
 from jaxscale.storage.untrusted import load_json
 from jaxscale.storage.user_cache import cache_folder
 
-with epy.lazy_imports():  # it imports JAX: only a model that was not traced before needs it
+with epy.lazy_imports():  # it imports JAX, needed only for a model that was not traced before
     from jaxscale.training.tracing import trace_model, trace_saved, trace_work
 
 PACKAGE = pathlib.Path(__file__).parents[2]
 SOURCES = ("config", "models", "ops", "pipeline", "sharding", "training")
 """Folders of the package on which a trace depends."""
 VERSIONS = 4
-"""Versions of the package whose traces are kept."""
+"""The number of versions of the package whose traces are kept."""
 
 
 def model_trace(settings: ModelSettings) -> ModelTrace:
-    """The parameters and stacks of a model: see `trace_model`.
+    """The parameters and stacks of a model, by `trace_model`.
 
     Raises:
       ValueError: the family of a custom model cannot be imported.
@@ -47,10 +46,10 @@ def model_work(
     output_len: int,
     make: Callable[[Any, Any], Any] | None = None,
 ) -> ModelWork:
-    """What a model computes for a sequence: see `trace_work`.
+    """The work of a model for a sequence, by `trace_work`.
 
     Args:
-      make: what makes the model, where that is not `model.family`'s.
+      make: the function that makes the model; None: by `model.family`.
 
     Raises:
       ValueError: the family of a custom model cannot be imported.
@@ -61,7 +60,7 @@ def model_work(
 def saved_values(
     settings: ModelSettings, seq_len: int, output_len: int, remat: str, *, piped: bool
 ) -> SavedValues:
-    """What a model's layers save: see `trace_saved`.
+    """The arrays that a model's layers save, by `trace_saved`.
 
     Raises:
       ValueError: the family of a custom model cannot be imported.
@@ -70,14 +69,14 @@ def saved_values(
 
 
 def _made_by(settings: ModelSettings) -> Any:
-    """What makes a custom model: a notebook's cell may define it anew. Of others None."""
+    """The function that makes a custom model, which a notebook cell may redefine; else None."""
     return find_make(settings.family) if is_own_family(settings.family) else None
 
 
 @functools.lru_cache(maxsize=512)
 def _trace(record: type, settings: ModelSettings, make: Any, *more: Any) -> Any:
-    """A trace, from disk where there is one. Those of custom models are not kept there: their
-    modules may change."""
+    """A trace, from disk if stored. Traces of custom models are not stored, since their modules may
+    change."""
     folder = None
     with contextlib.suppress(RuntimeError):  # a user without a home
         folder = cache_folder()
@@ -86,10 +85,10 @@ def _trace(record: type, settings: ModelSettings, make: Any, *more: Any) -> Any:
     key = f"{record.__name__} {read_settings(settings)} {more}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:32]
     path = folder / "traces" / _sources()[:16] / f"{digest}.json"
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # none, or damaged
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # missing or corrupt
         return _from_json(record, load_json(path))
     trace = _make(record)(settings, *more)
-    with contextlib.suppress(OSError):  # a folder that cannot be written to: traced again then
+    with contextlib.suppress(OSError):  # a folder that cannot be written to
         if not path.parent.exists():
             _remove_oldest(folder / "traces")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +97,7 @@ def _trace(record: type, settings: ModelSettings, make: Any, *more: Any) -> Any:
 
 
 def _remove_oldest(folder: pathlib.Path) -> None:
-    """Removes the traces of versions of the package, but for the last ones in use."""
+    """Removes the traces of versions of the package, except the last ones in use."""
     versions = sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime)
     for path in versions[: 1 - VERSIONS]:
         shutil.rmtree(path, ignore_errors=True)
@@ -112,7 +111,7 @@ def _make(record: type) -> Callable[..., Any]:
 
 @functools.cache
 def _sources() -> str:
-    """A digest of the package's modules that make a trace."""
+    """A digest of the package's modules on which a trace depends."""
     versions = [metadata.version(name) for name in ("jax", "flax")]
     found = hashlib.sha256(" ".join(versions).encode())
     for folder in SOURCES:
@@ -121,13 +120,13 @@ def _sources() -> str:
     return found.hexdigest()
 
 
-def _from_json(kind: Any, value: Any) -> Any:
-    """A record of records, tuples and numbers, as `dataclasses.asdict` gives it to JSON."""
-    if dataclasses.is_dataclass(kind):
-        types, make = typing.get_type_hints(kind), typing.cast(Any, kind)
+def _from_json(target: Any, value: Any) -> Any:
+    """A record of records, tuples and numbers, from the JSON of `dataclasses.asdict`."""
+    if dataclasses.is_dataclass(target):
+        types, make = typing.get_type_hints(target), typing.cast(Any, target)
         return make(**{name: _from_json(types[name], each) for name, each in value.items()})
-    if typing.get_origin(kind) is tuple:
-        inside = typing.get_args(kind)
+    if typing.get_origin(target) is tuple:
+        inside = typing.get_args(target)
         if inside[-1] is not Ellipsis:
             return tuple(map(_from_json, inside, value))
         return tuple(_from_json(inside[0], each) for each in value)

@@ -60,7 +60,7 @@ SHIPPED = {"family": "mixtral", "num_layers": 4}
         (OWN | {"capacity_factor": -1.0}, "model.capacity_factor = -1.0 is too small"),
         (
             OWN | {"router": "prototypes", "experts_per_token": 3},
-            "cannot be dealt evenly to model.experts_per_token = 3 prototypes; set model.num_exper",
+            "cannot be split evenly into model.experts_per_token = 3 prototypes; set",
         ),
         (
             OWN | {"router": "prototypes", "router_scores": "sigmoid"},
@@ -68,7 +68,7 @@ SHIPPED = {"family": "mixtral", "num_layers": 4}
         ),
         (
             OWN | {"router": "expert_choice"},
-            "model.capacity_factor = 0 does not say how many tokens each expert takes",
+            "model.capacity_factor = 0 with model.router = 'expert_choice', which needs",
         ),
         (
             OWN | {"router": "expert_choice", "capacity_factor": 1.0, "balance_weight": 0.1},

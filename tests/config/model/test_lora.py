@@ -34,9 +34,9 @@ LATENT = {"family": "deepseek_v3", "kv_rank": 8, "rope_head_dim": 4, "num_expert
     [
         ({"lora_rank": -1}, "model.lora_rank = -1 is too small; at least 0"),
         ({"lora_rank": 4, "lora_alpha": 0.0}, "model.lora_alpha = 0.0 must be above 0"),
-        ({"lora_targets": "q"}, "with model.lora_rank = 0, which is no adapters; set model.lora_r"),
-        ({"lora_tokens": "3"}, "model.lora_tokens = '3' with model.lora_rank = 0, which is no ada"),
-        ({"lora_rank": 4, "lora_tokens": "250-257"}, "names token 257, and the last one is 256"),
+        ({"lora_targets": "q"}, "with model.lora_rank = 0 (no adapters); set model.lora_r"),
+        ({"lora_tokens": "3"}, "model.lora_tokens = '3' with model.lora_rank = 0 (no adapters)"),
+        ({"lora_rank": 4, "lora_tokens": "250-257"}, "names token 257; at most 256"),
         ({"lora_rank": 4, "lora_tokens": "9-7"}, "'9-7' is not a token's id or a range of ids"),
         ({"lora_rank": 4, "lora_tokens": "7,5-8"}, "model.lora_tokens = '7,5-8' names a token tw"),
         ({"lora_rank": 4, "lora_targets": "q,q_proj"}, "model.lora_targets = 'q_proj'"),
@@ -94,9 +94,9 @@ def test_groups_of_the_optimizer_are_for_adapters():
     for pattern, refused in (("layers/mlp/up", True), ("layers/mlp/*", False), ("*_lora/b", False)):
         groups = (ParamGroup(pattern, learning_rate_scale=16.0),)
         config = Config(model=model, optimizer=OptimizerConfig(groups=groups))
-        with pytest.raises(ValueError, match="moves or freezes") if refused else nullcontext():
+        with pytest.raises(ValueError, match="updates or freezes") if refused else nullcontext():
             check_param_groups(config.model, config.optimizer.groups)
-        with pytest.raises(ValueError, match="moves or freezes") if refused else nullcontext():
+        with pytest.raises(ValueError, match="updates or freezes") if refused else nullcontext():
             frozen_params(groups, decoder.axes, decoder.frozen)
 
 

@@ -1,4 +1,4 @@
-"""Models of one's own by name, as `model.family` has them, and the settings that they bring."""
+"""Custom models by name, as in `model.family`, and their settings."""
 
 import json
 import sys
@@ -68,7 +68,11 @@ def test_settings_are_read_again_as_the_record_has_them(cell, kind, text, value)
         (tuple[int, ...], "a", r"is of type str; expected tuple\[int, ...\]"),
         (tuple[int, int], "(1,)", r"model.own = \(1,\) has 1 members, and not 2"),
         (tuple, "3", "model.own = 3 is of type int; expected a tuple"),
-        (list[int], "[3]", r"Settings.own is of type list\[int\]; settings hash: make it a tuple"),
+        (
+            list[int],
+            "[3]",
+            r"Settings.own is of type list\[int\]; settings must be hashable: make it a tuple",
+        ),
     ],
 )
 def test_other_settings_are_refused(cell, kind, text, said):

@@ -20,12 +20,12 @@ OWN = {"family": "tests.models.experts:make", "prediction_depth": 1}
         (OWN | {"prediction_weight": -0.1}, "model.prediction_weight = -0.1 is too small"),
         (
             OWN | {"causal": False},
-            "a token already sees those that are to be predicted; set model.",
+            "so a token sees the tokens to predict; set model.",
         ),
-        (OWN | {"positions": "learned"}, "model.positions = 'learned' has a row for each place"),
+        (OWN | {"positions": "learned"}, "model.positions = 'learned' has no row for later tokens"),
         (
             OWN | {"layer_pattern": "LG", "sliding_window": 4},
-            "model.layer_pattern = 'LG' does not say which layer a module is; set model.prediction",
+            "model.layer_pattern = 'LG' does not define a module's layer; set model.prediction",
         ),
     ],
 )

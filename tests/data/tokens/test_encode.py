@@ -402,7 +402,7 @@ def test_pairs_that_an_encoder_cannot_read_are_refused(tmp_path):
             {},
             "all 9 prompts and responses do not fit in data.seq_len = 4 and",
         ),
-        ([source], {"objective": "ul2"}, "'ul2' chooses what a decoder writes, .* = 'prefix'"),
+        ([source], {"objective": "ul2"}, "'ul2' defines the decoder's text, .* = 'prefix'"),
         ([{"path": "a.jsonl", "messages": "m"}], {}, "are conversations, and data.target_len = 4"),
         (
             [source, "README.md"],

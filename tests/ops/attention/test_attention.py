@@ -280,13 +280,13 @@ def test_flash_keeps_no_scores_and_its_results_by_name():
 @pytest.mark.proof
 def test_scaling_in_the_rotation_adds_no_rounding_to_that_of_queries_and_keys():
     """As on a TPU. Heads of 128: their scale is not a power of two. Errors of scores of size 1,
-    beside those of queries and keys that are rounded and then scaled exactly."""
+    compared with those of queries and keys that are rounded and then scaled exactly."""
     rng = np.random.default_rng(0)
     positions = jnp.asarray(rng.integers(0, 5000, (1, 256)), jnp.int32)
     q, k = (jnp.asarray(rng.normal(size=(1, 256, 1, 128)), jnp.bfloat16) for _ in "qk")
 
-    def scores(turn, scale=1.0):
-        return scale * np.einsum("btnh,bsnh->bts", *(np.float64(turn(x)) for x in (q, k)))
+    def scores(rope, scale=1.0):
+        return scale * np.einsum("btnh,bsnh->bts", *(np.float64(rope(x)) for x in (q, k)))
 
     turned = functools.partial(rotary, positions_BT=positions, theta=1e4)
     exact = scores(lambda x: turned(x.astype(jnp.float64)), 128**-0.5)
@@ -295,7 +295,7 @@ def test_scaling_in_the_rotation_adds_no_rounding_to_that_of_queries_and_keys():
         for one in (scores(turned, 128**-0.5), scores(functools.partial(turned, factor=128**-0.25)))
     )
     assert rounded > 1e-3
-    assert ours < 1.05 * rounded  # once more rounded: 1.22
+    assert ours < 1.05 * rounded  # rounded twice: 1.22
 
 
 @pytest.mark.proof
@@ -434,7 +434,7 @@ def cudnn_anywhere(monkeypatch):
 
 @pytest.mark.usefixtures("cudnn_anywhere")
 def test_cudnn_reads_no_mask_of_rows_of_one_document():
-    """And without one it needs no `maskless`, and has a window of its own."""
+    """Also, without a mask it needs no `maskless`, and uses the kernel's window."""
     args, expected = shapes(128, 4, 2, jnp.bfloat16)
 
     def program(**settings):

@@ -51,14 +51,14 @@ def spread(ranks, method, *, block=None, flash=False):
         specs = (*[time] * 5, P(), P())
         run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=time, check_vma=False)
         orders = [None if x is None else balanced_order(x.shape[1], ranks) for x in tokens]
-        dealt = [None if x is None else x[:, order] for x, order in zip(tokens, orders)]
-        return run(*dealt, bias, sinks)[:, np.argsort(orders[0])]
+        reordered = [None if x is None else x[:, order] for x, order in zip(tokens, orders)]
+        return run(*reordered, bias, sinks)[:, np.argsort(orders[0])]
 
     return attend
 
 
 @pytest.mark.parametrize(("seq_len", "ranks"), [(8, 1), (7, 1), (8, 2), (24, 4), (48, 8)])
-def test_the_balanced_order_deals_each_rank_an_early_and_a_late_chunk(seq_len, ranks):
+def test_the_balanced_order_gives_each_rank_an_early_and_a_late_chunk(seq_len, ranks):
     order = balanced_order(seq_len, ranks)
     np.testing.assert_array_equal(np.sort(order), np.arange(seq_len))
     np.testing.assert_array_equal(np.argsort(order)[order], np.arange(seq_len))
@@ -81,7 +81,7 @@ CASES: dict[str, dict] = {
 
 
 BY_BOTH = ("eight ranks, window of some chunks", "both ways, bias", "sinks")
-"""The others by one method each, in turn: the pairs of chunks do not depend on what is done."""
+"""The others by one method each, alternating: pairs of chunks do not depend on the case."""
 
 
 @pytest.mark.proof(but=("cross-gather", "broken blocks-ring"))
@@ -115,7 +115,9 @@ def test_whole_sequences_for_some_heads_are_the_reference(ranks, case):
 
 @pytest.mark.proof
 def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"4 heads and 2 key heads do not divide among 8 ranks"):
+    with pytest.raises(
+        ValueError, match=r"4 heads and 2 key/value heads do not divide over 8 ranks"
+    ):
         spread(8, ULYSSES)(*arguments(48, 4, 2))
 
 
@@ -190,5 +192,5 @@ def test_the_ring_sends_keys_to_neighbours_and_never_gathers(ranks):
 
     forward = 3 * (ranks - 1)  # keys, values and segments
     assert sent(run) == forward
-    # Once more in the backward pass, where two gradients go all the way round.
+    # Again in the backward pass, where two gradients are sent around the whole ring.
     assert sent(differentiated(run)) == 2 * forward + 2 * ranks

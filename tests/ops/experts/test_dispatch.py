@@ -45,7 +45,7 @@ def example():
 
 
 def plainly(x, up, down, up_bias, down_bias, gates, keeps):
-    """Every token through every expert, in turn."""
+    """Every token through every expert, one after the other."""
     _, experts, _ = example()
     y = jnp.zeros_like(x)
     for expert in range(E):
@@ -156,8 +156,8 @@ def test_every_mesh_gives_what_one_device_does(sizes, factor, ragged, monkeypatc
     arguments = ROWS, *[EXPERTS] * 4, ROWS
     run = on_mesh(sizes, local, (arguments, ROWS, ROWS), (ROWS, arguments, PartitionSpec()))
     (x, *weights, gates), experts, dy = example()
-    dealt = (x[:, order], *weights, gates[:, order]), experts[:, order], dy[:, order]
-    y, (dx, *dweights, dgates), count = run(*dealt)
+    reordered = (x[:, order], *weights, gates[:, order]), experts[:, order], dy[:, order]
+    y, (dx, *dweights, dgates), count = run(*reordered)
     capacity = capacity_of(factor, T, K, E)
     result, gradients = wanted(capacity)
     assert count == kept(capacity).sum()

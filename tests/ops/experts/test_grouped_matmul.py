@@ -54,7 +54,7 @@ def test_weight_gradients_of_long_groups_are_accumulated_in_float32(implementati
 
 def rounding(array, kind, axis):
     """The most by which an element errs: half a unit in the last place, or of the smallest number,
-    whose scale brings the largest into the upper half of the range; in int8 half of a 127th of the
+    whose scale moves the largest to the upper half of the range; in int8 half of a 127th of the
     largest along what is contracted."""
     largest = np.abs(array).max(initial=0)
     match kind:

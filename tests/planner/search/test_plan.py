@@ -409,7 +409,7 @@ def test_float8_is_planned_where_there_are_units_for_it():
     ("groups", "said"),
     [
         (({"params": "layer/*", "frozen": True},), "matches no parameter; they are embed/tokens, "),
-        (({"params": "*", "frozen": True},), "freeze every parameter, and nothing would be"),
+        (({"params": "*", "frozen": True},), "freeze every parameter; leave 'frozen' out"),
     ],
 )
 def test_groups_that_a_run_refuses_are_not_planned(groups, said):

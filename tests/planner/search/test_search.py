@@ -412,7 +412,7 @@ def test_pins_hold():
         ({"tensor": -1}, "--pin tensor=-1: leave it out for the planner to choose"),
         ({"schedule": "order.csv"}, "--pin schedule=order.csv: the planner ranks"),
         ({"schedule": "auto"}, "--pin schedule=auto: the planner ranks"),
-        ({"schedule": "1f1b:3,x"}, "'3,x' is not a choice"),
+        ({"schedule": "1f1b:3,x"}, "'3,x' is not an option"),
         ({"virtual_stages": 0}, "--pin virtual_stages=0: at least 1"),
         ({"remat": "auto"}, "--pin remat=auto: leave it out"),
         ({"microbatches": 3}, "--pin microbatches=3: a step's .* the nearest: 2 or 4"),

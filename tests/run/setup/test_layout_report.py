@@ -183,14 +183,14 @@ def test_what_passes_a_pipeline_could_keep():
         held.append(needs.stash)
         times.append(int((rows[remat][2:] or ["0"])[0].strip("+%")))
     assert held == sorted(held, reverse=True)
-    # 1F1B needs four ticks a micro-batch in place of three with nothing kept, but for its ramps.
+    # 1F1B needs four ticks a micro-batch, and three with nothing kept, except its ramps.
     assert times == sorted(times)
     assert times[-1] == 24
 
 
 @pytest.mark.proof
 def test_a_dealing_that_pads_says_how_much():
-    """With two chunks each rank has layers of encoder and decoder; with one, of one, and room for
+    """With two chunks each rank has layers of encoder and decoder; with one, of one, and rows for
     the other's."""
     needs, padding = [], []
     for schedule, chunks in (("interleaved", 2), ("1f1b", 1), ("1f1b:3,1,2,2", 1)):
@@ -231,7 +231,7 @@ def test_state_that_replicas_hold_alike_is_named_with_its_bytes(layout, axes):
         }
     )
     text = describe_layout(make_engine(config, make_mesh(config.layout, jax.devices()[:4])))
-    notes = [line for line in text.splitlines() if line.startswith("note: of parameters")]
+    notes = [line for line in text.splitlines() if line.startswith("note: each device stores")]
     if not axes:
         assert notes == []
         return
@@ -243,8 +243,8 @@ def test_state_that_replicas_hold_alike_is_named_with_its_bytes(layout, axes):
         )
     )
     assert notes == [
-        f"note: of parameters and optimizer state each device holds {human_bytes(here)}, of which "
-        f"{human_bytes(here - there)} are on other ranks of {axes} too; layout.fsdp = 4, "
+        f"note: each device stores {human_bytes(here)} of parameters and optimizer state, of which "
+        f"{human_bytes(here - there)} are replicated over {axes}; layout.fsdp = 4, "
         f"layout.data = 1 and layout.zero_stage = 3 would leave {human_bytes(there)}"
     ]
 

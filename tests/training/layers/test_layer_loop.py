@@ -15,7 +15,7 @@ from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 from jaxscale.training.layers import loop_form
-from jaxscale.training.layers.loop_form import Early, early_reductions
+from jaxscale.training.layers.loop_form import ReductionTiming, early_reductions
 
 pytestmark = pytest.mark.compiles
 
@@ -83,28 +83,28 @@ def test_the_first_microbatch_gathers_and_the_last_one_reduces(stage, expected):
 
 
 def test_reductions_that_end_early_are_for_long_microbatches_that_are_recomputed_on_tpus():
-    def early(platform="tpu", tokens=HIDING_TOKENS, waits=False, **layout) -> Early:
+    def early(platform="tpu", tokens=HIDING_TOKENS, waits=False, **layout) -> ReductionTiming:
         config = from_dict({"layout": {"data": 1, "fsdp": 2, "remat": "full", **layout}})
         engine = make_engine(config, make_mesh(config.layout, jax.devices()[:2]))
         zero = dataclasses.replace(engine.zero, waits_for_gathers=waits)
         return early_reductions(config.layout, zero, platform, tokens)
 
-    assert early() == Early(head=True, layers=True)
-    assert early(waits=True) == Early(head=True, layers=True, gathers_late=True)
-    assert not early(waits=True, offload="activations").gathers_late, "which are prefetched too"
-    assert early(platform="gpu") == Early()
-    assert early(zero_stage=1) == Early(), "which reduces the last micro-batch's only"
-    only_head = Early(head=True)
+    assert early() == ReductionTiming(head=True, layers=True)
+    assert early(waits=True) == ReductionTiming(head=True, layers=True, defer_gathers=True)
+    assert not early(waits=True, offload="activations").defer_gathers, "which are prefetched too"
+    assert early(platform="gpu") == ReductionTiming()
+    assert early(zero_stage=1) == ReductionTiming(), "which reduces the last micro-batch's only"
+    only_head = ReductionTiming(head=True)
     assert early(tokens=HIDING_TOKENS - 1) == only_head
     assert early(remat="save_matmuls") == only_head
     assert early(microbatches=2, accumulation="layered") == only_head
-    assert early(microbatches=2) == Early(head=True, layers=True)
+    assert early(microbatches=2) == ReductionTiming(head=True, layers=True)
 
 
 def test_layers_that_gather_late_prefetch_in_the_forward_pass_alone(monkeypatch):
     """Gather 0; gather 1, F0; gather 2, F1; F2, head, B2; gather 1, reduce 2, B1; gather 0, reduce
     1, B0; reduce 0."""
-    early = Early(head=True, layers=True, gathers_late=True)
+    early = ReductionTiming(head=True, layers=True, defer_gathers=True)
     monkeypatch.setattr(loop_form, "early_reductions", lambda *_: early)
     assert timeline(lowered_step(remat="full")) == "gg.g.gr.gr.r"
 
@@ -115,7 +115,7 @@ def test_early_reductions_and_unfilled_arrays_are_the_same(layout, monkeypatch):
     """To the bit: loss, and parameters after two steps. What begins unfilled on GPUs, residuals and
     on one device gradients, is written before it is read: it is NaN here."""
     expected, shapes = after_two_steps(layout), []
-    early = Early(head=True, layers=True, gathers_late=True)
+    early = ReductionTiming(head=True, layers=True, defer_gathers=True)
 
     def empty(shape, dtype):
         shapes.append(shape)
@@ -149,7 +149,7 @@ def test_a_single_layer_is_gathered_once():
 @pytest.mark.proof
 def test_layers_of_a_period_are_not_at_work_together():
     """Compiled as one region, every layer of a period kept what its weight gradients need: 31.8 MB
-    of temporaries here, where layers that are all alike have 8.5 MB."""
+    of temporaries here, where layers without a period have 8.5 MB."""
     config = from_dict(
         {
             "model": {

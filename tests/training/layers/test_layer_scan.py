@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.training.layers.layer_scan import Place, ascend, descend
+from jaxscale.training.layers.layer_scan import LayerPosition, ascend, descend
 
 
 @pytest.mark.proof(but=("2-3", "5-1", "6-3"))
@@ -28,7 +28,7 @@ def test_each_layer_of_a_period_has_its_own_settings_up_and_down(num_layers, per
     for (seen, _), kept in (first, ascend(up, begin, num_layers, period, into=used)):
         np.testing.assert_array_equal(seen, wanted)
         assert kept
-        assert [int(kept.at(Place(*place))[0]) for place in wanted.tolist()] == (
+        assert [int(kept.at(LayerPosition(*place))[0]) for place in wanted.tolist()] == (
             wanted @ [10, 1]
         ).tolist()
     for top, bottom in ((num_layers - 1, 0), (num_layers - 2, 1)):

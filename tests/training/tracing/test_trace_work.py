@@ -219,7 +219,7 @@ def test_both_sequences_of_an_encoder_decoder():
 
 
 class Pooled(Model):
-    """One layer over a stream without tokens, and a head of its own."""
+    """One layer over a stream without tokens, and a custom head."""
 
     def __init__(self, settings, kernels):
         self.settings, self.kernels = settings, kernels

@@ -1,0 +1,82 @@
+"""Each script of examples/ runs, in this process, which has eight devices and JAX imported."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from unittest import mock
+
+import jax
+import pytest
+
+import jaxscale
+from jaxscale.run import metrics
+
+SCRIPTS = sorted(pathlib.Path("examples").glob("*.py"))
+
+
+@pytest.fixture
+def main_of(monkeypatch) -> Callable[[str], Callable]:
+    """The `main` of a script by its name; the script's changes of the environment are undone."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(metrics, "plot", lambda *arguments: None)
+    with mock.patch.dict(os.environ), jax.enable_x64(False):
+        yield lambda name: runpy.run_path(f"examples/{name}.py")["main"]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_states_its_command_and_uses_public_names(path):
+    text = path.read_text(encoding="utf-8")
+    assert f"    python {path}" in text
+    assert re.search(r"about\s\d+ s on two cores", text)
+    assert set(re.findall(r"\bjaxscale\.(\w+)\(", text)) <= set(jaxscale.__all__)
+    assert len([line for line in text.splitlines() if line.strip()]) <= 60
+
+
+def test_a_missing_compiler_is_named_with_its_extra(main_of, tmp_path, monkeypatch):
+    main = main_of("plan_and_compile")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="--extra aot"):
+        main([], tmp_path)
+
+
+@pytest.mark.proof
+def test_a_model_is_trained_from_text(main_of, tmp_path, capsys):
+    main = main_of("train_from_text")
+    short = ["model.num_layers=1", "run.steps=2", "optimizer.warmup_steps=1", "run.eval_batches=1"]
+    main(short, tmp_path)
+    assert "a sample:\ndef " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="is complete"):
+        main(short, tmp_path)
+
+
+@pytest.mark.proof
+def test_a_hugging_face_model_is_fine_tuned(main_of, tmp_path, capsys):
+    main = main_of("finetune_hugging_face")
+    main("tests/goldens/llama_chat", tmp_path)
+    assert "logits (1, 5, 300)" in capsys.readouterr().out
+    assert (tmp_path / "finetune_exported" / "model.safetensors").exists()
+    with pytest.raises(SystemExit, match="to start again"):
+        main("tests/goldens/llama_chat", tmp_path)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["custom_model_pipeline", "resume_on_another_mesh"])
+def test_two_layouts_give_the_same_losses(name, main_of, tmp_path, capsys):
+    main_of(name)(tmp_path)
+    (worst,) = re.findall(r"largest difference (\S+),", capsys.readouterr().out)
+    assert float(worst) < 1e-5
+
+
+@pytest.mark.proof
+@pytest.mark.compiles
+def test_a_plan_is_compiled_for_absent_tpus(main_of, tmp_path, capfd):
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("no compiler for TPUs: uv sync --inexact --extra aot")
+    main = main_of("plan_and_compile")
+    main.__globals__["CONFIG"] = "tiny"
+    main(["model.attention=reference", "model.num_layers=1"], tmp_path)
+    assert "planned, " in capfd.readouterr().out
