@@ -204,7 +204,7 @@ USUAL_DEVICES = 1024
 
 
 SCHEDULE = r"(|none|dualpipe|1f1b|1f1b[-/]interleaved( where pp>1|\(vp [^)]*\))?)"
-"""What the column may contain."""
+"""Pattern of the column."""
 
 
 def _chunks(get: Columns, shape: ModelShape, pipeline: int) -> int:

@@ -128,7 +128,7 @@ def to_row(get: Columns) -> Row:
 
 
 def _reading(get: Columns) -> tuple[str, float]:
-    """What a memory figure measures, and its unit: nanotron prints the memory of PyTorch's
+    """Quantity and unit of a memory figure: nanotron prints the memory of PyTorch's
     allocator in units of 2**30 bytes; others read `nvidia-smi`, unless the notes say "GB
     allocated"."""
     if get("framework").lower().startswith("nanotron"):

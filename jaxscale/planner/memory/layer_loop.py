@@ -97,7 +97,7 @@ class LayerLoop:
         Args:
           layout: resolved; one, or a batch of them.
           rows: layers of each stack that a device allocates.
-          capacity: in a pipeline, those of one chunk of this stack.
+          capacity: in a pipeline, layers of one chunk of this stack.
         """
         model, data, count = config.model, config.data, layout.num_groups
         trace, lengths = model_trace(model), (data.seq_len, data.output_len)

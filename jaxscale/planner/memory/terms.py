@@ -110,7 +110,7 @@ class Memory:
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """Terms of one layout's peak by field, without those of 0 bytes."""
+        """Terms of one layout's peak by field, without terms of 0 bytes."""
         phase = max(self.phases, key=lambda name: self.phases[name])
         names = ("parameters", "optimizer", "batch", *LIVE[phase])
         sizes = {name: int(getattr(self, name)) for name in names}

@@ -1,4 +1,4 @@
-"""Shapes of models in JSON: the published ones of `named_models.json`, and a user's own files."""
+"""Model shapes in JSON: published models of `named_models.json`, and a user's files."""
 
 import dataclasses
 import pathlib

@@ -1,10 +1,10 @@
 """Partial recompute in pipelines: `remat = "keep:N"`, with the largest N that fits.
 
 With "full" every pass through a chunk is recomputed, with "none" each keeps its activations; with
-"keep:N" a rank keeps those of N passes at a time and recomputes the others. The best N differs
-between layouts, so it is found for each one: first by closed forms, then, for the most promising,
-by simulating the table. Early ranks of a pipeline save the most activations; a policy per stage
-uses the memory that late ranks would leave idle (Mist, EuroSys 2025).
+"keep:N" a rank keeps the activations of N passes at a time and recomputes the others. The best N
+differs between layouts, so it is found for each one: first by closed forms, then, for the most
+promising, by simulating the table. Early ranks of a pipeline save the most activations; a policy
+per stage uses the memory that late ranks would leave idle (Mist, EuroSys 2025).
 """
 
 import dataclasses

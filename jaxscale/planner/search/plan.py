@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of a step's tokens, an encoder's and its decoder's together."""
+        """Tokens of a step per second, an encoder's and its decoder's together."""
         return self.planned_model.step_tokens / self.step_seconds
 
     @property

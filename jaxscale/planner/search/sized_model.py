@@ -109,22 +109,22 @@ class SizedModel:
 
     @property
     def stacks(self) -> tuple[StackLayers, ...]:
-        """The layers that a pipeline divides: those of a decoder, see `ENCODER_EXCLUDES`."""
+        """The layers that a pipeline divides: a decoder's, see `ENCODER_EXCLUDES`."""
         return (StackLayers("layers", self.shape.layers),)
 
     @property
     def head_cost(self) -> float:
-        """FLOPs of the head over those of a layer."""
+        """FLOPs of the head over a layer's."""
         return self.work.head_cost(self.shape.layers)
 
     @property
     def flops_per_token(self) -> float:
-        """Of training, without recompute."""
+        """Training FLOPs per token, without recompute."""
         return self.work.training_flops / self.shape.seq_len
 
     def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
-        """Of training, with recompute; `recomputed` is the share of a pipeline's passes that R
-        operations recompute."""
+        """Training FLOPs per token, with recompute; `recomputed` is the share of a pipeline's
+        passes that R operations recompute."""
         return self.work.hardware_flops(remat, recomputed) / self.shape.seq_len
 
     def parallelism(self, layout: Layout) -> Parallelism:

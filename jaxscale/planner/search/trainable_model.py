@@ -155,7 +155,7 @@ class TrainableModel:
 
     @functools.cached_property
     def head_cost(self) -> float:
-        """FLOPs of the head over those of a layer."""
+        """FLOPs of the head over a layer's."""
         return self.work.head_cost(sum(stack.num_layers for stack in self.stacks))
 
     @functools.cached_property
@@ -185,12 +185,12 @@ class TrainableModel:
 
     @property
     def flops_per_token(self) -> float:
-        """Of training, without recompute, attention over visible keys only."""
+        """Training FLOPs per token, without recompute, attention over visible keys only."""
         return self.work.training_flops * self.sequences / self.step_tokens
 
     def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
-        """Of training, with recompute; `recomputed` is the share of a pipeline's passes that R
-        operations recompute."""
+        """Training FLOPs per token, with recompute; `recomputed` is the share of a pipeline's
+        passes that R operations recompute."""
         return self.work.hardware_flops(remat, recomputed) * self.sequences / self.step_tokens
 
     def with_layout(self, layout: Layout) -> Config:

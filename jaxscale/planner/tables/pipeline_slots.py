@@ -111,7 +111,7 @@ def busiest_rank_buffers(
 def buffers_by_rank(
     spec: TableSpec, layers: tuple[int, ...], stacks: Sequence[StackLayers]
 ) -> list[RankBuffers]:
-    """Buffers that each rank uses; all allocate those of the busiest."""
+    """Buffers that each rank uses; all allocate the busiest rank's."""
     table = pipeline_table(spec)
     slots = count_slots(table)
     chunks = chunk_stages(table.order)

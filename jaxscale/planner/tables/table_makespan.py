@@ -20,7 +20,7 @@ from jaxscale.pipeline_schedules.shipped import NAMES, find_schedule
 
 
 class TableSpec(NamedTuple):
-    """What determines a pipeline's table: the arguments of `pipeline.orders.make_order`."""
+    """Key of a pipeline's table: the arguments of `pipeline.orders.make_order`."""
 
     schedule: str
     ranks: int
@@ -82,7 +82,7 @@ def makespan(spec: TableSpec, costs: OperationSeconds) -> np.ndarray:
     30.0
 
     Args:
-      costs: those of operations that the schedule does not have are ignored.
+      costs: costs of operations that the schedule does not have are ignored.
 
     Returns:
       Float [...], the leading dimensions of the costs.
