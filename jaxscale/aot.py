@@ -19,7 +19,7 @@ from jaxscale.formatting import human_bytes, table
 with epy.lazy_imports():  # they import JAX: a mistyped flag is refused before
     from jaxscale.compiled import compile_ahead, topology
     from jaxscale.planner import auto_layout
-    from jaxscale.planner.memory import room
+    from jaxscale.planner.memory import device_limit
 
 SHOWN = 12
 """The number of buffers printed."""
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 config, line = auto_layout.choose_remat(config, cluster)
                 print(line)
             if not options.skip_memory_check:
-                room.check_room(config, machine.platform, machine.limit_bytes, kind)
+                device_limit.check_device_limit(config, machine.platform, machine.limit_bytes, kind)
             report = compile_ahead.compile_for(config, machine, unroll_loops=options.unroll_loops)
     except ModuleNotFoundError as error:
         command_line.refuse(str(error))

@@ -414,5 +414,5 @@ def test_a_step_that_cannot_fit_is_refused_before_it_is_compiled(monkeypatch, ca
         aot.main(["--config", "configs/llama3_8b.py", "--topology", "v5e:2x4"])
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "a program may have 16.9" in said
+    assert "a program may use 16.9" in said
     assert "--skip_memory_check" in said

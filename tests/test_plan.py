@@ -182,7 +182,7 @@ def test_a_model_by_its_name_is_ranked_and_explained(tmp_path, capsys):
     for words in (
         "30.5 B parameters, 3.4 B active per token on 32 H100-SXM",
         "256 sequences of 4096 tokens per step",
-        "to have the memory of our step, describe it by a config",
+        "for the memory of our step, describe it by a config",
         "expert all-to-alls, exposed",
         "optimizer state",
         "is faster, by",
@@ -198,7 +198,7 @@ def test_a_model_by_its_name_is_ranked_and_explained(tmp_path, capsys):
         assert sum(plan["memory"].values()) == plan["memory_bytes"]
         assert len(plan["stage_memory_bytes"]) == plan["layout"]["pipeline"]
         assert max(plan["stage_memory_bytes"]) <= plan["memory_bytes"]
-    assert "to have the memory of our step" in page.read_text()
+    assert "for the memory of our step" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_a_batch_that_does_not_split_is_said_with_the_nearest(sequences, nearest
     printed = capsys.readouterr().out
     assert ("do not split over 8 devices" in printed) == bool(nearest)
     if nearest:
-        assert f"the nearest number that does is {nearest}\n" in printed
+        assert f"the nearest number that splits is {nearest}\n" in printed
 
 
 @pytest.mark.parametrize(

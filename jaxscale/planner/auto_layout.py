@@ -31,13 +31,13 @@ def choose_layout(config: Config, device_kind: str, platform: str, num_devices: 
 
 
 def memory_here(cluster: Cluster) -> float:
-    """Bytes that a plan may use of each device at hand."""
+    """Bytes that a plan may use of each local device."""
     return cluster.memory_bytes * fraction_here(back_end_of(cluster))
 
 
 def choose_remat(config: Config, cluster: Cluster, memory_bytes: float = 0.0) -> tuple[Config, str]:
-    """The config with the remat policy of the fastest step that fits, and a line that says so.
-    Where none does it is "full", which needs least, so that what refuses the step names the rest.
+    """The config with the remat policy of the fastest step that fits, and a line that reports it.
+    Where no step fits it is "full", which needs least memory; the refusal of the step follows.
 
     Args:
       config: the sizes of its layout resolved.
@@ -59,7 +59,7 @@ def choose_remat(config: Config, cluster: Cluster, memory_bytes: float = 0.0) ->
         plan = predict_plan(query, found.layouts[0])
         needs, limit = gigabytes(plan.memory_bytes), gigabytes(plan.limit_bytes)
         remat, said = plan.layout.remat, f"predicted {needs} of {limit} a device"
-    elif found.smallest is None:  # memory was not what they were refused for
+    elif found.smallest is None:  # refused for other reasons than memory
         said = f"since nothing is predicted of this layout ({next(iter(found.rejected))})"
     chosen = dataclasses.replace(config, layout=dataclasses.replace(layout, remat=remat))
     return chosen, f"layout.remat = 'auto' chose {remat}, {said}"
@@ -86,15 +86,15 @@ def devices_here(device_kind: str, platform: str, num_devices: int) -> Cluster:
     if chip is None:
         raise ValueError(
             f"'auto' is the planner's choice, and hardware.csv has no device {device_kind!r}; set "
-            "the layout and its remat, which `python -m jaxscale.plan --hardware FILE` finds for a "
+            "the layout and its remat; `python -m jaxscale.plan --hardware FILE` finds them for a "
             "file that describes the device"
         )
     return make_cluster(chip.name, num_devices)
 
 
 def _cpu_cluster(num_devices: int) -> Cluster:
-    """Virtual devices on this machine's processor. The figures are rough ones of a server core:
-    only their ratios matter, since all layouts run on the same machine."""
+    """Virtual devices on this machine's CPU. The figures are rough, for a server core: only their
+    ratios matter, since all layouts run on the same machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_devices
     chip = Chip(
         name=CPU,

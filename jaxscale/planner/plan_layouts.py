@@ -89,8 +89,8 @@ def resolve_model(
     """The model with its batch, from a config, a shape, a name or a file.
 
     Raises:
-      ValueError: an unknown name, an impossible shape, a batch that is missing or no whole number
-        of sequences, or a sequence length beside a config.
+      ValueError: an unknown name, an impossible shape, a batch that is missing or not a whole
+        number of sequences, or a sequence length with a config.
     """
     name = model if isinstance(model, str) else "the model"
     if isinstance(model, str):
@@ -102,7 +102,7 @@ def resolve_model(
     if isinstance(model, Config):
         if seq_len:
             raise ValueError(
-                f"--seq_len {seq_len} goes with a model given by its sizes; for a config set "
+                f"--seq_len {seq_len} is for a model given by its sizes; for a config set "
                 f"--config.data.seq_len={seq_len}"
             )
         return with_batch(model, batch_tokens)
@@ -136,7 +136,7 @@ def with_batch(config: Config, batch_tokens: int) -> Config:
     """The config with `batch_tokens` tokens per step.
 
     Raises:
-      ValueError: they are not a whole number of sequences; names the nearest that is.
+      ValueError: they are not a whole number of sequences; names the nearest batch that is.
     """
     if not batch_tokens:
         return config

@@ -1,4 +1,4 @@
-"""What NVIDIA's recipes for Megatron-Bridge set besides a layout, by model, device and operands.
+"""Settings of NVIDIA's Megatron-Bridge recipes beyond a layout, by model, device and operands.
 
 From `scripts/performance/configs/*/*_workload_base_configs.py` of its repository (October 2025 to
 July 2026), for operands `utils/precision.py` there, and the notes on release 0.5.1 (26.06). What a
@@ -14,7 +14,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe for runs whose model, device and operands begin with these, any case; "" is any."""
+    """A recipe for runs whose model, device and operands begin with these, in any case; "" is
+    any."""
 
     model: str
     device: str = ""
@@ -29,7 +30,7 @@ PLAIN_EXCHANGE = (("merged_dispatch", False), ("fused_experts", False))
 """NCCL's all-to-alls: a token is sent once for each of its experts, and sorted afterwards."""
 
 PLAIN_EXPERTS = (*PLAIN_EXCHANGE, ("plain_experts", True))
-"""And biases and the clamped activation are not fused (Megatron's `TEGroupedMLP` fuses only SwiGLU
+"""The same with unfused biases and clamped activation (Megatron's `TEGroupedMLP` fuses only SwiGLU
 without biases)."""
 
 MODULES = (("graph", "modules"),)
@@ -39,7 +40,7 @@ A2A_OVERLAP = (("overlap_experts", True),)
 """The all-to-alls of one micro-batch overlap with the compute of another ("a2a overlap")."""
 
 STEP = (*A2A_OVERLAP, ("graph", "step"))
-"""And the whole step is captured in a CUDA graph (`cuda_graph_impl` "full_iteration")."""
+"""The same with the whole step captured in a CUDA graph (`cuda_graph_impl` "full_iteration")."""
 
 RECIPES = (  # the last match applies
     Recipe("llama3-70b", fsdp=True),

@@ -1,8 +1,8 @@
-"""What the columns of a published run say: its model, trainer, layout and machine.
+"""Parses the columns of a published run: its model, trainer, layout and machine.
 
-A row that says too little is not guessed at: `UnhandledError` says what it lacks. Choices that are
-not published and that users make by what fits in memory (how much is recomputed, the size of a
-micro-batch) are made here the same way.
+An incomplete row is not guessed: `UnhandledError` names the missing part. Unpublished choices that
+users make by fit in memory (the share that is recomputed, the size of a micro-batch) are made here
+the same way.
 """
 
 import re
@@ -19,7 +19,7 @@ from tools.planner_validation.trainers import MEGATRON_2021, policy_of, traits_o
 
 
 class UnhandledError(ValueError):
-    """What a row lacks."""
+    """A missing or unknown part of a row."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Columns:
             raise UnhandledError(f"{name} is {self(name)!r}, not a number") from None
 
     def int(self, name: str, default: int = 0) -> int:
-        """Likewise, rounded."""
+        """The same, rounded."""
         return round(self.float(name, default))
 
 
@@ -126,7 +126,7 @@ def to_traits(get: Columns) -> Trainer:
         changes["gradient_bytes"] = 2 if "mp_mode pure" in notes else 4
     if get("precision") == "bf16" and traits.attention == "written" and get.int("PP", 1) > 1:
         changes["gradient_bytes"] = 4  # Megatron's bfloat16 optimizer sums in 32 bits
-    # Megatron-DeepSpeed's partition by type: its users choose two layers fewer than a multiple.
+    # Megatron-DeepSpeed partitions by type: its users choose two layers fewer than a multiple.
     layers, ranks = get.int("layers"), get.int("PP", 1)
     if "megatron-deepspeed" in get("framework").lower() and layers % ranks:
         changes["balanced_ends"] = (layers + 2) % ranks == 0
@@ -134,7 +134,7 @@ def to_traits(get: Columns) -> Trainer:
     changes["blocking"] = "jean zay" in notes
     changes |= recipe(get).traits
     if found := re.search(r"capacity factor ([\d.]+) \(dropping\)", notes):
-        # Experts have that many places each, which MaxText fills as GShard (arXiv 2006.16668) does.
+        # Experts have that many slots each, which MaxText fills as GShard (arXiv 2006.16668) does.
         changes |= {"imbalance": float(found[1]), "masked_dispatch": True}
     changes["frozen"] = "lora" in f"{get('model')} {notes}".lower()
     if get("precision").lower() not in PRECISIONS:
@@ -152,7 +152,7 @@ def to_choice(get: Columns, shape: ModelShape, traits: Trainer) -> TrainerLayout
     """The layout, with the published micro-batch or the largest usual one."""
     tensor, pipeline, context, expert = (get.int(name, 1) for name in ("TP", "PP", "CP", "EP"))
     if shape.experts and not get("EP") and "EP blank where not captured" in get("notes"):
-        raise UnhandledError("over how many ranks experts are spread was not captured")
+        raise UnhandledError("the number of expert ranks is not given")
     devices = _devices(get, tensor * pipeline * context)
     sharding = get("sharding").lower()
     own = 1 if traits.folded_experts else expert
@@ -204,11 +204,11 @@ USUAL_DEVICES = 1024
 
 
 SCHEDULE = r"(|none|dualpipe|1f1b|1f1b[-/]interleaved( where pp>1|\(vp [^)]*\))?)"
-"""What the column may contain."""
+"""Pattern of the column."""
 
 
 def _chunks(get: Columns, shape: ModelShape, pipeline: int) -> int:
-    """Chunks of each rank; of one layer each where a row has an interleaved schedule and no
+    """Chunks of each rank; of one layer each where a row has an interleaved schedule without a
     number."""
     known = re.fullmatch(SCHEDULE, get("schedule").lower())
     if not known:
@@ -253,7 +253,7 @@ def _sharding(text: str, ranks: int) -> tuple[int, int, int]:
 
 
 def _remat(get: Columns) -> str:
-    """The remat policy of ours for a trainer's recomputation.
+    """Our remat policy for a trainer's recomputation.
 
     Raises:
       UnhandledError: its trainer is not known to have a policy of that name.
@@ -277,14 +277,14 @@ def _trainer(get: Columns) -> str:
 
 
 FAST_HOST = 200e9
-"""Bytes per second of a host link from which on trainers offload activations rather than recompute
-them: those of Grace superchips have 205 to 297 GB/s."""
+"""Bytes per second of a host link above which trainers offload activations rather than recompute
+them: the links of Grace superchips have 205 to 297 GB/s."""
 
 
 def fitting(
     get: Columns, shape: ModelShape, machine: Cluster, parallelism: TrainerLayout
 ) -> TrainerLayout:
-    """Where a row does not say what is recomputed: no more than is needed to fit in memory."""
+    """The least recomputation that fits in memory, where a row does not give it."""
     said = get("recompute")
     if _offloads_inputs(get):
         return _offloaded(parallelism)
@@ -293,22 +293,22 @@ def fitting(
     policies = [parallelism.remat, "save:query,key,value,attention_out", "full"]
     if parallelism.traits.attention == "written":
         policies[1] = "save_all_but_attention"
-    room = ROOM * machine.memory_bytes
+    usable = USABLE * machine.memory_bytes
 
     def needed(**changes: str) -> float:
         return float(trainer_memory(shape, replace(parallelism, **changes)).needed)
 
     needs = [needed(remat=remat) for remat in policies]
-    if needs[0] < room:
+    if needs[0] < usable:
         return parallelism
     if machine.chip.host_bytes_per_second > FAST_HOST:
-        share = (needs[0] - room) / max(1.0, needs[0] - needed(offload="activations"))
+        share = (needs[0] - usable) / max(1.0, needs[0] - needed(offload="activations"))
         return replace(parallelism, offload="activations", offload_share=min(1.0, share))
     if parallelism.traits.lockstep:
-        fits = [remat for remat, size in zip(policies, needs) if size < room]
+        fits = [remat for remat, size in zip(policies, needs) if size < usable]
         return replace(parallelism, remat=fits[0]) if fits else _offloaded(parallelism)
     # Trainers that can recompute some of the layers.
-    share = (needs[0] - room) / max(1.0, needs[0] - needs[2])
+    share = (needs[0] - usable) / max(1.0, needs[0] - needs[2])
     return replace(parallelism, remat="full", remat_share=min(1.0, share))
 
 
@@ -316,11 +316,11 @@ def _offloaded(parallelism: TrainerLayout) -> TrainerLayout:
     return replace(parallelism, remat="offload:query,key,value", offload="activations")
 
 
-ROOM = 0.97
+USABLE = 0.97
 """Share of a device's memory that users fill."""
 
 CHIPS = {"trainium2-core": "Trainium2", "tpuv3-chip": "TPUv3"}
-"""Where a row's name for a device is not that of `hardware.csv`, nor its beginning."""
+"""Devices whose name in rows is neither the name in `hardware.csv` nor its beginning."""
 
 
 def to_cluster(get: Columns, parallelism: TrainerLayout) -> Cluster:

@@ -44,7 +44,7 @@ class Row:
 
     @property
     def machine(self) -> tuple[str, str]:
-        """Runs that share one calibration."""
+        """Key of the runs that share one calibration."""
         return self.source, self.hardware
 
 
@@ -62,7 +62,7 @@ class Bill:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a file holds; `unhandled` has the source of each other row and the reason."""
+    """The rows of a file; `unhandled` has the source of each other row and the reason."""
 
     runs: list[Row]
     bills: list[Bill]
@@ -73,7 +73,7 @@ def read_runs(path: str | pathlib.Path) -> Rows:
     """Reads a file of measured runs.
 
     Raises:
-      ValueError: the file is not of this format; names a missing column.
+      ValueError: the file lacks a column, which is named.
     """
     with pathlib.Path(path).open(newline="") as file:
         reader = csv.DictReader(file)
@@ -99,7 +99,7 @@ def to_row(get: Columns) -> Row:
     """One run.
 
     Raises:
-      UnhandledError: the row lacks something, or names something that is not known.
+      UnhandledError: a part of the row is missing or unknown.
     """
     shape = to_shape(get)
     parallelism = to_choice(get, shape, to_traits(get))
@@ -128,8 +128,9 @@ def to_row(get: Columns) -> Row:
 
 
 def _reading(get: Columns) -> tuple[str, float]:
-    """What a memory figure measures, and its unit: nanotron prints what PyTorch's allocator holds,
-    in units of 2**30 bytes; others read `nvidia-smi`, unless the notes say "GB allocated"."""
+    """Quantity and unit of a memory figure: nanotron prints the memory of PyTorch's
+    allocator in units of 2**30 bytes; others read `nvidia-smi`, unless the notes say "GB
+    allocated"."""
     if get("framework").lower().startswith("nanotron"):
         return "allocator", 2.0**30
     return ("allocated" if "GB allocated" in get("notes") else "device"), 1e9

@@ -55,12 +55,12 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Score:
-    """Of one source, or of all. Errors are |predicted / measured - 1|; None where nothing was
-    measured."""
+    """The score of one source, or of all. Errors are |predicted / measured - 1|; None where nothing
+    was measured."""
 
     rows: int
     handled: int
-    refused: int  # the others: they say too little, or have a word that is not known
+    refused: int  # incomplete rows, or with an unknown word
     median_error_physical: float | None
     mean_error_physical: float | None
     median_error_calibrated: float | None
@@ -81,7 +81,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Report:
-    """What `validate` found."""
+    """Scores by source, from `validate`."""
 
     overall: Score
     sources: dict[str, Score]
@@ -133,7 +133,7 @@ class _Result:
     row: Row
     ratio: float  # predicted over measured step; nan where none was measured
     calibrated: float  # the same after calibration; nan for rows that the factor was fitted on
-    memory: float  # bytes without which the run fails
+    memory: float  # bytes that the run needs
     sizes: tuple[float, ...]  # predicted over measured sizes
     seconds: float
 

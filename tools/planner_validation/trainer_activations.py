@@ -1,4 +1,4 @@
-"""Saved activations of a layer of other trainers: ours, and what they save more.
+"""Saved activations of a layer of other trainers: ours, and the values that they save in addition.
 
 A layer with dropout and an ungated MLP is that of Korthikanti et al. (arXiv 2205.05198), whose
 tables 2 and 3 are reproduced to the digit.

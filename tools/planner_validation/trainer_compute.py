@@ -1,5 +1,5 @@
-"""Compute seconds of other trainers, where they differ from ours: kernels, the host that launches
-them, and what is recomputed."""
+"""Compute seconds of other trainers, where they differ from ours: kernels, launches by the host,
+and recomputation."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -72,7 +72,7 @@ def _passes(work: ModelWork, stack: StackWork, cluster: Cluster, layout: Trainer
     else:
         again = recomputed_pass(stack, layout, whole)
         if layout.remat == "full" and not layout.traits.lockstep:
-            # Other trainers than ours recompute a layer's last matmul, too.
+            # Other trainers also recompute a layer's last matmul.
             again = replace(again, matmul=whole.matmul)
     inputs = replace(inputs, elementwise=inputs.elementwise + waiting_back)
     return whole, inputs, weights, again
@@ -101,14 +101,14 @@ def _sizes(stack: StackWork, layout: TrainerLayout, tokens: Floats) -> Iterator[
     yield from dense_sizes(stack, layout, tokens)
     for one in stack.experts:
         alone, own = layout, tokens
-        if layout.traits.folded_experts:  # not split; each tensor rank brings a share of the tokens
+        if layout.traits.folded_experts:  # not split; each tensor rank has a share of the tokens
             alone, own = replace(layout, tensor=1), tokens / np.asarray(layout.tensor)
         for (rows, columns, depth, local), count in expert_sizes(one, alone, own):
             at_once = local if layout.traits.grouped_experts else np.minimum(STREAMS, local)
             yield (rows, columns, depth, at_once), count * local / at_once
         if layout.traits.masked_dispatch:  # dispatch and combine, by sequence
-            places, s = stack.seq_len * one.choices * layout.imbalance, stack.seq_len
-            yield (places, one.width, s, tokens / s), 2 * one.share
+            slots, s = stack.seq_len * one.choices * layout.imbalance, stack.seq_len
+            yield (slots, one.width, s, tokens / s), 2 * one.share
 
 
 FLASH_1 = {"sm80": (0.40, 0.30), "sm90": (0.20, 0.15)}
@@ -172,7 +172,7 @@ additions 6, copies of queries, keys and values 12; backward, norms 10 and addit
 PLAIN_EXPERT_BYTES = ((54, 28), (80, 36))
 """Bytes per element inside a routed expert beyond a fused activation, and per output element, where
 each bias addition, clamp, sigmoid and multiplication is a kernel, and 32-bit routing weights make
-those 32-bit (`TEGroupedMLP._apply_bias` and the unfused branch beside it). Forward: bias and
+those 32-bit (`TEGroupedMLP._apply_bias` and its unfused branch). Forward: bias and
 concatenation 16, clamps 8, gate 14, offset 4, multiplication 6, weight and cast 12; outputs 28."""
 
 
@@ -243,7 +243,7 @@ def _modules(
     layout: TrainerLayout,
     forward: ComputeSeconds,
 ) -> ComputeSeconds:
-    """What Megatron recomputes for `recompute_modules`."""
+    """Megatron's recomputation for `recompute_modules`."""
     recompute, names = ComputeSeconds(), layout.remat.partition(":")[2].split(",")
     if "mla_up_proj" in names:
         opened = [one for one in stack.matmuls if {"query", "key"} & {*one.names}]
@@ -261,7 +261,7 @@ def _modules(
 
 
 def _without_experts(stack: StackWork) -> StackWork:
-    """The work of a stack but that of its experts, the shared one included."""
+    """The work of a stack without its experts, the shared one included."""
     shared = [one for one in stack.matmuls if one.of_shared]
     inside = sum(one.inputs * one.share for one in shared if one.over == "inputs")
     opened = sum(one.features * one.share for one in shared if one.over == "outputs")

@@ -42,13 +42,13 @@ scale, norm, timers)."""
 
 
 def trainer_cost(work: ModelWork, cluster: Cluster, layout: TrainerLayout) -> StepSeconds:
-    """Predicted seconds of a step; what waits for launches counts as elementwise work."""
+    """Predicted seconds of a step; waits for launches count as elementwise work."""
     return cost_of_parts(TrainerParts(work, cluster, layout))
 
 
 @dataclass(frozen=True)
 class TrainerParts(StepParts):
-    """The parts of a step with their replacements."""
+    """Parts of a step, replaced where the trainer differs."""
 
     parallelism: TrainerLayout
 
@@ -78,8 +78,8 @@ class TrainerParts(StepParts):
     def state(self) -> StateTraffic:
         if not self.parallelism.traits.folded_experts:
             return state_traffic(self.work, self.params, self.parallelism, self.levels)
-        # Folded expert ranks have no tokens of their own: what they reduce is in the groups of data
-        # and fsdp, and a reduction of its own.
+        # Folded expert ranks have no separate tokens: they reduce in the groups of data and fsdp,
+        # in a separate reduction.
         alone = axis_levels(self.cluster, Parallelism())["expert"]
         levels = self.levels | {"expert": alone}
         state = state_traffic(self.work, self.params, self.parallelism, levels)
@@ -146,7 +146,7 @@ class TrainerParts(StepParts):
 
     @property
     def accumulate_seconds(self) -> Floats:
-        """Of whole gradients: where ours of the first stages are summed."""
+        """Sums of whole gradients, as ours in the first ZeRO stages."""
         return accumulate_seconds(
             self.params, self.cluster, replace(self.parallelism, zero_stage=0)
         )

@@ -16,8 +16,8 @@ from jaxscale.sharding.model_trace import Ints
 class Trainer(Placement):
     """Properties in which trainers differ for the same layout. The defaults are our engine's.
 
-    With `folded_experts` expert groups consist of the tensor, context and data ranks, and take no
-    devices of their own (Megatron's parallel folding).
+    With `folded_experts` expert groups consist of the tensor, context and data ranks, and need no
+    additional devices (Megatron's parallel folding).
     """
 
     # Kernels.
@@ -31,7 +31,7 @@ class Trainer(Placement):
     loss: str = "compiled"  # fused by the compiler; or one "fused" kernel, or "plain" ones
     dropout: bool = False
     matmul: str = "bfloat16"  # operands of the layers' matmuls; or "fp8", "fp4"
-    wide_layers: int = 0  # layers whose matmuls stay in 16 bits all the same
+    wide_layers: int = 0  # layers whose matmuls stay in 16 bits anyway
     frozen: bool = False  # only adapters are trained
     # Experts.
     imbalance: float = IMBALANCE  # load imbalance: tokens of the busiest expert rank over the mean
@@ -51,13 +51,13 @@ class Trainer(Placement):
     accumulates: bool = True  # gradient accumulation without a pipeline
     gradient_bytes: int = 4  # per element in reductions
     # Memory.
-    gather_params: float = 0.0  # live parameters of ZeRO-3 beside the largest matrix; 0: by layers
+    gather_params: float = 0.0  # live parameters of ZeRO-3 plus the largest matrix; 0: by layers
     bucket_bytes: float = 0.0  # buffers of bucketed collectives
     context_bytes: float = 1.0e9  # GPU memory of the driver and kernel code
 
 
 OURS = ("matmul", "gradient_bytes", "frozen", "overlap_tensor")
-"""Traits that are fields of our own layouts, too."""
+"""Traits that are also fields of our layouts."""
 
 
 @dataclass(frozen=True)

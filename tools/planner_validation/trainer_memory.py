@@ -35,16 +35,16 @@ class TrainerMemory:
     buckets: Floats  # of bucketed collectives
     context: Floats  # of the driver and of NCCL
     fragments: Floats  # lost to fragmentation
-    cached: Floats  # held by the allocator beyond the peak
+    cached: Floats  # kept by the allocator beyond the peak
 
     @property
     def needed(self) -> Floats:
-        """What the run cannot do without."""
+        """Bytes without which the run fails."""
         return sum(value for name, value in vars(self).items() if name != "cached")
 
     @property
     def reserved(self) -> Floats:
-        """What nvidia-smi shows as used."""
+        """Bytes that nvidia-smi shows as used."""
         return self.needed + self.cached
 
     def read(self, reading: str) -> Floats:
@@ -128,7 +128,7 @@ def _stage(shape: ModelShape, parallelism: TrainerLayout, stage: Any) -> Trainer
     held = layers * mine * p / shape.layers + outer * is_end
     state_ranks = np.where(zero_stage.shards_state(zero), z, 1)
     third, trained = zero_stage.gathers_each_pass(zero), 0.0 if traits.frozen else 1.0
-    # 32-bit accumulators are allocated beside the 16-bit gradients.
+    # 32-bit accumulators are allocated in addition to the 16-bit gradients.
     sums = np.where(third, 0.0, 4.0 * (traits.gradient_bytes == 4))
     gradients = np.where(third, 4.0, 2.0 + sums) * held / np.where(zero_stage.scatters(zero), z, 1)
     optimizer = np.where(third, 8.0, 12.0) * held / state_ranks

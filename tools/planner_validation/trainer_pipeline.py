@@ -21,8 +21,8 @@ def free_bubble_seconds(
     stages: StageLayers,
     busiest: BusiestRank,
 ) -> Floats:
-    """What a pipeline adds to the busiest rank's own work, which works all the time once the
-    pipeline is filled; and its sends.
+    """Seconds that a pipeline adds to the work of the busiest rank, which is never idle once the
+    pipeline is filled: fill, drain and sends.
 
     Raises:
       ValueError: a schedule without a closed form.
@@ -44,8 +44,9 @@ def free_bubble_seconds(
 
 
 def weight_sweeps(layout: TrainerLayout) -> Floats:
-    """Times that a step goes through its layers, and gathers their weights: a pipeline keeps those
-    of an only chunk, and gathers several again in every round of as many micro-batches as ranks."""
+    """Passes of a step over its layers that gather their weights: a pipeline keeps the weights of a
+    rank's only chunk, and gathers several chunks again in every round of as many micro-batches as
+    ranks."""
     p, v = np.asarray(layout.pipeline), np.asarray(layout.virtual_stages, float)
     m = np.asarray(layout.microbatches, float)
     rounds = np.where(v > 1, m / np.maximum(1, np.minimum(m, p)), 1.0)

@@ -1,4 +1,4 @@
-"""What other trainers send in a layer, where it differs from ours."""
+"""Traffic of other trainers in a layer, where it differs from ours."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,8 +22,8 @@ Floats = Any  # a float, or float [N]
 
 
 def trainer_levels(cluster: Cluster, layout: TrainerLayout) -> dict[str, Levels]:
-    """The levels of each axis' groups; a folded expert group consists of the tensor, context and
-    data ranks, nearest first."""
+    """The levels of each axis' groups; a folded expert group spans the tensor, context and data
+    ranks, nearest first."""
     if not layout.traits.folded_experts:
         return axis_levels(cluster, layout)
     folded = axis_levels(cluster, Parallelism(expert=layout.expert))["expert"]

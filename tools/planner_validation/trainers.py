@@ -1,7 +1,7 @@
 """How published trainers differ from ours: facts of the software, by its name and version.
 
-A trait is recalled from a trainer's documentation or code, and never a number that was fitted. The
-choice of traits that are modelled was made while looking at the errors of published runs.
+A trait comes from a trainer's documentation or code and is never a fitted number. The modelled
+traits were chosen while looking at the errors on published runs.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ MEGATRON_DEEPSPEED = replace(
 MEGATRON_CORE = replace(
     MEGATRON_2021,
     attention="fused",
-    context_bytes=1.0e9,  # kernels are loaded when they are used (CUDA 11.7 on)
+    context_bytes=1.0e9,  # kernels are loaded on first use (from CUDA 11.7)
     fused=True,  # Transformer Engine
     launch_seconds=16e-6,  # whose modules spend about 100 us of Python on a matmul and its casts
     loss="fused",
@@ -43,7 +43,7 @@ MEGATRON_CORE = replace(
     overlap_pipeline=True,
     folded_experts=True,
     grouped_experts=False,
-    merged_dispatch=True,  # DeepEP and its like
+    merged_dispatch=True,  # DeepEP and similar kernels
     imbalance=1.0,  # benchmarks force the router to balance
 )
 MEGATRON_CORE_2606 = replace(MEGATRON_CORE, fused_experts=True)
@@ -115,7 +115,7 @@ BY_FRAMEWORK = {  # the longest matching prefix of a framework's name applies
 
 SELECTIVE = ("selective", "selective recompute only", "selective(attention core)", "sp+selective")
 """Names of selective recomputation in Megatron, its descendants and nanotron: only attention's core
-is recomputed (arXiv 2205.05198). Other trainers mean other things by the word."""
+is recomputed (arXiv 2205.05198). Other trainers use the word for other policies."""
 
 SELECTIVE_TRAINERS = ("megatron", "gpt-neox", "nemo", "nanotron", "")
 
@@ -148,10 +148,10 @@ out: no backward pass needs it."""
 
 
 def policy_of(word: str, framework: str) -> str | None:
-    """The policy of ours that a trainer's word for recomputation means.
+    """Our policy for a trainer's word for recomputation.
 
-    "" is a run that does not say. None is returned for a word that this trainer is not known to
-    have.
+    "" is a run that does not give one. None is returned for a word that the trainer is not known
+    to have.
     """
     word, framework = word.lower(), framework.lower()
     if word in ("", "none", "sp only", "unknown(selective/none)"):

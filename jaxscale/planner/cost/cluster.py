@@ -1,4 +1,4 @@
-"""Clusters: devices of one kind, and the links between them from the nearest to the farthest."""
+"""Clusters: devices of one type, and the links between them from nearest to farthest."""
 
 import math
 import pathlib
@@ -26,7 +26,7 @@ class Cluster:
 
     chip: Chip
     num_devices: int
-    tiers: tuple[Tier, ...]  # nearest first; the last one holds all devices
+    tiers: tuple[Tier, ...]  # nearest first; the last one contains all devices
     torus: tuple[int, ...] = ()  # devices along each axis of a pod slice
     usd_per_hour: float = 0.0
 
@@ -58,13 +58,13 @@ class Cluster:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Of each side of a slice, whether its ends are joined, so that it has two directions.
+        """For each side of a slice, whether its ends are joined, so that it has two directions.
 
         On a torus of three axes optical switches join the faces of cubes (arXiv 2208.10041): all
-        sides wrap where each is a multiple of the cube's, or else none; 2 x 2 x 4 has none. The
-        wires of two axes are fixed: a side wraps where it is as long as the pod, as the longer one
-        of 8 x 16 does on v5e (jax-ml.github.io/scaling-book/tpus, "TPU Networking"). Of a side of
-        2 the second way would be the same link.
+        sides wrap where each is a multiple of the cube's; otherwise no side does, as in 2 x 2 x 4.
+        The wires of two axes are fixed: a side wraps where it is as long as the pod, as the longer
+        one of 8 x 16 does on v5e (jax-ml.github.io/scaling-book/tpus, "TPU Networking"). On a side
+        of 2 the second direction would be the same link.
         """
         pairs = list(zip(self.torus, sorted(self.chip.wrap_shape), strict=True))
         whole = tuple(side % least == 0 and side > 2 for side, least in pairs)

@@ -51,7 +51,7 @@ def axis_levels(cluster: Cluster, parallelism: Parallelism) -> dict[str, Levels]
     "zero" is for the ranks that a ZeRO stage shards over, of fsdp and context together.
     """
     sizes = {axis: np.asarray(getattr(parallelism, axis), float) for axis in MESH_AXES}
-    # Rows of tensor are beside its columns: there is one rank of context between them.
+    # Tensor rows are adjacent to its columns: with rows, context has one rank.
     del sizes["tensor"]
     sizes |= {
         "tensor_rows": np.asarray(parallelism.tensor_rows, float),
@@ -92,8 +92,8 @@ def _level(members: np.ndarray, sent: Floats, rate: Floats, latency: float) -> L
 
 
 def _together(one: Level, other: Level, torus: bool) -> Level:
-    """A level of the groups that consist of two axes' ranks. Axes of a torus have links of their
-    own; members of a tier share theirs."""
+    """A level of groups that span two axes. Torus axes have separate links; members of a tier share
+    theirs."""
     rates = one.bytes_per_second, other.bytes_per_second
     both = rates[0] + rates[1] if torus else np.minimum(*rates)
     alone = np.where(np.asarray(other.members) > 1, rates[1], rates[0])
@@ -112,14 +112,14 @@ def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, L
     """Assigns the axes of the torus to the mesh axes, fastest mesh axis first.
 
     A mesh axis takes whole torus axes where it can, and each one adds bandwidth. A part of a torus
-    axis has no wrap-around link, nor has a whole one of a slice that is not a torus.
+    axis has no wrap-around link, nor does a whole one that does not wrap.
 
     A byte of an all-to-all passes through all devices between its ends, one axis after the other,
-    so the busiest axis' middle link sets the time, and more axes do not help. Along `n` devices in
-    a line half of what each device holds is for the other half of the line: `n / 4` times that
-    cross the link in the middle, in either direction. In a ring there are two such links: `n / 8`
-    (jax-ml.github.io/scaling-book/sharding, "Our final communication primitive"). A group of every
-    s-th device shares its links with s - 1 others like it.
+    so the middle link of the busiest axis sets the time, and more axes do not help. Along `n`
+    devices in a line half of each device's bytes are for the other half of the line: `n / 4` times
+    those bytes cross the link in the middle, in either direction. In a ring there are two such
+    links: `n / 8` (jax-ml.github.io/scaling-book/sharding, "Our final communication primitive"). A
+    group of every s-th device shares its links with s - 1 others like it.
     """
     torus, network = cluster.tiers[-2], cluster.tiers[-1]
     left = {n: np.asarray(float(side)) for n, side in enumerate(cluster.torus)}
@@ -135,6 +135,7 @@ def _torus_levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, L
                 taken = here > 1
                 ring = (here == side) & cluster.wraps[n]
                 rate = rate + taken * np.where(ring, 1.0, LINE) * torus.bytes_per_second
+                # The farthest member is half way round a ring, or at the other end of a line.
                 hops = hops + taken * np.where(ring, here / 2, here - 1)
                 span = here * side / left[n]
                 around = cluster.wraps[n] & (span == side)
@@ -159,6 +160,7 @@ def gather_seconds(levels: Levels, num_bytes: Floats) -> Floats:
 
 def reduce_seconds(levels: Levels, num_bytes: Floats) -> Floats:
     """An all-reduce of `num_bytes`: ring or tree, whichever is faster."""
+    # A reduce-scatter and an all-gather, each of which moves the bytes once.
     bandwidth = 2 * _bandwidth_seconds(levels, num_bytes)
     ring = bandwidth + 2 * _latency(levels, "ring_seconds")
     tree = bandwidth / TREE_BANDWIDTH + 2 * _latency(levels, "tree_seconds")
@@ -166,7 +168,7 @@ def reduce_seconds(levels: Levels, num_bytes: Floats) -> Floats:
 
 
 def exchange_seconds(levels: Levels, num_bytes: Floats) -> Floats:
-    """An all-to-all in which each member holds `num_bytes`, its own share included.
+    """An all-to-all in which each member has `num_bytes`, its own share included.
 
     Messages of all pairs start at once.
     """
@@ -193,10 +195,10 @@ def send_seconds(levels: Levels, num_bytes: Floats) -> Floats:
 def collective_seconds(
     cluster: Cluster, sizes: Mapping[str, int], kind: str, axes: Sequence[str], num_bytes: float
 ) -> float:
-    """One collective over some axes of a mesh, by the name that XLA gives its kind.
+    """One collective over some axes of a mesh, by XLA's name for its type.
 
-    A group that skips an axis between its own is taken with it: the farthest links set the
-    seconds, and they are the same.
+    A group that skips an axis between its own is priced with it: the farthest links, which are the
+    same, set the seconds.
 
     Args:
       sizes: axis -> size, every mesh axis, outermost first.
@@ -205,8 +207,8 @@ def collective_seconds(
     if not axes:
         return 0.0
     names = list(sizes)
-    places = sorted(names.index(axis) for axis in axes)
-    joined = names[places[0] : places[-1] + 1]
+    positions = sorted(names.index(axis) for axis in axes)
+    joined = names[positions[0] : positions[-1] + 1]
     whole = math.prod(sizes[axis] for axis in joined)
     merged = {**sizes, **dict.fromkeys(joined, 1), joined[-1]: whole}
     levels = _levels(cluster, {axis: np.asarray(size, float) for axis, size in merged.items()})
@@ -231,7 +233,7 @@ def group_size(levels: Levels) -> Floats:
 
 
 def _bandwidth_seconds(levels: Levels, num_bytes: Floats) -> Floats:
-    """Of one pass over the data: the slowest level sets it."""
+    """Seconds of one pass over the data, set by the slowest level."""
     slowest, share = np.zeros(()), np.ones(())
     for level in levels:
         seconds = num_bytes * share * level.sent / level.bytes_per_second

@@ -52,10 +52,9 @@ def tensor_traffic(
     stream: Floats,
 ) -> TensorTraffic:
     """Two gathers and two reduce-scatters of the residual stream per pass, before and after
-    attention and MLP. Where tensor has rows, those of a row's features over its columns; and over
-    rows all-reduces of the results of matmuls out of the stream, logits included, and of the
-    gradients of what matmuls back into it take. The stream is gathered again, too
-    (`tensor_volumes`)."""
+    attention and MLP. With tensor rows, those of a row's features over its columns; and over rows
+    all-reduces of the results of matmuls out of the stream, logits included, and of the input
+    gradients of matmuls back into it. The stream is gathered again, too (`tensor_volumes`)."""
     share = stream / parallelism.tensor_rows
     once = stack.sent * (2 * collectives.gather_seconds(levels["tensor"], share))
     each = stream / work.width / parallelism.tensor_columns  # a feature of every token
@@ -76,8 +75,8 @@ def tensor_traffic(
 def _context(
     stack: StackWork, parallelism: Parallelism, levels: Levels, tokens: Floats
 ) -> tuple[Floats, Floats]:
-    """Keys and values go round the ring, or are all-gathered; in the backward pass with their
-    gradients. Or queries, keys, values and outputs are exchanged, and all of their gradients."""
+    """Keys and values circulate in a ring, or are all-gathered; in the backward pass with their
+    gradients. Ulysses exchanges queries, keys, values and outputs, and all of their gradients."""
     c, t = np.asarray(parallelism.context), np.asarray(parallelism.tensor)
     forward = backward = np.zeros(())
     for one in stack.attention:
@@ -117,12 +116,12 @@ def layer_traffic(
     tensor_of: Callable[..., TensorTraffic] = tensor_traffic,
     expert_of: Callable[..., Floats] = expert_traffic,
 ) -> LayerTraffic:
-    """The communication of one micro-batch in an average layer, over which that of all stacks is
-    spread; the output of an encoder travels with the decoder's stream.
+    """Communication of one micro-batch in an average layer, that of all stacks spread over it; the
+    output of an encoder is sent with the decoder's stream.
 
     Args:
-      tensor_of: what a stack sends over tensor.
-      expert_of: what it sends over expert, in either pass.
+      tensor_of: traffic of a stack over tensor.
+      expert_of: its traffic over expert, in either pass.
     """
     tokens = np.asarray(parallelism.microbatch) * work.seq_len / parallelism.context
     zeros = np.zeros(())
@@ -140,7 +139,7 @@ def layer_traffic(
 
 
 def _message(parallelism: Parallelism, levels: dict[str, Levels], stream: Floats) -> Floats:
-    """A send from one pipeline rank to the next, split over those of tensor."""
+    """A send from one pipeline rank to the next, split over tensor ranks."""
     return collectives.send_seconds(levels["pipeline"], stream / parallelism.tensor)
 
 
@@ -165,7 +164,7 @@ LocalParams = tuple[Floats, Floats]
 def local_params(work: ModelWork, parallelism: Parallelism) -> LocalParams:
     """Parameters of one device before ZeRO shards them: of layers, and of embedding and head.
 
-    The ends of a pipeline hold embedding and head; the busiest device has one of them.
+    The ends of a pipeline have embedding and head; the busiest device has one of them.
     """
     t, p, x = (
         np.asarray(v) for v in (parallelism.tensor, parallelism.pipeline, parallelism.expert)

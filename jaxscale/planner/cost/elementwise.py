@@ -75,7 +75,7 @@ def cast_elements(work: StackWork, parallelism: Parallelism, copies: Floats) -> 
 
 
 def _inner_elements(work: StackWork, parallelism: Parallelism) -> tuple[Floats, Floats]:
-    """Elements of a token inside MLPs and experts: what their activations write and read."""
+    """Elements of a token inside MLPs and experts that activations write and read."""
     inner = [one.choices * parallelism.imbalance * one.hidden * one.share for one in work.experts]
     gated = sum((1 + one.gated) * features for one, features in zip(work.experts, inner))
     return work.hidden + sum(inner), work.opened + gated
@@ -89,5 +89,5 @@ def copied_elements(work: StackWork, parallelism: Parallelism) -> Floats:
 
 
 def router_bytes(work: StackWork) -> float:
-    """Bytes that routing of a token moves, in a pass."""
+    """Bytes that routing moves per token and pass."""
     return sum(one.share * ROUTER_BYTES * one.count for one in work.experts)

@@ -73,8 +73,8 @@ def goodput(
     """The best interval of checkpoints, and the share of time that is not lost.
 
     Args:
-      checkpoint_seconds: for which a save stops training.
-      restart_seconds: to notice a failure, reschedule, load and compile.
+      checkpoint_seconds: time for which a save stops training.
+      restart_seconds: time to notice a failure, reschedule, load and compile.
 
     >>> round(100 * (1 - goodput(16384, restart_seconds=0).fraction), 1)
     4.2

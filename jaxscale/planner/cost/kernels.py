@@ -35,7 +35,7 @@ Multiplications on GPUs Run Faster When Given "Predictable" Data), H100 720 agai
 8-bit operands 1280 against 1600 (SemiAnalysis and ml-engineering; cuBLASLt). Blackwell with any
 operands: matmuls of 8192 sides on one B200 reached 1,420 TFLOP/s in 16 bits and 5,370 in 4
 (torchao's benchmark, its pull request 2427) where 1,745 are the best. Blackwell Ultra is
-assumed to be limited alike."""
+assumed to have the same limit."""
 
 
 COMPILED = 0.92
@@ -59,8 +59,10 @@ def matmul_seconds(
     if cluster.chip.cores:
         seconds = _tiled_seconds(cluster, m, n, k, batch, peak, matmul)
     else:
+        # A TPU pads rows to 8 sublanes, columns and depth to its systolic array.
         padded = 2.0 * batch * _pad(m, 8) * _pad(n, MATRIX_UNIT) * _pad(k, MATRIX_UNIT)
         seconds = padded / peak
+    # NVFP4 (arXiv 2509.25149) has an 8-bit scale for each 16 elements of 4 bits.
     width = {"bfloat16": 2.0, "fp8": 1.0, "fp4": 0.56}[matmul]
     read = width * batch * (m * k + k * n) + 2.0 * batch * m * n
     seconds = np.maximum(seconds, memory_seconds(cluster, read))
@@ -75,6 +77,7 @@ def _sustained(cluster: Cluster, matmul: str) -> float:
 def _tiled_seconds(cluster, m, n, k, batch, peak, matmul) -> Floats:
     intensity = cluster.peak_flops(matmul) / cluster.chip.memory_bytes_per_second
     deep, fastest = k + DEPTH_PER_INTENSITY * intensity, np.inf
+    # The last wave may leave cores idle, so that smaller, slower tiles can be faster in all.
     for rows, columns, rate in TILES:
         tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
         waves = np.ceil(tiles / cluster.chip.cores)
@@ -128,8 +131,8 @@ MEASURED = {
     "trn2": "tpu",
     "cpu": "tpu",
 }
-"""The generation whose measurements are used for each generation: its own, or where too little is
-published that of a similar one."""
+"""Generation whose measurements are used for each generation: its own, or a similar one where too
+little is published."""
 
 
 FLASH_LENGTH, HALF_RATE = 4096, 500

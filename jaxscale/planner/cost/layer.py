@@ -69,7 +69,7 @@ def layer_compute(work: ModelWork, cluster: Cluster, parallelism: Parallelism) -
 def average_layer(
     work: ModelWork, stacks: Sequence[Passes], head: tuple[ComputeSeconds, ComputeSeconds]
 ) -> LayerCompute:
-    """An average layer, over which that of all stacks is spread.
+    """An average layer, the compute of all stacks spread over it.
 
     Args:
       head: its forward and its backward pass.
@@ -139,7 +139,7 @@ def attention_seconds(
     Args:
       rates: of the attention kernel.
     """
-    # Rows of tensor repeat what lies between the projections.
+    # Tensor rows repeat everything between the projections.
     t = np.asarray(parallelism.tensor_columns)
     scans = kernels.scan_seconds(cluster, tokens * stack.scan_flops / t)
     seconds = [scans, kernels.FLASH_BACKWARD * scans]
@@ -155,7 +155,7 @@ def attention_seconds(
 def recomputed_pass(
     stack: StackWork, parallelism: Parallelism, forward: ComputeSeconds
 ) -> ComputeSeconds:
-    """What a remat policy recomputes of a forward pass."""
+    """Part of a forward pass that a remat policy recomputes."""
     remat = parallelism.remat
     if remat == "none":
         return ComputeSeconds()

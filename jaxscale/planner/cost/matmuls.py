@@ -37,7 +37,7 @@ def matmul_sizes(work: StackWork, parallelism: Parallelism, tokens: Floats) -> I
 
 
 def dense_sizes(work: StackWork, parallelism: Parallelism, tokens: Floats) -> Iterator[Sizes]:
-    """Those outside its routed experts."""
+    """The matmuls outside the routed experts."""
     for one in work.matmuls:
         inputs, outputs = local_features(one, parallelism)
         ranks = np.asarray(parallelism.tensor) if one.over == "tokens" else 1
@@ -45,8 +45,8 @@ def dense_sizes(work: StackWork, parallelism: Parallelism, tokens: Floats) -> It
 
 
 def local_features(one: Matmul, parallelism: Parallelism) -> tuple[Floats, Floats]:
-    """Inputs and outputs on a device. Keys and values are replicated beyond as many ranks of tensor
-    as they have heads."""
+    """Inputs and outputs on a device. Tensor ranks beyond the number of key heads replicate keys
+    and values."""
     t, rows = np.asarray(parallelism.tensor_columns), parallelism.tensor_rows
     if one.over == "outputs":
         local = sum(np.maximum(1, units / t) * each for units, each in one.outputs)

@@ -54,14 +54,13 @@ def make_passes(
         return late + slow * np.minimum(seconds - late, work)
 
     def exchange(seconds: Floats, work: ComputeSeconds) -> Floats:
-        """In halves, the first one's rows on their way to experts, and the last one's on their way
-        back, are not overlapped."""
+        """In halves: the first half's dispatch and the last half's combine are not overlapped."""
         return in_chunks(seconds, work.matmul, 2) if parallelism.overlap_experts else seconds
 
     def over_tensor(seconds: Floats, work: Floats) -> Floats:
         return in_chunks(seconds, work, t) if piecewise else seconds
 
-    # Gradients of inputs and of weights are one pass, but in a pipeline.
+    # Gradients of inputs and of weights are one pass, except in a pipeline.
     way, back = sent.tensor.forward, sent.tensor.input + sent.tensor.weights
     exposed_share = [
         over_tensor(seconds, work.matmul) / np.where(seconds > 0, seconds, 1.0)
@@ -107,6 +106,6 @@ def make_passes(
 
 def _resent_tokens(remat: str) -> float:
     """Share of a layer's all-to-alls that are repeated with its recompute."""
-    # No policy by names saves the rows that arrived; the results, which would be sent back, no
-    # backward pass needs.
+    # No policy by names saves the received rows; no backward pass needs the results, which would
+    # be sent back.
     return 0.0 if remat in ("none", "save_all_but_attention") else 0.5

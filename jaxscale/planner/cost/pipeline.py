@@ -1,4 +1,4 @@
-"""What a pipeline adds to a step: the split of layers, sends, and the bubble."""
+"""Cost of a pipeline: the split of layers, sends, and the bubble."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ def bubble_seconds(
     stages: StageLayers,
     busiest: BusiestRank,
 ) -> Floats:
-    """What a pipeline adds to the busiest rank's own work: its sends, and where it waits."""
+    """Seconds that a pipeline adds to the busiest rank's own work: its sends, and idle time."""
     p, m = np.asarray(parallelism.pipeline), np.asarray(parallelism.microbatches, float)
     if np.all(p == 1):
         return 0.0
@@ -94,11 +94,11 @@ def stage_operation_seconds(
     """Seconds of operations with layers split evenly over virtual stages; the last also has the
     head.
 
-    Every operation of our executor ends with an exchange of messages. Full recompute is an
-    operation of its own (R); partial recompute is part of B.
+    Every operation of our executor ends with an exchange of messages. Full recompute is a
+    separate operation (R); partial recompute is part of B.
 
     Args:
-      count: of stages to return, the last of which has the head; all others are alike.
+      count: number of stages to return, the last with the head; all others are equal.
     """
     share = stages.total / np.asarray(parallelism.pipeline)  # of a rank
     seconds = {name: one.seconds for name, one in passes.items()}
@@ -109,6 +109,7 @@ def stage_operation_seconds(
     def by_stage(name: str, head: Floats) -> np.ndarray:
         v = np.asarray(parallelism.virtual_stages)
         each = np.asarray(share * seconds[name], float)
+        # A chunk takes 1/v of these seconds, and each of its operations sends one message.
         each = np.where(each > 0, each + message * v, 0.0)
         costs = np.repeat(each[..., None], count, axis=-1)
         costs[..., -1] = costs[..., -1] + v * head
@@ -125,7 +126,7 @@ def stage_operation_seconds(
 
 
 def tick_seconds(parallelism: Parallelism, each: TickCollectives) -> Floats:
-    """What ranks gather and reduce within the ticks of their tables, seconds of a step."""
+    """Seconds per step of gathers and reductions within the ticks of the tables."""
     if not any(np.any(one) for one in each):
         return np.zeros(())
     shape = np.broadcast_shapes(*(np.shape(one) for one in (*each, *_columns(parallelism))))

@@ -1,4 +1,4 @@
-"""Seconds of a step that state costs: gathers and reductions, the update, and host offload."""
+"""Seconds of state in a step: gathers and reductions, the update, and host offload."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -71,21 +71,21 @@ def state_seconds(
 
 
 def tick_collectives(parallelism: Parallelism, state: StateTraffic) -> TickCollectives:
-    """What ranks of pipelines gather and reduce within ticks: chunks at their turns, if a rank
-    has several, and the gradients of embedding and head with every micro-batch."""
+    """Gathers and reductions of pipeline ranks within ticks: of one chunk at a time, if a rank has
+    several, and of the gradients of embedding and head with every micro-batch."""
     zero, chunks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.virtual_stages)
     piped = np.asarray(parallelism.pipeline) > 1
-    turns = piped & (chunks > 1) & (parallelism.pipeline_gather == "chunk")
+    by_chunk = piped & (chunks > 1) & (parallelism.pipeline_gather == "chunk")
     return TickCollectives(
-        gather=turns * zero_stage.gathers_each_pass(zero) * state.gather / chunks,
-        reduce=turns * zero_stage.scatters(zero) * state.scatter_layers / chunks,
+        gather=by_chunk * zero_stage.gathers_each_pass(zero) * state.gather / chunks,
+        reduce=by_chunk * zero_stage.scatters(zero) * state.scatter_layers / chunks,
         outer=piped * zero_stage.scatters(zero) * state.scatter_outer,
     )
 
 
 @dataclass(frozen=True)
 class Placement:
-    """When collectives of state take place. The defaults are our engine's; the trainers that
+    """When collectives of state run. The defaults are our engine's; the trainers that
     `tools/planner_validation` scores have others."""
 
     overlap_gradients: bool = True  # reduced during the backward pass
@@ -108,7 +108,7 @@ def overlapped_state_seconds(
     pipelines that gather by layer, in the layers of every operation.
 
     Args:
-      sweeps: times that a step goes through its layers, and gathers their weights.
+      sweeps: passes of a step over its layers, each of which gathers their weights.
     """
     zero, m = np.asarray(parallelism.zero_stage), np.asarray(parallelism.microbatches, float)
     p, by_layer = np.asarray(parallelism.pipeline), parallelism.pipeline_gather == "layer"
@@ -118,20 +118,21 @@ def overlapped_state_seconds(
     head = (layer.head_forward.seconds + layer.head_backward.seconds) * m / sweeps
     slow = contention(cluster)
 
-    def beside(sent: Floats, work: Floats, wanted: bool, first: Floats) -> tuple[Floats, Floats]:
+    def overlap(sent: Floats, work: Floats, wanted: bool, first: Floats) -> tuple[Floats, Floats]:
         """Exposed seconds, contention included, and overlapped ones."""
         if not wanted:
             return sent, 0.0 * sent
+        # Exposed: the first transfer, which precedes all compute, or what exceeds the compute.
         late = np.maximum(np.minimum(sent, first), sent - work)
         return late + slow * np.minimum(sent - late, work), sent - late
 
     third = zero_stage.gathers_each_pass(zero)
     outer, scatter = state.gather_outer, state.scatter
-    if by_layer:  # embedding and head are apart: see `state_seconds`
+    if by_layer:  # without embedding and head: see `state_seconds`
         outer, scatter = np.where(p > 1, 0.0, outer), np.where(p > 1, state.scatter_layers, scatter)
     count = np.maximum(1.0, stages.busiest)
     once = state.gather / count  # of a layer; the first one of a pass is not overlapped
-    on = beside(
+    on = overlap(
         state.gather + outer,
         forward + head,
         placement.overlap_parameters,
@@ -140,11 +141,11 @@ def overlapped_state_seconds(
     scatters = zero_stage.scatters(zero) if placement.reduce_each else np.zeros_like(third)
     gathers = third * (0.0 if placement.keep_gathered else 1.0)
     if by_layer and parallelism.remat == "full":
-        gathers = gathers + third * (p > 1)  # recomputing is an operation of its own
+        gathers = gathers + third * (p > 1)  # recompute is a separate operation
     back_sent = gathers * state.gather + scatters * scatter
-    off = beside(back_sent, backward, placement.overlap_gradients, scatter / count)
+    off = overlap(back_sent, backward, placement.overlap_gradients, scatter / count)
     if cluster.chip.generation in WAITS_FOR_SCATTER:
-        off = beside(gathers * state.gather, backward, placement.overlap_parameters, 0.0 * once)
+        off = overlap(gathers * state.gather, backward, placement.overlap_parameters, 0.0 * once)
         off = off[0] + scatters * scatter, off[1]
     fsdp = sweeps * (third * on[0] + off[0])
     hidden = sweeps * (third * on[1] + off[1])
@@ -153,17 +154,17 @@ def overlapped_state_seconds(
     left = ~np.asarray(scatters, bool)
     last_sums = left * state.scatter + state.replicas
     at_end = np.where(zero_stage.shards_state(zero), last_sums, state.whole)
-    ended = beside(at_end, last, placement.overlap_gradients, at_end / count)
+    ended = overlap(at_end, last, placement.overlap_gradients, at_end / count)
     updated = zero_stage.keeps(zero) * state.update
     one_pass = forward * sweeps / m
-    fresh = beside(updated, one_pass, placement.overlap_parameters, updated / count)
+    fresh = overlap(updated, one_pass, placement.overlap_parameters, updated / count)
     return fsdp, ended[0] + fresh[0] + state.ends, {"fsdp": hidden, "data": ended[1] + fresh[1]}
 
 
 def update_flops(parallelism: Parallelism) -> Floats:
-    """FLOPs of a device's matmuls in the update of whole matrices: those of the layers that it is
-    dealt, as `training.state_placement` deals them (`sharding.rules.shards_layers`). Where they
-    cannot be dealt, in some pipelines, ranks are taken to repeat them."""
+    """FLOPs of a device's matmuls in the update of whole matrices: of the layers that
+    `training.state_placement` assigns to it (`sharding.rules.shards_layers`). In some pipelines
+    layers cannot be assigned to ranks, which are then assumed to repeat them."""
     total = np.zeros(())
     for one in parallelism.whole_matrices:
         rows, ranks = -(-one.layers // np.asarray(parallelism.pipeline)), np.ones((), int)
@@ -249,20 +250,20 @@ def offload_seconds(
 
 
 def offloaded_bytes(work: ModelWork, remat: str) -> float:
-    """Bytes that a mean layer saves of a token under a policy, of all tensor ranks together."""
+    """Bytes per token that an average layer saves under a policy, all tensor ranks together."""
     names = {name.strip() for name in remat.partition(":")[2].split(",") if name}
     everything, total = not names and remat != "full", 0.0
     for stack in work.stacks:
         sizes = saved_features(stack)
         kept = sum(size for name, size in sizes.items() if everything or name in names)
-        # Its input; and where everything is saved, those of its norms.
+        # The layer's input; where everything is saved, also the inputs of its norms.
         kept += work.width * (3 if everything else 1)
         total += work.share(stack) * work.tokens(stack) * kept
     return 2.0 * total
 
 
 def saved_features(stack: StackWork) -> dict[str, float]:
-    """Features of the named values of an average layer of a stack, of a token."""
+    """Features per token of the named values of an average layer of a stack."""
     sizes: dict[str, float] = {"attention": 0.0}
     for one in stack.matmuls:
         for name, (units, each) in zip(one.names, one.outputs):

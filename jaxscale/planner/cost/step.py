@@ -87,9 +87,9 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class StepParts:
-    """What terms of a step are made of, each worked out once and when it is asked for.
+    """Parts of the terms of a step, each computed once, on first use.
 
-    `tools/planner_validation` replaces those in which other trainers differ.
+    `tools/planner_validation` replaces the parts in which other trainers differ.
     """
 
     work: ModelWork
@@ -181,17 +181,17 @@ def cost_of_parts(parts: StepParts, *, waits: bool = True) -> StepSeconds:
     """Predicted seconds of a step.
 
     Args:
-      waits: False leaves out the pipeline bubble, and what ranks gather and reduce within ticks,
-        for a lower bound that needs no table.
+      waits: False leaves out the pipeline bubble and the collectives within ticks, for a lower
+        bound that needs no table.
     """
     cluster, parallelism, params = parts.cluster, parts.parallelism, parts.params
     layer, stages = parts.layer, parts.stages
-    passes, beside = parts.passes
+    passes, overlapped = parts.passes
     fsdp, data, more = parts.state_seconds
     if waits:
         fsdp = fsdp + tick_seconds(parallelism, parts.in_ticks)
     m, layers = np.asarray(parallelism.microbatches, float), stages.busiest
-    hidden = {name: m * layers * seconds for name, seconds in beside.items()} | more
+    hidden = {name: m * layers * seconds for name, seconds in overlapped.items()} | more
     spent = passes["forward"].work + passes["input"].work + passes["weights"].work
     head = (layer.head_forward + layer.head_backward) * parts.busiest.has_head
     recompute = passes["recompute"]

@@ -1,4 +1,4 @@
-"""What tensor parallelism of rows x columns sends (AxoNN, arXiv 2305.13525) in our layers: see
+"""Bytes sent by tensor parallelism of rows x columns (AxoNN, arXiv 2305.13525) in our layers: see
 `ops.tensor_parallel`."""
 
 import itertools
@@ -24,13 +24,13 @@ class StreamCollectives(NamedTuple):
 
 
 def stream_collectives(layout: Layout | LayoutBatch) -> StreamCollectives:
-    """How many there are of one layer and micro-batch.
+    """Numbers of collectives of one layer and micro-batch.
 
-    Without rows a layer saves its part of the stream, and what attention and MLP gathered is
-    gathered again for the gradients of weights; with them where it is recomputed. Recompute beside
-    the backward pass uses the same two gathers; what attention's matmul adds to the stream is
-    scattered again for the MLP. A pipeline's recompute is an operation of its own, and a whole
-    forward pass.
+    Without rows a layer saves its part of the stream, and the gathered inputs of attention and MLP
+    are gathered again for the gradients of weights; with rows where they are recomputed. Recompute
+    within the backward pass uses the same two gathers; the output of attention's matmul is
+    scattered again for the MLP. A pipeline's recompute is a separate operation, and a whole forward
+    pass.
     """
     policy, alone = layout.remat_policy, np.asarray(layout.tensor_rows) == 1
     whole = (np.asarray(layout.pipeline) > 1) & (policy.kept_passes is not None)
@@ -44,7 +44,7 @@ def stream_collectives(layout: Layout | LayoutBatch) -> StreamCollectives:
 
 
 def recomputed_features(stack: StackWork, layout: Layout | LayoutBatch) -> tuple[float, float]:
-    """Features of a token that a layer's matmuls out of the stream make, and how many of them are
+    """Features per token that a layer's matmuls out of the stream produce, and how many of them are
     recomputed."""
     policy, made, again = layout.remat_policy, 0.0, 0.0
     for one in stack.matmuls:
@@ -58,7 +58,7 @@ def recomputed_features(stack: StackWork, layout: Layout | LayoutBatch) -> tuple
 
 
 def returned_features(stack: StackWork) -> float:
-    """Features of a token that matmuls back into the stream take."""
+    """Features per token that matmuls back into the stream read."""
     return sum(one.inputs * one.tokens * one.share for one in stack.matmuls if one.over == "inputs")
 
 
@@ -70,7 +70,7 @@ class TensorVolumes(NamedTuple):
 
 
 def layer_volumes(work: ModelWork, layout: Layout, sequences: int) -> TensorVolumes:
-    """Of one layer of a model with one stack, and one micro-batch.
+    """Volumes of one layer of a model with one stack, for one micro-batch.
 
     Args:
       sequences: of the global batch.
@@ -87,6 +87,6 @@ def layer_volumes(work: ModelWork, layout: Layout, sequences: int) -> TensorVolu
 
 
 def step_volumes(work: ModelWork, layout: Layout, sequences: int) -> TensorVolumes:
-    """Of all layers of a device and all micro-batches; without embedding and head."""
+    """Volumes of all layers of a device and all micro-batches, without embedding and head."""
     count = work.layers / layout.pipeline * layout.microbatches
     return TensorVolumes(*(count * size for size in layer_volumes(work, layout, sequences)))

@@ -1,7 +1,7 @@
 """Step time of pipelines with any split of the layers over stages.
 
 The closed forms of `step_cost` split the layers evenly. Here the table of the schedule is simulated
-with the layers that each stage really has.
+with the layers of each stage.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ BUSIEST_RANK_TERMS = (
 
 
 class StackCost(NamedTuple):
-    """What layers of one kind cost N pipelines."""
+    """Cost of the layers of one stack in N pipelines."""
 
     layers: int
     share: table_makespan.OperationSeconds  # [N, 1]: of as many as each rank would have on average
@@ -64,7 +64,7 @@ class UnevenPipelineCost:
     def of(
         cls, work: ModelWork, cluster: Cluster, parallelism: Parallelism
     ) -> "UnevenPipelineCost":
-        """Of pipelines whose string settings are equal."""
+        """The cost model of pipelines whose string settings are equal."""
         parts = StepParts(work, cluster, parallelism)
         seconds = cost_of_parts(parts, waits=False)
         terms, total = seconds.terms, np.atleast_1d(seconds.step_seconds)
@@ -96,6 +96,7 @@ class UnevenPipelineCost:
         """float [N], a lower bound in seconds for any split and schedule: no rank ever idles."""
         ranks = np.atleast_1d(np.asarray(self.parallelism.pipeline, float))
         chunks = np.atleast_1d(np.asarray(self.parallelism.virtual_stages, float))
+        # The busiest rank works at least as long as the mean of all ranks.
         parts = (*(stack.share for stack in self.stacks), self.message)
         layer = sum(one[:, 0] for part in parts for one in part)
         head = sum(one[:, 0] for one in self.head)
@@ -107,8 +108,8 @@ class UnevenPipelineCost:
         """Seconds of operations by stage, of some rows.
 
         Args:
-          layers: int [..., stages], the layers of each stage; the same stages have those of one
-            stack in each of several splits.
+          layers: int [..., stages], the layers of each stage; in all splits a stage belongs to the
+            same stack.
         """
         layers = np.asarray(layers)
         stages = layers.shape[-1]
@@ -131,7 +132,7 @@ class UnevenPipelineCost:
         return table_makespan.makespan(spec, self.costs(rows, layers))
 
     def gathers_and_reductions(self, rows: Any, spec: TableSpec) -> np.ndarray:
-        """float [rows], seconds by which they make the ticks of the table longer."""
+        """float [rows], seconds that gathers and reductions add to the ticks of the table."""
         each = TickCollectives(*(one[rows] for one in self.in_ticks))
         if not any(one.any() for one in each):
             return np.zeros(len(each.outer))

@@ -1,9 +1,9 @@
-"""Memory per device that our engine would need for a model known only by its sizes.
+"""Memory per device of our engine, for a model given by its sizes alone.
 
-State follows ZeRO (arXiv 1910.02054) in float32, sharded as in the engine; activations of a layer
-are those of `layer_activations` (after arXiv 2205.05198); pipeline slots are those of the
-schedule's table. The phases of a step are those of `memory.step`, which has the sizes of a
-config's own layers; the suite compares the two on dense models.
+State follows ZeRO (arXiv 1910.02054) in float32, sharded as in the engine. Activations of a layer
+are counted by `layer_activations` (after arXiv 2205.05198), pipeline slots from the schedule's
+table. The phases of a step are the same as in `memory.step`, which reads the sizes of a config's
+layers; the suite compares the two on dense models.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ from jaxscale.sharding.rules import spreads_outer
 Floats = Any  # a float, or float [N]
 
 WIDE, NARROW = 4.0, 2.0
-"""Bytes per element: of parameters, moments and gradient accumulators; of compute."""
+"""Bytes per element: parameters, moments and gradient accumulators; compute."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """As `layer_loop.LayerLoop`; parameters are those on a device, not sharded over fsdp."""
+    """Sizes as in `layer_loop.LayerLoop`; parameters are per device, not sharded over fsdp."""
 
     pipelined: Any
     group: Floats  # micro-batches of an accumulation group
@@ -78,7 +78,7 @@ def analytic_memory(
     """Memory of a step.
 
     Args:
-      buffers: of a pipeline's busiest rank; without a pipeline `RankBuffers((shape.layers,))`.
+      buffers: of the busiest pipeline rank; without a pipeline `RankBuffers((shape.layers,))`.
       back_end: "gpu", "tpu" or "cpu".
 
     Returns:
@@ -95,8 +95,8 @@ def analytic_memory(
     state_ranks = np.where(shards, z, 1)
     layer, group, stream, pipelined = step.layer, step.group, step.stream, step.pipelined
     together = group > 1
-    # At rest embedding and head are sharded over the pipeline; during a step a tied head is there
-    # beside the embedding.
+    # Between steps embedding and head are sharded over the pipeline; during a step a tied head is a
+    # second copy of the embedding.
     rest = step.stack + step.outer / np.where(spreads_outer(p, z, shape.d_model), p, 1)
     ends = step.outer + pipelined * shape.tied * shape.embedding_params / parallelism.tensor
     moments = 2 * WIDE * rest / state_ranks
@@ -158,7 +158,8 @@ def analytic_memory(
 
 
 def _slots(buffers: RankBuffers, each: Floats) -> Floats:
-    """Saved activations of a rank, for a layer of a chunk. B hands W no more than a layer saves."""
+    """Saved activations of a rank per layer of a chunk. B passes to W at most what a layer
+    saves."""
     return each * (np.maximum(buffers.residual_b, buffers.residual_w) + buffers.cotangent)
 
 
@@ -187,8 +188,8 @@ def _head(
 
 
 def _sums(shape: ModelShape, parallelism: Parallelism, step: _Step, rows: Floats) -> Floats:
-    """Outputs of the gradient reductions at the end of a step; expert ranks reduce all but the
-    routed experts'."""
+    """Outputs of the gradient reductions at the end of a step; expert ranks reduce
+    everything except the routed experts."""
     z, zero = np.asarray(parallelism.zero_ranks), np.asarray(parallelism.zero_stage)
     every = zero_stage.remains(zero, z, np.asarray(parallelism.data))
     common = (shape.block_params - shape.routed_params) / parallelism.tensor * rows / shape.layers

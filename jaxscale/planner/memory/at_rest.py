@@ -23,8 +23,8 @@ BATCH_BYTES = 5 * 4  # per token: the fields of `Batch`
 POSITION_BYTES = 4  # per token, of these and of an encoder's
 COUNT_BYTES = 4  # an int32 scalar
 COUNTS = {"adamw": 2, "lion": 2, "adafactor": 2, "muon": 3}
-"""Scalars of an optimizer's state: step counts of its own (Muon uses AdamW for vectors), and of the
-learning-rate schedule."""
+"""Scalars of an optimizer's state: its step counts (Muon uses AdamW for vectors), and the
+learning-rate schedule's."""
 MUON_COEFFICIENTS = 3 * 4  # float32, in its state
 
 
@@ -35,7 +35,7 @@ def whole_state_bytes(model: ModelSettings, optimizer: OptimizerConfig) -> Ints:
 
 
 def unchanged_bytes(model: ModelSettings, groups: tuple[ParamGroup, ...]) -> Ints:
-    """Of these, the parameters that no step changes, whose files checkpoints share."""
+    """Parameters that no step changes, whose files checkpoints share."""
     trace = model_trace(model)
     unchanged = [
         array
@@ -46,7 +46,7 @@ def unchanged_bytes(model: ModelSettings, groups: tuple[ParamGroup, ...]) -> Int
 
 
 def parameter_bytes(model: ModelSettings, layout: Layout, rows: Rows) -> Ints:
-    """The parameters, sharded over fsdp from ZeRO stage 1.
+    """Parameters, sharded over fsdp from ZeRO stage 1.
 
     Args:
       rows: layers of each stack that a device allocates.
@@ -67,8 +67,8 @@ def _bytes_of(arrays: Iterable[ParamShape], layout: Layout, rows: Rows) -> Ints:
 def moment_bytes(
     model: ModelSettings, optimizer: OptimizerConfig, layout: Layout, rows: Rows
 ) -> Ints:
-    """The optimizer's moments, sharded over fsdp from ZeRO stage 1; `rows` as above. Frozen
-    parameters have none."""
+    """Optimizer moments, sharded over fsdp from ZeRO stage 1; `rows` as above. Frozen parameters
+    have no moments."""
     stage, widths = layout.zero_stage, (optimizer.moment_dtype, optimizer.second_moment_dtype)
     return sum(
         itemsize(width)
@@ -81,7 +81,7 @@ def moment_bytes(
 
 
 def count_bytes(optimizer: str) -> int:
-    """The rest of an optimizer's state."""
+    """Scalars of an optimizer's state."""
     return COUNT_BYTES * COUNTS[optimizer] + (MUON_COEFFICIENTS if optimizer == "muon" else 0)
 
 
@@ -95,21 +95,21 @@ def batch_bytes(model: ModelConfig, data: DataConfig, layout: Layout) -> Ints:
     if not model.num_encoder_layers:
         return found
     source = data.global_batch_size * data.seq_len // shards
-    # Nothing reads positions but barriers: before the layer loop gathers weights, and between
-    # accumulation groups of which the first gathers, or the last reduces, what others do not.
+    # The compiler drops positions, which only barriers read: before the layer loop gathers weights,
+    # and between accumulation groups where only the first gathers or only the last reduces.
     several, stage = layout.zero_ranks > 1, layout.zero_stage
     gathers = several & zero_stage.shards_state(stage)
-    apart = (gathers | zero_stage.reduces_last(layout)) & (layout.num_groups > 1)
+    separate = (gathers | zero_stage.reduces_last(layout)) & (layout.num_groups > 1)
     each = several & zero_stage.gathers_each_pass(stage)
-    read = (each | apart) & (layout.pipeline == 1)
+    read = (each | separate) & (layout.pipeline == 1)
     return found - select(read, 0, POSITION_BYTES * (tokens + source))
 
 
 def check_param_groups(model: ModelSettings, groups: tuple[ParamGroup, ...]) -> None:
-    """Refuses groups of the optimizer that a run would refuse.
+    """Refuses parameter groups that a run would refuse.
 
     Raises:
-      ValueError: one changes nothing, or all is frozen.
+      ValueError: a group changes nothing, or every parameter is frozen.
     """
     arrays = model_trace(model).parameters
     moved = [array.path for array in arrays if array.frozen]
@@ -120,8 +120,8 @@ def check_param_groups(model: ModelSettings, groups: tuple[ParamGroup, ...]) -> 
 def trained_parameters(
     model: ModelSettings, groups: tuple[ParamGroup, ...]
 ) -> tuple[ParamShape, ...]:
-    """Those that no group of the optimizer freezes, nor the model itself: the biases of routers,
-    and with adapters all others."""
+    """Parameters that neither an optimizer group nor the model freezes. The model freezes routers'
+    biases, and with adapters all other weights."""
     return tuple(
         array
         for array in model_trace(model).parameters
@@ -130,7 +130,7 @@ def trained_parameters(
 
 
 def _stacks(arrays: Iterable[ParamShape]) -> list[ParamShape]:
-    """Those of the layers with the stack's dimension, of size 1."""
+    """The parameters, each of a layer with the stack's dimension, of size 1."""
     return [
         dataclasses.replace(array, axes=("layers", *array.axes), shape=(1, *array.shape))
         if array.in_layers
@@ -144,7 +144,7 @@ def _repeats(array: ParamShape, rows: Rows) -> Ints:
 
 
 def _moments(name: str, array: ParamShape) -> tuple[list[ParamShape], list[ParamShape]]:
-    """The first and the second moments that an optimizer keeps of a parameter."""
+    """First and second moments that an optimizer keeps of a parameter."""
     if name == "lion" or (name == "muon" and array.in_layers and sides(array)):
         return [array], []
     if name != "adafactor":
@@ -158,8 +158,7 @@ def _moments(name: str, array: ParamShape) -> tuple[list[ParamShape], list[Param
 
 
 def sides(array: ParamShape) -> list[list[int]]:
-    """The sizes of a matrix's rows and columns; [] of a vector. Each expert has a matrix of its
-    own."""
+    """Sizes of a matrix's rows and columns; [] for a vector. Each expert has a separate matrix."""
     return [[array.shape[dim] for dim in dims] for dims in matrix_dims(array.axes) or ()]
 
 

@@ -1,4 +1,4 @@
-"""Temporaries at the end of a step: of the last reductions of gradients, and of the optimizer."""
+"""Temporaries at the end of a step: the last gradient reductions, and the optimizer's update."""
 
 import math
 
@@ -61,17 +61,16 @@ def update_bytes(optimizer: str, loop: LayerLoop, rows: Rows) -> Ints:
 
 
 def _matrices(array: ParamShape, expert_ranks: Ints) -> Ints:
-    """Of a layer, on a device: one, or one for each of its experts."""
+    """Matrices of a layer on a device: one, or one for each of its experts."""
     if "experts" not in array.axes:
         return 1
     return array.shape[array.axes.index("experts")] // expert_ranks
 
 
 def _orthogonalised(trained: Shards, part: str, rows: Ints) -> Ints:
-    """Elements of the matrices of a stack that a rank makes orthogonal (see
-    `sharding.layer_rules`): input and output of a Newton-Schulz iteration, and two products of the
-    largest with itself. Where they are not sharded those of all layers are gathered beside the
-    gradients."""
+    """Elements of a stack's matrices that a rank orthogonalises (see `sharding.layer_rules`): input
+    and output of a Newton-Schulz iteration, and two of the size of the largest Gram matrix. Without
+    sharded state the results of all layers are gathered, in addition to the gradients."""
     layout, ranks = trained.layout, 1
     for axis in LAYER_SHARD_AXES:
         size = getattr(layout, axis)
@@ -87,7 +86,7 @@ def _orthogonalised(trained: Shards, part: str, rows: Ints) -> Ints:
     whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)
     mine = -(-rows // ranks) * (2 * whole + 2 * maximum(*squares))
     shards = zero_stage.shards_state(layout.zero_stage) & (np.asarray(layout.zero_ranks) > 1)
-    # The compiler's own way through shards: every matrix, and its Gram matrix.
+    # Where XLA partitions the iteration over shards: every matrix, and its Gram matrix.
     alone = rows * (2 * whole + sum(squares))
     sharded = mine + select((ranks > 1) & np.logical_not(shards), rows * whole)
     return select(shards & (ranks == 1), alone, sharded)

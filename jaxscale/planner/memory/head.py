@@ -15,7 +15,7 @@ def head_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     vocab = model_trace(loop.model).vocab_rows // layout.tensor_columns
     matrix = loop.parameters.head_elements()
     gradient = loop.trained.head_elements()
-    features = loop.width if transients.in_place else 0  # as `training.kernels` has it on a GPU
+    features = loop.width if transients.in_place else 0  # as in `training.kernels` on a GPU
     chunks = -(-loop.tokens // loss_chunk_tokens(vocab, features))
     logits = loop.tokens * vocab // chunks
     together = loop.group > 1
@@ -24,8 +24,8 @@ def head_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     stream = stream + select(together, 2 * loop.group * stream_bytes(loop))
     group_sum = select(together, loop.accumulated * gradient)
     if transients.in_place:
-        # In each of several passes the loop over chunks begins with zeros that the embedding's
-        # gradient begins with, too: the compiler keeps them. Not where the two are tied.
+        # In each of several passes XLA keeps the zeros from which both the loop over chunks and the
+        # embedding's gradient start, unless the two are tied.
         again = loop.scatters & loop.repeats & (layout.pipeline == 1)
         again = again & (chunks > 1) & (not loop.parameters.borrowed)
         zeros = select(again, loop.accumulated * loop.trained.elements("embed"))
@@ -41,12 +41,12 @@ def head_bytes(loop: LayerLoop, transients: Transients) -> Ints:
 def _fused_bytes(
     loop: LayerLoop, chunks: Ints, logits: Ints, matrix: Ints, gradient: Ints, piped: Any
 ) -> Ints:
-    """On a GPU, where one fusion reads a chunk's float32 logits and writes their gradient in the
-    compute type: both, the output matrix in that type, and its gradient, to which a matmul adds in
-    place. With one chunk the gradient is there only when the float32 logits are gone; in a single
-    visit also transposed, but where the compiler reduces it over context. The matrix may be among
-    the weights that were gathered and kept, as it is in a pipeline, where a micro-batch has a
-    gradient of its own beside the sums.
+    """The head on a GPU, where one fusion reads a chunk's float32 logits and writes their gradient
+    in the compute type: both, the output matrix in that type, and its gradient, to which a matmul
+    adds in place. With one chunk the gradient is allocated after the float32 logits are freed; in a
+    single visit also transposed, unless the compiler reduces it over context. The matrix may be
+    among the weights gathered and kept, as in a pipeline, where a micro-batch has a gradient
+    separate from the sums.
 
     Args:
       chunks, logits: their number, and the elements of one.
@@ -61,5 +61,5 @@ def _fused_bytes(
     transposed = loop.single & (loop.unreduced == loop.gradients)
     written = select(transposed, 2, select(own | loop.single, 1, 0)) * wide
     most = select(chunks == 1, maximum(both, written + loop.compute * logits), several)
-    # Gradients that a rank of a pipeline reduce-scatters are copied first.
+    # A pipeline rank copies gradients before it reduce-scatters them.
     return maximum(most, select(loop.scatters & piped, 2 * wide, 0))

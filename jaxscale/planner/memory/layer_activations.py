@@ -12,11 +12,11 @@ Floats = Any  # a float, or float [N]
 
 
 class SavedBytes(NamedTuple):
-    """Bytes of a token that a layer saves, by what ranks of tensor split."""
+    """Bytes per token that a layer saves, by how tensor ranks split them."""
 
-    stream: Floats  # the residual stream: they split its tokens
+    stream: Floats  # the residual stream: tensor ranks split its tokens
     inner: Floats  # features of attention and MLP
-    whole: Floats = 0.0  # what each of them has of experts
+    whole: Floats = 0.0  # rows of experts, whole on each tensor rank
 
 
 def layer_bytes(shape: ModelShape, parallelism: Parallelism, remat: str | None = None) -> Floats:
@@ -29,7 +29,8 @@ def layer_bytes(shape: ModelShape, parallelism: Parallelism, remat: str | None =
 def saved_bytes(
     shape: ModelShape, parallelism: Parallelism, remat: str | None = None
 ) -> SavedBytes:
-    """What a remat policy saves in an average layer, the encoder's spread over the decoder's."""
+    """Bytes saved under a remat policy in an average layer, the encoder's spread over the
+    decoder's."""
     remat, d = remat or parallelism.remat, shape.d_model
     both = layers_of_stacks(shape)
     if remat == "full" or remat.startswith("offload:"):
@@ -53,7 +54,7 @@ def saved_bytes(
 
 
 def layers_of_stacks(shape: ModelShape) -> float:
-    """Layers of encoder and decoder over those of the decoder, by their tokens."""
+    """Layers of encoder and decoder over the decoder's, weighted by tokens."""
     source = shape.encoder_seq_len / shape.seq_len
     return 1 + shape.encoder_layers / shape.layers * source
 
@@ -69,8 +70,8 @@ def mlp_width(shape: ModelShape, parallelism: Parallelism) -> Floats:
 def _named_bytes(
     shape: ModelShape, parallelism: Parallelism, names: Sequence[str]
 ) -> tuple[float, Floats]:
-    """Saved bytes of a policy that names tensors: the layer's input and what its residual addition
-    reads; and the named tensors that ranks of tensor split."""
+    """Saved bytes of a policy that names tensors: the layer's input and its residual addition's
+    operands; and the named tensors, which tensor ranks split."""
     keys = values = shape.kv_heads * shape.head_dim
     queries = mixed = shape.heads * shape.head_dim
     if rank := shape.latent:

@@ -27,23 +27,23 @@ from jaxscale.training.tracing.traces import model_trace, saved_values
 
 @dataclass(frozen=True)
 class Shards:
-    """Parameters of a model, or those of them that are trained, in a layout; sizes are elements on
-    a device, of a stack those of one layer."""
+    """Parameters of a model, or its trained ones, in a layout; sizes are elements on a device, of a
+    stack those of one layer."""
 
     arrays: tuple[ParamShape, ...]
     borrowed: tuple[str, ...]  # by the head: see `ModelTrace`
     layout: Layout
 
     def elements(self, parts: str, over_fsdp: Any = False) -> Ints:
-        """Of some parts of the model."""
+        """Elements of some parts of the model."""
         return self._sum(lambda one: one.part in parts.split(), over_fsdp)
 
     def head_elements(self, over_fsdp: Any = False) -> Ints:
-        """Of what the head reads: a tied one reads the embedding."""
+        """Elements that the head reads: the embedding where it is tied."""
         return self._sum(lambda one: one.part == "head" or one.path in self.borrowed, over_fsdp)
 
     def mlp_elements(self, part: str = "layers") -> Ints:
-        """Of a layer's MLP, not sharded over fsdp."""
+        """Elements of a layer's MLP, not sharded over fsdp."""
         mlp = {"mlp", "expert_mlp", "shared_mlp"}
         return self._sum(lambda one: one.part == part and bool(mlp & {*one.axes}), False)
 
@@ -55,7 +55,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class LayerLoop:
-    """How a step loops over the layers of a stack: see `training.layers` and
+    """Sizes of a step's loop over the layers of a stack: see `training.layers` and
     `pipeline.executor`."""
 
     model: Any  # its settings
@@ -64,40 +64,40 @@ class LayerLoop:
     trained: Shards
     lengths: tuple[int, int]  # tokens of a sequence that the model reads, and of its output
     part: str  # the stack, as in `ParamShape`
-    turn: tuple[bool, ...]  # of each layer of the model in one of the stack: whether with experts
+    period: tuple[bool, ...]  # of each layer of a period: whether it has experts
     num_layers: int  # of the stack
     length: int  # tokens of a sequence
-    width: int  # features of each that layers hand on
+    width: int  # features of each in the residual stream
     heads: int  # of attention
     sequences: Ints  # of a micro-batch on a device, of all tensor and context ranks together
     tokens: Ints  # of a micro-batch on a device, of all tensor ranks together
     rows: Ints  # of the experts of a rank, that tokens of a micro-batch are in; 0: no experts
-    source: Ints  # tokens that its cross attention reads, counted likewise; 0 where it has none
+    source: Ints  # tokens that its cross attention reads, as `tokens`; 0: no cross attention
     group: Ints  # micro-batches of an accumulation group: one loop over the layers
     single: Any  # whether a step computes each layer's gradients once
     repeats: Any  # whether groups are a loop: see `training.gradients`
     gathers: Any  # whether weights are all-gathered in every pass
-    keeps: Any  # whether they are once, and kept
+    keeps: Any  # whether they are gathered once, and kept
     scatters: Any  # whether gradients are reduce-scattered per visit
     reduces: Any  # whether gradients are reduced per visit, or in the last one
-    beside: Any  # whether the last layer is outside the loop
+    last_outside: Any  # whether the last layer is outside the loop
     early: Any  # whether a TPU's reductions of the head end before the layers' gradients
     early_layers: Any  # and those of a layer before the gradients of the one below
     accumulated: int  # bytes of an element
     capacity: Ints  # layers of a chunk of the stack, on a rank of a pipeline
     sums: Ints  # elements of the gradient accumulators of the whole model
-    reduced: Ints  # of the layers' gradients that the last of several visits leaves beside them
+    reduced: Ints  # shards of layers' gradients from the last of several visits, next to sums
 
     @classmethod
     def of(
         cls, config: Config, layout: Layout, rows: Rows, stack: StackTrace, capacity: Ints = 0
     ) -> "LayerLoop":
-        """Of a config, but for its layout.
+        """The loop of a config in another layout.
 
         Args:
           layout: resolved; one, or a batch of them.
           rows: layers of each stack that a device allocates.
-          capacity: in a pipeline, those of one chunk of this stack.
+          capacity: in a pipeline, layers of one chunk of this stack.
         """
         model, data, count = config.model, config.data, layout.num_groups
         trace, lengths = model_trace(model), (data.seq_len, data.output_len)
@@ -118,8 +118,8 @@ class LayerLoop:
         crosses = stack.name == "decoder" and model.num_encoder_layers
         source = data.seq_len if crosses else 0
         tokens = data.global_batch_size * length // shards
-        rows_here, turn = 0, trace.experts_of(stack.name)
-        if any(turn):
+        rows_here, period = 0, trace.experts_of(stack.name)
+        if any(period):
             known = model.num_experts > 0
             each = rows_of_token(model, layout, length) if known else saved.rows
             rows_here = tokens * each
@@ -136,7 +136,7 @@ class LayerLoop:
         return cls(
             *(model, layout, parameters, trained, lengths),
             part=stack.name,
-            turn=turn,
+            period=period,
             num_layers=stack.num_layers,
             length=length,
             width=saved.width,
@@ -152,7 +152,7 @@ class LayerLoop:
             keeps=keeps,
             scatters=scatters,
             reduces=scatters | (whole & (layout.batch_shards > 1)),
-            beside=(gathers | (keeps & single) | layout.offloads("activations")) & whole,
+            last_outside=(gathers | (keeps & single) | layout.offloads("activations")) & whole,
             early=early,
             early_layers=early & recomputes & (group == 1) & (tokens >= HIDING_TOKENS),
             accumulated=itemsize(config.optimizer.accumulation_dtype),
@@ -163,12 +163,12 @@ class LayerLoop:
 
     @property
     def is_custom(self) -> bool:
-        """Whether its layers are those of a custom model."""
+        """Whether its layers are a custom model's."""
         return is_own_family(self.model.family)
 
     @property
     def compute(self) -> int:
-        """Bytes of an element."""
+        """Bytes of an element in the compute type."""
         return itemsize(self.model.compute_dtype)
 
     @functools.cached_property
@@ -188,31 +188,31 @@ class LayerLoop:
         return self.gradients // select(shards, self.layout.context, 1)
 
     def saved(self, remat: str, *, piped: bool = False) -> StackSaved:
-        """What a layer saves under a policy; in a pipeline whose table recomputes passes, what it
-        saves without one."""
+        """Values that a layer saves under a policy; in a pipeline whose table recomputes passes,
+        without a policy."""
         if piped and parse_remat(remat).kept_passes is not None:
             remat = "none"
         return saved_values(self.model, *self.lengths, remat, piped=piped).of(self.part)
 
     @property
     def has_experts(self) -> bool:
-        """Whether a layer of the stack has some."""
-        return any(self.turn)
+        """Whether a layer of the stack has experts."""
+        return any(self.period)
 
     @property
-    def layers_of_turn(self) -> list["LayerLoop"]:
-        """The same for each layer of the model in one of the stack, as if it were the only one."""
+    def layers_of_period(self) -> list["LayerLoop"]:
+        """A loop for each layer of a period, as if it were the only one."""
         rows = {True: self.rows, False: 0}
-        return [replace(self, turn=(one,), rows=rows[one]) for one in self.turn]
+        return [replace(self, period=(one,), rows=rows[one]) for one in self.period]
 
 
 def stream_bytes(loop: LayerLoop) -> Ints:
-    """The residual stream of a micro-batch."""
+    """Bytes of the residual stream of a micro-batch."""
     return loop.compute * loop.tokens * loop.width // loop.layout.tensor
 
 
 def message_bytes(loops: Sequence[LayerLoop]) -> Ints:
-    """What ranks of a pipeline send each other: the streams of all stacks, and biases that layers
+    """Bytes that pipeline ranks send each other: the streams of all stacks, and biases that layers
     share."""
     streams = sum(stream_bytes(loop) for loop in loops)
     model, layout = loops[0].model, loops[0].layout
@@ -223,7 +223,7 @@ def message_bytes(loops: Sequence[LayerLoop]) -> Ints:
 
 
 def hidden_values(loop: LayerLoop) -> Ints:
-    """Of the MLPs or experts of a layer, for a micro-batch."""
+    """Hidden values of the MLPs or experts of a layer, for a micro-batch."""
     model = loop.model
     if not loop.has_experts:
         return loop.tokens * model.d_ff

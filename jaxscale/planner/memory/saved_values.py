@@ -1,4 +1,4 @@
-"""Bytes that a layer saves for its backward pass, in a layout: of the values that tracing found."""
+"""Bytes that a layer saves for its backward pass in a layout, from its traced values."""
 
 from jaxscale.config.layout import Layout
 from jaxscale.ops.sizes import LANES
@@ -10,7 +10,7 @@ SUBLANES = 8
 
 
 def remat_saved_bytes(loop: LayerLoop, remat: str) -> Ints:
-    """Of a layer of a loop and a micro-batch, under a policy."""
+    """Saved bytes of a layer and a micro-batch under a policy."""
     layout, values = loop.layout, loop.saved(remat).values
     gathered = select(layout.tensor_rows > 1, layout.tensor_columns, 1)
     per = {
@@ -26,15 +26,15 @@ def layer_saved_bytes(loop: LayerLoop) -> Ints:
 
 
 def recomputed_bytes(loop: LayerLoop) -> Ints:
-    """Of a layer, what its backward pass recomputes."""
+    """Bytes of a layer that its backward pass recomputes."""
     if not loop.layout.remat_policy.by_names:
         return 0
     return remat_saved_bytes(loop, "none") - layer_saved_bytes(loop)
 
 
 def slot_bytes(loop: LayerLoop, held: str, *, tiled: bool) -> Ints:
-    """Of a layer in a slot of a pipeline's buffer, and a micro-batch: what matmuls gathered over
-    columns of tensor is saved whole.
+    """Bytes of a layer and a micro-batch in a slot of a pipeline's buffer: values that matmuls
+    gather over tensor columns are saved whole.
 
     Args:
       held: of `SavedValue`.
@@ -50,11 +50,11 @@ def slot_bytes(loop: LayerLoop, held: str, *, tiled: bool) -> Ints:
 
 
 def _bytes(value: SavedValue, layout: Layout, gathered: Ints) -> Ints:
-    """Of a sequence or a row, of all ranks of tensor together; where it has rows, those repeat what
-    lies between matmuls.
+    """Bytes per sequence or row, all tensor ranks together; where tensor has rows, they repeat the
+    values between matmuls.
 
     Args:
-      gathered: ranks that have what a matmul gathered.
+      gathered: ranks that have the values a matmul gathered.
     """
     repeats = {
         "stream": 1,

@@ -1,5 +1,5 @@
-"""What an encoder leaves in memory while the decoder computes, and the decoder while the encoder
-does: see `training.layers`."""
+"""Memory of an encoder while the decoder computes, and of the decoder while the encoder does: see
+`training.layers`."""
 
 import dataclasses
 from typing import Any
@@ -13,26 +13,26 @@ from jaxscale.sharding.model_trace import Ints, select
 
 
 def held_between_bytes(loops: list[LayerLoop]) -> Ints:
-    """Of the stacks before the last of `loops`: the output as it leaves the layers and as the
-    decoder reads it, with its gradient; the last layer, whose backward pass reuses its weights and
-    whose activations are outside the loop."""
+    """Bytes of the stacks before the last of `loops`: the output as it leaves the layers and as the
+    decoder reads it, with its gradient; and the last layer, whose backward pass reuses its weights
+    and whose activations are outside the loop."""
     held: Ints = 0
     for loop in loops[:-1]:
         gradient = max(4 // loop.compute, 1)
         held = held + (2 + gradient) * loop.group * stream_bytes(loop)
-        held = held + loop.beside * loop.group * layer_saved_bytes(loop)
+        held = held + loop.last_outside * loop.group * layer_saved_bytes(loop)
         held = held + select(loop.gathers, loop.compute * loop.weights)
     return held
 
 
 def stacks_outer_gradients(loop: LayerLoop, transients: Transients, *, is_last: bool) -> Ints:
     """Gradients of the head during the decoder, and of the embedding, by the decoder's tokens,
-    during the encoder: whole, unless they are added to whole accumulators in place; and likewise
-    those of layers with experts and of the ones before them.
+    during the encoder: whole, unless they are added to whole accumulators in place. The same for
+    layers with experts and the layers before them.
 
     In a single visit a GPU adds the rows of both stacks to the embedding's together, at the end,
-    and those of the head are reduced during the layers, or during the modules that predict further
-    tokens, whose working set has them."""
+    and the head's are reduced during the layers, or during the MTP modules, whose working set has
+    them."""
     wide = max(loop.compute, 4)
     embed = 0 if is_last else wide * loop.trained.elements("embed")
     whole = loop.accumulated * loop.trained.head_elements()
@@ -41,7 +41,7 @@ def stacks_outer_gradients(loop: LayerLoop, transients: Transients, *, is_last: 
         return shard + embed
     if transients.in_place and loop.model.prediction_depth:
         return shard
-    # While weights are gathered the head's are reduced.
+    # The head's are reduced while weights are gathered.
     head = whole if is_last else select(loop.gathers, shard, whole)
     in_place = transients.in_place & np.logical_not(loop.scatters | loop.single)
     several = select(in_place, 0, head + embed)
@@ -51,7 +51,7 @@ def stacks_outer_gradients(loop: LayerLoop, transients: Transients, *, is_last: 
 
 
 def larger(first: Any, second: Any) -> Any:
-    """Of two records of `Memory` the one that needs more; for N layouts each of its own."""
+    """The larger of two `Memory` records; for each of N layouts."""
     more = second.temporaries > first.temporaries
     fields = (field.name for field in dataclasses.fields(first))
     return type(first)(

@@ -1,8 +1,8 @@
 """Peak memory of a step on one device, from the model's shapes and the layout alone.
 
-Memory between steps is exact. The temporaries of a step are those of its largest phase, each a sum
-of parts. How many arrays are live within one layer depends on the compiler: those few constants are
-measured, see `TRANSIENTS`. The suite compares everything with compiled programs.
+Memory between steps is exact. The temporaries of a step are the terms of its largest phase. The
+number of arrays live within one layer depends on the compiler: these few constants are measured,
+see `TRANSIENTS`. The suite compares everything with compiled programs.
 
 Letters: D d_model, Q heads x head_dim, K kv_heads x head_dim, F d_ff, G micro-batches of
 an accumulation group.
@@ -42,10 +42,10 @@ from jaxscale.planner.memory.transients import (
     Transients,
     biased_attention_bytes,
     carried_bytes,
+    end_of_backward_bytes,
     hidden_bytes,
     live_bytes,
     ragged,
-    walk_end_bytes,
     working_set_bytes,
 )
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, layout_buffers
@@ -83,7 +83,7 @@ def step_memory(
     rows = {stack.name: count for stack, count in zip(sizes, buffers.rows)}
     capacity = buffers.capacity or (0,) * len(sizes)
     loops = [
-        LayerLoop.of(config, layout, rows, stack, room) for stack, room in zip(sizes, capacity)
+        LayerLoop.of(config, layout, rows, stack, each) for stack, each in zip(sizes, capacity)
     ]
     passes = [
         _stack_memory(config, loops, n, rows, transients, buffers, own_host)
@@ -101,7 +101,7 @@ def _stack_memory(
     buffers: RankBuffers,
     own_host: bool,
 ) -> Memory:
-    """Memory of a step, its phases those of one stack.
+    """Memory of a step whose phases are of one stack.
 
     Args:
       loops: of all stacks.
@@ -109,8 +109,8 @@ def _stack_memory(
     """
     model, optimizer, loop = config.model, config.optimizer, loops[number]
     layout = loop.layout
-    # While the layers of one stack compute, those of the stacks after it are done; but a rank of a
-    # pipeline has buffers for the chunks of each.
+    # While the layers of one stack compute, the stacks after it are done; but a pipeline rank has
+    # buffers for the chunks of every stack.
     before, is_last = loops[: number + 1], number == len(loops) - 1
     moments = moment_bytes(model, optimizer, layout, rows)
     host_optimizer = moments if layout.offloads("optimizer") else 0
@@ -126,7 +126,7 @@ def _stack_memory(
         gradients=gradients,
         stash=select(pipelined, _slots(loops, buffers, transients), stash - own_host * host_stash),
         layer_weights=_layer_weights(loop, loops, transients),
-        zeros=loop.beside
+        zeros=loop.last_outside
         * transients.zeros
         * max(loop.compute, 4)
         * loop.tokens
@@ -145,7 +145,7 @@ def _stack_memory(
         ),
         forward_loop=_forward_loop(loop, transients),
         head=head_bytes(loop, transients) if is_last else 0,
-        # In a single visit nothing is added to them before the layers' backward pass.
+        # A single visit adds nothing to them before the layers' backward pass.
         head_sums=select(loop.single & transients.in_place, 0, gradients),
         end=maximum(
             reduction_bytes(loop, transients, rows), update_bytes(optimizer.name, loop, rows)
@@ -164,7 +164,7 @@ def _stack_memory(
             _kept(loop, rows),
             _cast_once(loop, rows) * (not transients.ahead),
         ),
-        # Those that a pipeline keeps are gathered at once.
+        # A pipeline gathers the weights that it keeps all at once.
         converted=select(loop.keeps & pipelined, 0, transients.ahead)
         * loop.compute
         * sum(
@@ -172,7 +172,7 @@ def _stack_memory(
             for part, count in rows.items()
         ),
         carried=carried_bytes(loop, transients),
-        walk_end=walk_end_bytes(loop, transients),
+        walk_end=end_of_backward_bytes(loop, transients),
         restacked=restacked_bytes(loop, rows[loop.part])
         if transients.in_place and loop.has_experts
         else 0,
@@ -188,12 +188,12 @@ def _transients(back_end: str, *, gated: bool) -> Transients:
 
 
 def _layer_weights(loop: LayerLoop, loops: list[LayerLoop], transients: Transients) -> Ints:
-    """Of the current layer, and prefetched; in a pipeline those of a chunk of each stack, or of
-    the current layer."""
+    """Gathered weights of the current layer and of a prefetched one; in a pipeline of a chunk of
+    each stack, or of the current layer."""
     held = sum(one.capacity * one.weights for one in loops)
     if loop.layout.pipeline_gather == "layer":
         held = loop.weights
-    layers = min(loop.num_layers, 2)  # a single one prefetches nothing
+    layers = min(loop.num_layers, 2)  # a single layer prefetches nothing
     gathered = select(loop.layout.pipeline > 1, held, layers * loop.weights)
     # An all-gather of shards that are not whole tiles pads every row with an empty one.
     gathered = gathered + select(ragged(loop, transients), loop.parameters.mlp_elements(loop.part))
@@ -201,8 +201,8 @@ def _layer_weights(loop: LayerLoop, loops: list[LayerLoop], transients: Transien
 
 
 def _kept(loop: LayerLoop, rows: Rows) -> Ints:
-    """Weights that are gathered once a step; of a pipeline those outside the layers are counted
-    elsewhere. An embedding that is not the head's is not read again in a single visit."""
+    """Weights gathered once per step; a pipeline's weights outside the layers are counted
+    elsewhere. An untied embedding is not read again in a single visit."""
     layers = sum(count * loop.parameters.elements(part) for part, count in rows.items())
     again = loop.parameters.elements("embed head") - loop.parameters.head_elements()
     outer = loop.parameters.head_elements() + select(loop.single, 0, again)
@@ -210,8 +210,8 @@ def _kept(loop: LayerLoop, rows: Rows) -> Ints:
 
 
 def _cast_once(loop: LayerLoop, rows: Rows) -> Ints:
-    """Weights of layers that are cast once a step, of which their vectors are too few to matter, or
-    quantised once, to two arrays of half the bytes."""
+    """Layers' weights that are cast once per step (vectors are too few to matter), or quantised
+    once to two arrays of half the bytes."""
     quantised = (loop.model.matmul_dtype == "float8") & (loop.layout.tensor == 1)
     casts = quantised | (loop.model.compute_dtype != loop.model.param_dtype)
     layers = sum(count * loop.parameters.elements(part) for part, count in rows.items())
@@ -219,8 +219,8 @@ def _cast_once(loop: LayerLoop, rows: Rows) -> Ints:
 
 
 def _slots(loops: list[LayerLoop], buffers: RankBuffers, transients: Transients) -> Ints:
-    """Saved activations of a rank's chunks between operations: each slot has room for a chunk of
-    every stack."""
+    """Saved activations of a rank's chunks between operations: each slot stores a chunk of every
+    stack."""
     total, tiled = 0, transients.tile > 1
     if not np.any(loops[0].layout.pipeline > 1):
         return 0
@@ -232,7 +232,7 @@ def _slots(loops: list[LayerLoop], buffers: RankBuffers, transients: Transients)
 
 
 def _held_weights(loop: LayerLoop, buffers: RankBuffers) -> Ints:
-    """Gathered weights of embedding and head and, where a rank has several, of the next chunk."""
+    """Gathered weights of embedding and head, and of the next chunk where a rank has several."""
     outer = loop.parameters.elements("embed") + loop.parameters.head_elements()
     several = (buffers.chunks > 1) & (loop.layout.pipeline_gather == "chunk")
     next_chunk = select(loop.gathers & several, loop.capacity * loop.weights)
@@ -240,8 +240,8 @@ def _held_weights(loop: LayerLoop, buffers: RankBuffers) -> Ints:
 
 
 def _pending(loop: LayerLoop, loops: list[LayerLoop], buffers: RankBuffers) -> Ints:
-    """Gradients of a chunk of each stack before their reduce-scatter, and of one after it; those
-    of an only chunk are reduced after the last tick, those of a layer at once."""
+    """Gradients of a chunk of each stack before their reduce-scatter, and of one after it. A
+    rank's only chunk is reduced after the last tick, a single layer at once."""
     if loop.layout.pipeline_gather == "layer":
         return 0
     whole = sum(one.capacity * one.gradients for one in loops)
@@ -260,7 +260,7 @@ def _tied_sums(loop: LayerLoop) -> Ints:
 def _stash(loop: LayerLoop) -> tuple[Ints, Ints]:
     """Saved activations of all layers, and the part in host memory. Those of a layer outside the
     loop are freed before the loop runs backward."""
-    layout, layers = loop.layout, loop.num_layers - loop.beside
+    layout, layers = loop.layout, loop.num_layers - loop.last_outside
     stash = layers * loop.group * layer_saved_bytes(loop)
     if layout.offloads("activations"):
         return stash, stash
@@ -278,7 +278,7 @@ def _outer_gradients(loop: LayerLoop, transients: Transients) -> Ints:
     embed = loop.trained.elements("embed")
     if not transients.late:
         return select(loop.single, head + max(loop.compute, 4) * embed)
-    # On a TPU, whose loop carries gradients, those of the head are reduced before.
+    # On a TPU, whose loop carries gradients, the head's are reduced earlier.
     whole = select(loop.early & transients.carries, 0, whole)
     several = select(loop.layout.pipeline == 1, whole + loop.accumulated * embed)
     return select(loop.single, head + whole, several)
@@ -286,10 +286,10 @@ def _outer_gradients(loop: LayerLoop, transients: Transients) -> Ints:
 
 def _group(loop: LayerLoop) -> Ints:
     # Saved activations of one layer, and stream gradients: in, out, and (outside the loop) next.
-    activations = layer_saved_bytes(loop) + (2 + loop.beside) * stream_bytes(loop)
+    activations = layer_saved_bytes(loop) + (2 + loop.last_outside) * stream_bytes(loop)
     # Gradient accumulators of the layer, and of the last one outside the loop; attention's
     # weights, which the CPU back end transposes in every micro-batch.
-    sums = loop.accumulated * loop.gradients * (1 + loop.beside)
+    sums = loop.accumulated * loop.gradients * (1 + loop.last_outside)
     transposed = loop.compute * (loop.weights - loop.parameters.mlp_elements(loop.part))
     return select(loop.group == 1, 0, loop.group * activations + sums + transposed)
 
@@ -309,7 +309,7 @@ def _layer_gradients(loop: LayerLoop, transients: Transients) -> Ints:
 def _forward_loop(loop: LayerLoop, transients: Transients) -> Ints:
     # Saved activations of a layer before they are copied to the stash, and space for the last
     # layer's; the stream in and out, and its zero gradients.
-    activations = (1 + loop.beside) * layer_saved_bytes(loop) + 5 * stream_bytes(loop)
+    activations = (1 + loop.last_outside) * layer_saved_bytes(loop) + 5 * stream_bytes(loop)
     if loop.is_custom:
         hidden = live_bytes(loop, transients, forward=True)
     else:

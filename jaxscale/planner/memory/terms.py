@@ -1,4 +1,4 @@
-"""The memory of a step as a sum of terms: how reports call each, and when it is live."""
+"""Memory of a step as a sum of terms: their names in reports, and the phases where each is live."""
 # ruff: noqa: RUF009 - `_term` makes a field, as `dataclasses.field` does
 
 from dataclasses import dataclass, field, fields
@@ -38,7 +38,7 @@ def _term(text: str, group: str, *phases: str) -> Any:
 class Memory:
     """Bytes on one device.
 
-    `arguments` are live throughout; the temporaries are those of the largest phase.
+    `arguments` are live throughout; the temporaries are the terms of the largest phase.
     """
 
     # Between steps: the arguments.
@@ -54,7 +54,7 @@ class Memory:
     moments_copy: Ints = _term("copy of the moments", MOMENTS, *PHASES)
     # In a pipeline: received activations and gradients, and send buffers.
     messages: Ints = _term("pipeline send and receive buffers", SAVED, *MICROBATCHES)
-    # And the next chunk.
+    # With the next chunk's.
     outer_weights: Ints = _term("gathered embedding and head", GATHERED, *MICROBATCHES)
     pending: Ints = _term("gradients of a chunk before reduction", GRADS, *MICROBATCHES)
     # In ZeRO stages 1 and 2: gathered, in the compute type.
@@ -67,9 +67,9 @@ class Memory:
     between_stacks: Ints = _term(
         "between stacks, as of an encoder or dense layers", SAVED, *MICROBATCHES
     )
-    # With an encoder in a pipeline: those that passes began with, for their W.
+    # With an encoder in a pipeline: the inputs of passes, for their W.
     received: Ints = _term("streams kept for weight gradients", SAVED, *MICROBATCHES)
-    # In ZeRO stage 1: shards that the last visit leaves beside whole sums.
+    # In ZeRO stage 1: shards from the last visit, next to whole sums.
     reduced_gradients: Ints = _term("gradients, reduced", GRADS, *LAYER, LOOP_END, STEP_END)
     # In the compute type; where gathered, also the next layer's.
     layer_weights: Ints = _term("gathered weights of a layer", GATHERED, *LAYER)
@@ -81,7 +81,7 @@ class Memory:
     forward_loop: Ints = _term("activations of one layer's forward", OTHERS, FORWARD)
     # Logits of a chunk, the gathered matrix, its gradient, the stream.
     head: Ints = _term("logits and head", OTHERS, HEAD)
-    # Accumulators as above, without those that are not allocated yet.
+    # Accumulators as above, without the ones not allocated yet.
     head_sums: Ints = _term("gradients", GRADS, HEAD)
     # Inputs and outputs of one layer for G micro-batches, and its accumulators.
     group: Ints = _term("accumulation group of micro-batches", SAVED, *BACKWARD)
@@ -110,7 +110,7 @@ class Memory:
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """Terms of one layout's peak by field, without those of 0 bytes."""
+        """Terms of one layout's peak by field, without terms of 0 bytes."""
         phase = max(self.phases, key=lambda name: self.phases[name])
         names = ("parameters", "optimizer", "batch", *LIVE[phase])
         sizes = {name: int(getattr(self, name)) for name in names}
@@ -131,4 +131,4 @@ LIVE = {
     phase: [term.name for term in fields(Memory) if phase in term.metadata["phases"]]
     for phase in PHASES
 }
-"""Phase -> the terms that are live in it, beside the arguments."""
+"""Phase -> the terms that are live in it, in addition to the arguments."""

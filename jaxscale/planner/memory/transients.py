@@ -1,5 +1,4 @@
-"""Temporaries of one layer's backward pass: the part of a step's memory that depends on the
-compiler."""
+"""Temporaries of one layer's backward pass, which depend on the compiler."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from jaxscale.sharding.model_trace import Ints, maximum, select
 
 @dataclass(frozen=True)
 class Transients:
-    """Numbers of live arrays of a micro-batch in a layer's backward pass, by width, at its peak: at
+    """Numbers of a micro-batch's arrays live at the peak of a layer's backward pass, by width: at
     the MLP's activation, with everything saved for attention."""
 
     stream: int  # [tokens, D]
@@ -31,27 +30,28 @@ class Transients:
     sums: int = 0  # float32 [tokens, heads, LANES]: log-sum-exp of an attention kernel
     matmuls: int = 2  # at most so many more of hidden, where the MLP's matmuls are recomputed
     whole: int = 2  # of stream, gathered over tensor
-    apart: int = 0  # more of stream there: gathered ones are not recomputed inside matmuls
+    with_tensor: int = 0  # more of stream: gathered ones are not recomputed inside matmuls
     wide: tuple[int, int, int] = (2, 1, 2)  # of stream, queries, keys: always float32
     late: bool = False  # whole gradients of embedding and head are live during the layers
     ahead: bool = False  # weights of all layers are cast before the loops
     carries: bool = False  # a layer's gradients are carried to the next iteration
     tile: int = 1  # rows of a tile in collectives
-    queued: bool = False  # a layer's gradients are still being reduced while the next are computed
+    queued: bool = False  # a layer's gradients are reduced while the next layer computes
     in_place: bool = False  # whole gradients are summed and reduced where they are
     piped: int = 0  # fewer of hidden in a pipeline whose weights are whole on a rank
-    looks_up: bool = False  # targets, where a rank has all columns: one array of logits less
+    looks_up: bool = False  # all columns on a rank: targets are looked up, one array of logits less
     blocks: bool = True  # the matmuls of experts are loops over blocks of rows
-    live: float = 1.0  # for each byte that `tracing.liveness` finds in a custom model's layer
+    live: float = 1.0  # per byte that `tracing.liveness` finds in a custom model's layer
     copied: float = 0.0  # of its saved activations, in the loop
-    score_blocks: float = 1.0  # of its attention
-    attended: float = 0.0  # of its queries, keys and values, as the loops of attention have them
-    # At the kernel of attention with a position bias: of stream, queries and keys, hidden.
+    score_blocks: float = 1.0  # of its blocks of attention scores
+    attended: float = 0.0  # of its queries, keys and values, as the attention loops keep them
+    # At the attention kernel with a position bias: of stream, queries and keys, hidden.
     biased: tuple[float, float, float] = (0, 0, 0)
 
 
-# `live` and what follows it, of custom models, are fitted on 44 steps of eight blocks compiled for
-# CPUs and H200 (`tests/planner/memory/test_custom_models.py` has half of them); of v5p on three.
+# `live` and the fields after it, for custom models, are fitted to 44 steps of eight blocks compiled
+# for CPUs and H200 (half of them in `tests/planner/memory/test_custom_models.py`), to three for
+# v5p.
 _TPU: dict[str, Any] = {
     "remade": 0,
     "ring": 6,
@@ -60,7 +60,7 @@ _TPU: dict[str, Any] = {
     "sums": 1,
     "wide": (0, 0, 0),
     "whole": 7,
-    "apart": 4,
+    "with_tensor": 4,
     "late": True,
     "ahead": True,
     "carries": True,
@@ -69,22 +69,24 @@ _TPU: dict[str, Any] = {
     "live": 0.9,
 }
 _GPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 0, "matmuls": 1, "whole": 7, "late": True}
-# Counted in steps of mT5 (mt5_xxl on 64 A100, mt5_base): with few tokens weights are most of it.
+# Counted in steps of mT5 (mt5_xxl on 64 A100, mt5_base): with few tokens weights are most of the
+# memory.
 _GPU |= {"queued": True, "in_place": True, "live": 0.9}
 HEADS = ("queries", "keys")
 BIASED = (18, 9.2, 2.5)
-"""Slopes of six encoders of 4 layers over d_model, heads, head_dim and d_ff (CPU, float32)."""
+"""Slopes fitted to six encoders of 4 layers over d_model, heads, head_dim and d_ff (CPU,
+float32)."""
 _CPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 2, "biased": BIASED}
 _CPU |= {"piped": 1, "looks_up": True, "live": 1.2, "copied": 0.4}
 _CPU |= {"score_blocks": 4.5, "attended": 1.75}
-# By the kind of MLP: "llama" has a gate, "gpt" has none.
+# By type of MLP: "llama" is gated, "gpt" is not.
 TRANSIENTS = {
     # Counted in the buffer assignments of XLA's CPU back end (jaxlib 0.12, float32). It
     # transposes matmul operands, copies what it reads from the stash, and allocates the initial
     # zeros of a loop early.
     ("cpu", "llama"): Transients(5, 4, 4, 5, remade=2, **_CPU),
     ("cpu", "gpt"): Transients(5, 4, 4, 3, remade=4, **_CPU),
-    # Counted in steps of llama3_8b with 4 layers compiled for 8 H200 (jaxlib 0.12), by seven
+    # Counted in steps of llama3_8b with 4 layers compiled for 8 H200 (jaxlib 0.12), in seven
     # layouts: 1 and 4 sequences, remat, tensor, layered. The attention kernel saves its
     # log-sum-exp, and the head's gradient is reduced only after the layers.
     ("gpu", "llama"): Transients(5, 4, 4, 3, remade=2, **_GPU),
@@ -99,7 +101,7 @@ TRANSIENTS = {
 
 
 def hidden_bytes(loop: LayerLoop, transients: Transients) -> Ints:
-    """The part of the working set that is as wide as the MLP."""
+    """Part of the working set as wide as the MLP."""
     if loop.is_custom:
         return 0
     model, layout = loop.model, loop.layout
@@ -112,25 +114,25 @@ def hidden_bytes(loop: LayerLoop, transients: Transients) -> Ints:
 
 
 def working_set_bytes(loop: LayerLoop, transients: Transients) -> Ints:
-    """Activations of a micro-batch and their gradients. In a turn of several layers, of the layer
-    where they are most, with what was recomputed of those before it."""
+    """Activations of a micro-batch and their gradients. In a period of several layers, of the
+    largest layer, with the recomputed values of the layers before it."""
     if loop.is_custom:
-        # Those of the last layer, outside the loop, are not in the stash.
-        share = select(loop.beside, 1.0, select(loop.layout.pipeline == 1, transients.copied))
+        # The last layer's, outside the loop, are not in the stash.
+        share = select(loop.last_outside, 1.0, select(loop.layout.pipeline == 1, transients.copied))
         copied = share * layer_saved_bytes(loop)
         more = copied + transients.score_blocks * _scores(loop)
         more = more + _spread_streams(loop, transients)
         return live_bytes(loop, transients) + np.asarray(more).astype(int)[()]
     found, before = [], 0
-    recomputed = recomputed_bytes(loop) // len(loop.turn)
-    for one in loop.layers_of_turn:
+    recomputed = recomputed_bytes(loop) // len(loop.period)
+    for one in loop.layers_of_period:
         found.append(_layer_working_set(one, transients) + before)
         before = before + recomputed
     return maximum(*found)
 
 
 def _spread_streams(loop: LayerLoop, transients: Transients) -> Ints:
-    """Of a custom model, what attention has in blocks, and what is whole on each rank of tensor."""
+    """Bytes of a custom model's attention blocks, and of streams whole on each tensor rank."""
     layout = loop.layout
     attended = loop.saved("full").attended
     whole = (transients.whole + 1) * loop.width * (layout.tensor_columns - 1)
@@ -139,7 +141,7 @@ def _spread_streams(loop: LayerLoop, transients: Transients) -> Ints:
 
 
 def live_bytes(loop: LayerLoop, transients: Transients, *, forward: bool = False) -> Ints:
-    """What a pass over a layer of a custom model has at once of a micro-batch, by liveness."""
+    """Live bytes of a pass over a custom model's layer for a micro-batch, by liveness analysis."""
 
     def of(piped: bool) -> Ints:
         saved = loop.saved(loop.layout.remat, piped=piped)
@@ -160,14 +162,14 @@ def _layer_working_set(loop: LayerLoop, transients: Transients) -> Ints:
     width, wider = loop.compute, max(4 - loop.compute, 0)
     sizes = {
         "stream": model.d_model,
-        # Which rows of tensor repeat.
+        # Tensor rows repeat these.
         "queries": model.num_heads * model.head_dim * layout.tensor_rows,
         "keys": model.num_kv_heads * model.head_dim * layout.tensor_rows,
     }
     arrays = {
         "stream": transients.stream
         + transients.remade * named
-        + transients.apart * (layout.tensor > 1),
+        + transients.with_tensor * (layout.tensor > 1),
         "queries": transients.queries,
         "keys": transients.keys + transients.ring * (layout.context > 1),
     }
@@ -178,8 +180,8 @@ def _layer_working_set(loop: LayerLoop, transients: Transients) -> Ints:
     each = each + (transients.whole + named) * width * model.d_model * (layout.tensor_columns - 1)
     hidden = hidden_bytes(loop, transients)
     if transients.in_place and model.relative_bias != "none":
-        # No fused kernel of a GPU has the bias. Attention in blocks begins when the MLP is done,
-        # during which of its arrays only queries, keys, values and the output are there.
+        # No fused GPU kernel has the bias. Blockwise attention starts after the MLP, during which
+        # only its queries, keys, values and output are live.
         ours = sum(sizes[name] * (arrays[name] * width + wide[name] * wider) for name in HEADS)
         ours = ours - 2 * width * sum(sizes[name] for name in HEADS)
         hidden = maximum(hidden - loop.tokens * ours // layout.tensor, 0)
@@ -193,7 +195,7 @@ def _layer_working_set(loop: LayerLoop, transients: Transients) -> Ints:
 
 
 def _rows(loop: LayerLoop, transients: Transients) -> Ints:
-    """What the rows of experts add."""
+    """Bytes of the rows of experts."""
     if not loop.has_experts:
         return 0
     head = loop.accumulated * loop.trained.head_elements()
@@ -201,8 +203,8 @@ def _rows(loop: LayerLoop, transients: Transients) -> Ints:
 
 
 def biased_attention_bytes(loop: LayerLoop, transients: Transients) -> Ints:
-    """Activations of a micro-batch and their gradients at the kernel of attention, where the bias
-    of positions has it keep more blocks than the MLP has hidden values."""
+    """Activations of a micro-batch and their gradients at the attention kernel, where a position
+    bias makes it keep more blocks than the MLP has hidden values."""
     model, layout = loop.model, loop.layout
     stream, heads, hidden = transients.biased
     if model.relative_bias == "none" or not stream:
@@ -210,14 +212,14 @@ def biased_attention_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     keys = model.num_kv_heads * model.head_dim
     wide = model.num_heads * model.head_dim + keys
     each = int(stream * model.d_model + heads * wide + hidden * model.d_ff)
-    # As in the working set: round the ring, and the input of attention as it was gathered.
+    # As in the working set: the ring's keys, and the gathered input of attention.
     each = each + transients.ring * keys * (layout.context > 1)
     each = each + transients.whole * model.d_model * (layout.tensor_columns - 1)
     return loop.compute * loop.tokens * each // layout.tensor + cross_bytes(loop)
 
 
 def cross_bytes(loop: LayerLoop) -> Ints:
-    """What cross attention adds to a layer's working set."""
+    """Bytes of cross attention in a layer's working set."""
     if loop.part != "decoder":
         return 0
     model, width = loop.model, loop.compute
@@ -246,8 +248,8 @@ def ragged(loop: LayerLoop, transients: Transients) -> Any:
 
 def carried_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients of the previous layer during a layer's backward pass: as the loop carries them, and
-    as they are reduced. Where rows of experts are most of memory, without a capacity, the peak
-    comes later: counted in steps of Mixtral, Qwen3-MoE and DeepSeek-V3 for v5p."""
+    as they are reduced. Where rows of experts dominate, without a capacity, the peak comes later:
+    counted in steps of Mixtral, Qwen3-MoE and DeepSeek-V3 for v5p."""
     if loop.has_experts and not loop.model.capacity_factor:
         return 0
     carries = _carries(loop, transients)
@@ -255,18 +257,18 @@ def carried_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     return select(carries, (loop.compute + widened) * loop.unreduced)
 
 
-def walk_end_bytes(loop: LayerLoop, transients: Transients) -> Ints:
+def end_of_backward_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients at the end of the loop: with no compute left to overlap, reductions queue up."""
     embed = loop.trained.elements("embed")
     outer = embed + select(loop.early, 0, loop.trained.elements("head"))
     layers = select(loop.gathers, 2, 1)
-    # Attention's are never ragged: heads are a dimension of their own.
+    # Attention's are never ragged: heads are a separate dimension.
     mlp = loop.trained.mlp_elements(loop.part)
     results = select(ragged(loop, transients), outer + layers * mlp)
     # The embedding's also before the cast. And the loop's carry leaves fragments too small for a
     # whole matrix: 8 GB for gpt_175b.
     narrow = embed + select(loop.gathers, 2 * loop.gradients)
-    # Two matrices out of the stream before the compiler reduces them over context.
+    # Gradients of the two matrices out of the stream, before the compiler reduces over context.
     gated = loop.is_custom or loop.model.gated
     matrices = mlp * (1 + gated) // (2 + gated)
     crossing = select(loop.unreduced != loop.gradients, matrices)

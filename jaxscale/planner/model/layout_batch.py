@@ -12,7 +12,7 @@ from jaxscale.sharding.model_trace import Ints
 
 INTEGER_FIELDS = tuple(one.name for one in dataclasses.fields(Layout) if one.type is int)
 SETTINGS = tuple(one.name for one in dataclasses.fields(Layout) if one.type is not int)
-"""Fields that all layouts of a batch have in common."""
+"""Fields that all layouts of a batch share."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class LayoutBatch(Layout):
 
 
 def stack_layouts(layouts: Sequence[Layout]) -> LayoutBatch:
-    """The layouts, or those of several batches, with the other settings of the first."""
+    """A batch of layouts, or of several batches, with the other settings of the first."""
 
     def size(one: Layout) -> int:
         return len(one) if isinstance(one, LayoutBatch) else 1

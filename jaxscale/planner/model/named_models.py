@@ -1,4 +1,4 @@
-"""Shapes of models in JSON: the published ones of `named_models.json`, and a user's own files."""
+"""Model shapes in JSON: published models of `named_models.json`, and a user's files."""
 
 import dataclasses
 import pathlib
@@ -11,14 +11,15 @@ from jaxscale.storage.untrusted import load_json
 
 
 def published_shape(model: str, seq_len: int) -> ModelShape | None:
-    """The shape of the known name that `model` begins with; None where there is none."""
+    """The shape whose name `model` begins with; None where there is none."""
     name = _normalised(model)
     found = [shape for known, shape in NAMED.items() if name.startswith(known)]
     return replace(found[0], seq_len=seq_len) if found else None
 
 
 def _normalised(model: str) -> str:
-    """A name in any case, with _ for - or without one before a version, as `NAMED` has it."""
+    """The spelling in `NAMED` of a name in any case, with _ for -, or without - before a
+    version."""
     return model.lower().replace("_", "-").replace("nemotron3", "nemotron-3")
 
 
@@ -67,18 +68,18 @@ def read_shape(given: Any, where: str) -> ModelShape:
 
 
 TYPES: dict[Any, tuple[type, ...]] = {int: (int,), bool: (bool,), float: (int, float)}
-"""Of a field -> what JSON may give for it."""
+"""Type of a field -> types that JSON may give for it."""
 
 
 def _record(kind: Any, given: Any, where: str) -> Any:
-    """A dataclass from a JSON object of its numbers; fields that are records are made already."""
+    """A dataclass from a JSON object of its fields; nested records are already made."""
     if not isinstance(given, dict):
         raise ValueError(f"{where} is {given!r}; it must be an object of {kind.__name__}'s fields")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for name, value in given.items():
         if name not in fields:
             raise ValueError(
-                f"{where}: {name!r} is not a field; there are {', '.join(fields)}"
+                f"{where}: {name!r} is not a field; it can be {', '.join(fields)}"
                 f"{did_you_mean(name, fields)}"
             )
         allowed = TYPES.get(fields[name].type, ())

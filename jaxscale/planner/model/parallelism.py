@@ -15,18 +15,18 @@ IMBALANCE = 1.2
 
 @dataclass(frozen=True)
 class WholeMatrices:
-    """Matmuls of the update of one parameter of a stack, whose matrices it needs whole (Muon)."""
+    """Matmuls of the update of a stack's parameter, which needs whole matrices (Muon)."""
 
     layers: int  # of the stack
-    shared_flops: float  # of a layer, which ranks of tensor share
-    repeated_flops: float  # of a layer, which each of them repeats
-    of_experts: bool  # whether ranks of expert have matrices of their own
+    shared_flops: float  # of a layer, shared by tensor ranks
+    repeated_flops: float  # of a layer, repeated on each tensor rank
+    of_experts: bool  # whether expert ranks have separate matrices
 
 
 @dataclass(frozen=True)
 class Parallelism(LayoutBatch):
-    """What the cost formulas read: a layout or N of them, with the micro-batch size, what is parsed
-    from its strings, and facts of the step. `schedule` is a name alone."""
+    """Inputs of the cost formulas: a layout or N of them, with the micro-batch size, the parsed
+    string settings, and facts of the step. `schedule` is a name alone."""
 
     virtual_stages: Ints = 1
     microbatch: Ints = 1  # sequences per micro-batch and shard of the batch
@@ -39,7 +39,7 @@ class Parallelism(LayoutBatch):
 
     @classmethod
     def of(cls, layout: Layout, global_batch_size: int, **changes: Any) -> "Parallelism":
-        """Of a resolved `Layout`, or a batch; `changes` are fields of this class."""
+        """From a resolved `Layout`, or a batch; `changes` are fields of this class."""
         schedule, remat = layout.schedule_spec, layout.remat_policy
         return cls(
             **{

@@ -23,7 +23,7 @@ from jaxscale.sharding.model_trace import (
 class LatentAttention:
     """Ranks and head sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
 
-    query_rank: int  # 0: queries are made of the stream
+    query_rank: int  # 0: queries are projected from the stream
     kv_rank: int
     nope_dim: int  # of a head's query and key, without rotary positions
     rope_dim: int  # with rotary positions
@@ -32,7 +32,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class StateSpaceMixer:
-    """A state-space mixer in place of attention in some layers (Mamba-2, arXiv 2405.21060)."""
+    """A state-space mixer that replaces attention in some layers (Mamba-2, arXiv 2405.21060)."""
 
     layers: int
     heads: int
@@ -76,12 +76,12 @@ class ModelShape:
     mixer: StateSpaceMixer | None = None
     attention_layers: int = -1  # layers with attention; -1 is all
     mlp_layers: int = -1  # layers with an MLP or experts; -1 is all
-    extra_predictions: int = 0  # multi-token prediction modules, each a layer and a head pass
+    extra_predictions: int = 0  # multi-token prediction (MTP) modules, each a layer and a head pass
     head_passes: int = 1  # more where such modules are among the layers
     encoder_layers: int = 0
     encoder_seq_len: int = 0
 
-    # Layers of each kind.
+    # Layers by type.
 
     @property
     def attending(self) -> int:
@@ -203,7 +203,7 @@ class ModelShape:
 
     @property
     def active_params(self) -> int:
-        """Active parameters: those that one token uses."""
+        """Parameters that one token uses."""
         idle = self.expert_layers * (self.experts - self.top_k) * self.expert_params
         return self.num_params - idle
 
@@ -216,11 +216,11 @@ class ModelShape:
         seen = self.window * (1 - self.window / (2 * self.seq_len)) if self.causal else self.window
         return self.windowed_share * seen + (1 - self.windowed_share) * full
 
-    # What the planner prices.
+    # Inputs of the cost formulas.
 
     @property
     def work(self) -> ModelWork:
-        """The work of a mean layer, and what the model holds."""
+        """The work of an average layer, and the parameters of the model."""
         stacks = (self._decoder_work,)
         if self.encoder_layers:
             stacks += (self._encoder_work,)

@@ -21,10 +21,10 @@ from jaxscale.planner.search.plan import Plan, RankedPlans
 from jaxscale.planner.tables.table_makespan import TableSpec, pipeline_table
 
 SHOWN = 5
-"""Plans with figures."""
+"""Number of plans with figures."""
 
 SHOWN_MICROBATCHES = 3
-"""Micro-batches of a timeline, over the number of ranks: the schedule repeats after that."""
+"""Micro-batches per rank in a timeline: the schedule repeats after that."""
 
 PALETTE = (
     "#3f78d1",
@@ -45,7 +45,7 @@ PALETTE = (
     "#999999",
 )
 WIDTH, ROW = 1000, 22  # pixels
-NAMES = 250  # pixels of the names beside bars
+NAMES = 250  # pixels of the names next to bars
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1100px; color: #222; }
@@ -58,7 +58,7 @@ svg text { font-size: 12px; fill: #333; } .note { color: #666; }
 
 
 def plan_page(answer: RankedPlans) -> str:
-    """The whole page."""
+    """HTML page of the plans."""
     query = answer.query
     title = f"{query.cluster.num_devices} {query.cluster.name}"
     sections = [
@@ -123,8 +123,8 @@ def _waterfall(plan: Plan) -> str:
 
 
 def _color(n: int) -> str:
-    """Experts in a pipeline over ranks of context and tensor have more terms than there are
-    colours."""
+    """The n-th colour, in a cycle: experts in a pipeline over ranks of context and tensor have more
+    terms than there are colours."""
     return PALETTE[n % len(PALETTE)]
 
 
@@ -139,7 +139,7 @@ def _bar(row: int, name: str, x: float, width: float, value: str, color: str) ->
 
 
 def _stack(plan: Plan) -> str:
-    """What is live at the peak as one bar, with the limit and a legend."""
+    """The terms live at the peak as one bar, with the limit and a legend."""
     parts = sorted(plan.memory.at_peak.items(), key=lambda item: -item[1])
     scale, x, marks = WIDTH / max(plan.limit_bytes, plan.memory_bytes), 0.0, []
     for n, (_, size) in enumerate(parts):

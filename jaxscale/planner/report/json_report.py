@@ -48,7 +48,7 @@ def _plan_json(one: Plan, tokens: float) -> dict[str, Any]:
 
 
 def _known(value: float) -> float | None:
-    """nan is not JSON."""
+    """None for nan, which JSON does not have."""
     return None if math.isnan(value) else float(value)
 
 

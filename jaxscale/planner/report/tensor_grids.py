@@ -1,4 +1,4 @@
-"""The grids of rows x columns that a plan's ranks of tensor can be: what each sends."""
+"""Grids of rows x columns that a plan's tensor ranks can form, with the bytes that each sends."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Plans as text: the ranking, where a step's seconds go, what fills a device, and comparisons."""
+"""Plans as text: the ranking, a step's time and a device's memory by term, and comparisons."""
 
 import math
 
@@ -81,7 +81,7 @@ def waterfall_text(plan: Plan) -> str:
 
 
 def memory_text(plan: Plan) -> str:
-    """What a device holds at its peak, largest first."""
+    """Memory of a device at its peak by term, largest first."""
     parts = sorted(plan.memory.at_peak.items(), key=lambda item: -item[1])
     most = max(size for _, size in parts)
     rows = [(TEXTS[name], gigabytes(size), "#" * round(BAR * size / most)) for name, size in parts]
@@ -94,7 +94,7 @@ def memory_text(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> list[str]:
-    """What each pipeline rank uses; every few ranks where there are many."""
+    """Memory that each pipeline rank uses; every few ranks where there are many."""
     used = plan.stage_bytes
     if len(used) == 1:
         return []
@@ -158,25 +158,25 @@ def batch_text(model: TrainableModel | SizedModel) -> str:
 
 
 def known(value: float) -> str:
-    """ "1,234", "5.6", "0.078", or "-" for nan, of what the table of devices does not say."""
+    """ "1,234", "5.6", "0.078", or "-" for nan, where `hardware.csv` has no figure."""
     if math.isnan(value):
         return "-"
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _rounded(value: float) -> str:
-    """To a tenth, or to two digits where that would be one or none: "51.5", "0.078"."""
+    """Rounded to a tenth, or a small value to two digits: "51.5", "0.078"."""
     return f"{value:,.1f}" if value >= 1 else f"{value:.2g}"
 
 
 def _uneven_batch(sequences: int, devices: int) -> list[str]:
-    """A line for a batch of which not all devices can have an equal share."""
+    """A line for a batch that does not split evenly over all devices."""
     if sequences % devices == 0:
         return []
     near = max(1, round(sequences / devices)) * devices
     return [
         f"{sequences} sequences do not split over {devices} devices, which rules out layouts of "
-        f"data, fsdp and expert ranks alone; the nearest number that does is {near}"
+        f"data, fsdp and expert ranks alone; the nearest number that splits is {near}"
     ]
 
 

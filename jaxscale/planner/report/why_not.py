@@ -19,7 +19,7 @@ from jaxscale.planner.search.space import HOST_MEMORY_BYTES, Query, check_pins, 
 
 
 def explain_why_not(answer: RankedPlans, pins: dict[str, Any]) -> str:
-    """Why layouts with these settings are not the best."""
+    """Explains why layouts with these settings are not the best."""
     query = dataclasses.replace(answer.query, pins={**answer.query.pins, **pins})
     asked = pin_text(pins)
     best = answer.plans[0]
@@ -42,7 +42,7 @@ def explain_why_not(answer: RankedPlans, pins: dict[str, Any]) -> str:
     if found.smallest is None:
         return f"why not {asked}: {_refused(query, found)}" + _nearby(query, pins)
     why = why_infeasible(query, found.smallest)
-    text = f"why not {asked}: the one that needs least memory, {layout_text(found.smallest)}: {why}"
+    text = f"why not {asked}: the layout with least memory, {layout_text(found.smallest)}: {why}"
     change = smallest_change(query, found.smallest)
     if change:
         text += f"\nsmallest change: {change[0]}, for a step of {change[1].step_seconds:.3f} s"
@@ -50,7 +50,7 @@ def explain_why_not(answer: RankedPlans, pins: dict[str, Any]) -> str:
 
 
 def _unread(layout: Layout, pins: Mapping[str, Any]) -> str:
-    """That the layout does not read one of the settings; "" where it has all of them."""
+    """A message that the layout does not read one of the settings; "" where it has all of them."""
     for axis, names in READ_WITH.items():
         for name in names:
             if getattr(layout, axis) == 1 and pins.get(name, getattr(layout, name)) != getattr(
@@ -74,7 +74,7 @@ def _refused(query: Query, found: SearchResult) -> str:
 
 def _message(query: Query, found: SearchResult) -> str:
     """A refusal that names one of the settings asked for, or else the batch, or else any; "" where
-    none has one."""
+    there is none."""
     words = [f"layout.{name} = {value!r}" for name, value in query.pins.items()]
     messages = list(found.messages.values())
     named = [one for one in messages if any(re.search(rf"{re.escape(w)}\b", one) for w in words)]
@@ -83,8 +83,8 @@ def _message(query: Query, found: SearchResult) -> str:
 
 
 def _batch_refusal(query: Query, found: SearchResult) -> str:
-    """That the batch does not split over all devices; "" where it does, or nothing was refused for
-    it."""
+    """The refusal of a batch that does not split over all devices; "" where it does, or nothing was
+    refused for it."""
     model, devices = query.planned_model, query.cluster.num_devices
     if model.sequences % devices == 0 or model.batch_reason not in found.messages:
         return ""
@@ -112,7 +112,7 @@ def _nearby(query: Query, pins: dict[str, Any]) -> str:
 
 
 def nothing_fits(query: Query, found: SearchResult) -> str:
-    """Why no layout is feasible, and what would help."""
+    """Explains why no layout is feasible, and what would help."""
     pins = pin_text(query.pins)
     asked = f"{query.cluster.num_devices} {query.cluster.name}" + (f" with {pins}" if pins else "")
     if found.smallest is None:
@@ -121,11 +121,13 @@ def nothing_fits(query: Query, found: SearchResult) -> str:
     why = why_infeasible(query, found.smallest)
     change = smallest_change(dataclasses.replace(query, pins={}), found.smallest)
     hint = f"; it would fit with {change[0]}" if change else "; use more devices"
-    return f"no layout on {asked} fits. {layout_text(found.smallest)} needs least: {why}{hint}"
+    return (
+        f"no layout on {asked} fits. {layout_text(found.smallest)} needs least memory: {why}{hint}"
+    )
 
 
 def pin_text(pins: Mapping[str, Any]) -> str:
-    """The settings as they are written after --pin."""
+    """The settings as written after --pin."""
     return " ".join(f"{name}={value}" for name, value in pins.items())
 
 
@@ -137,8 +139,8 @@ def why_infeasible(query: Query, layout: Layout) -> str:
     plan = predict_plan(query, layout)
     if plan.host_bytes > HOST_MEMORY_BYTES:
         return (
-            f"it offloads {gigabytes(plan.host_bytes)} per device, and "
-            f"{gigabytes(HOST_MEMORY_BYTES)} of host memory are assumed for each"
+            f"it offloads {gigabytes(plan.host_bytes)} per device, more than the "
+            f"{gigabytes(HOST_MEMORY_BYTES)} of host memory assumed for each"
         )
     if plan.fits:
         return ""
@@ -172,7 +174,7 @@ def _best(query: Query, layout: Layout, others: Iterator[Layout] | Sequence[Layo
 
 
 def _saves(before: Layout, after: Layout) -> bool:
-    """Whether a change is one of those that save the most memory."""
+    """Whether a change is among the largest savers of memory."""
     return (
         (after.remat == "full") > (before.remat == "full")
         or after.microbatches == 2 * before.microbatches

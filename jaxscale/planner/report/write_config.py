@@ -1,4 +1,4 @@
-"""A plan as a configuration file that trains."""
+"""Writes a plan as a config file that trains."""
 
 import dataclasses
 import pathlib
@@ -32,7 +32,7 @@ def get_config():
 
 
 def write_plan(path: pathlib.Path, plan: Plan, source: str) -> None:
-    """Writes a config that trains with a plan: what differs from the defaults, and the layout.
+    """Writes a config that trains with a plan: the settings not at their defaults, and the layout.
 
     Args:
       source: the file that the model came from.
@@ -43,7 +43,7 @@ def write_plan(path: pathlib.Path, plan: Plan, source: str) -> None:
 def config_text(path: pathlib.Path, plan: Plan, source: str) -> str:
     """The text of the file."""
     given, defaults = configs.to_dict(plan.config), configs.to_dict(Config())
-    # A family has defaults of its own, and settings that others do not have.
+    # Each family has separate defaults, and settings that others do not have.
     family = plan.config.model.family
     usual = {"family": defaults["model"]["family"]}
     defaults["model"] = read_settings(ModelConfig(family=family)) | usual

@@ -1,8 +1,8 @@
 """Balances the layers of pipeline stages by predicted seconds.
 
 The default balances FLOPs (`pipeline.partition.partition_layers`): all stages have the same
-number of layers but the last, which also has the head. Here single layers move between stages as
-long as the makespan gets shorter.
+number of layers except the last, which also has the head. Here single layers move between stages
+while the makespan gets shorter.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ the first or the last stage."""
 
 
 def rebalance_layers(query: Query, plan: Plan) -> Plan:
-    """The plan, or the same plan with its layers split in a way that is faster and fits."""
+    """The plan, with its layers split in another way where that is faster and fits."""
     layout = plan.layout
     if layout.pipeline == 1 or layout.schedule_spec.layers or "schedule" in query.pins:
         return plan
@@ -41,7 +41,7 @@ def rebalance_layers(query: Query, plan: Plan) -> Plan:
 
 
 def balance_by_seconds(query: Query, plan: Plan) -> tuple[int, ...]:
-    """Moves layers between the stages of a stack, the move that shortens the step most, until none
+    """Repeats the move of layers between stages of a stack that shortens the step most, until none
     does; from every number of stages that a stack may have."""
     costs, spec = (
         UnevenPipelineCost.of(query.work, query.cluster, plan.parallelism),
@@ -57,6 +57,7 @@ def balance_by_seconds(query: Query, plan: Plan) -> tuple[int, ...]:
         while True:
             splits = _moves(layers, stacks)
             found = makespans(splits) if len(splits) else np.array([np.inf])
+            # Above rounding errors, by which equal splits could alternate forever.
             if found.min() >= now * (1 - 1e-6):
                 return float(now), tuple(layers.tolist())
             layers, now = splits[found.argmin()], found.min()

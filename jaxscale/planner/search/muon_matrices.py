@@ -9,14 +9,14 @@ from jaxscale.planner.model.parallelism import WholeMatrices
 from jaxscale.training.tracing.traces import model_trace
 
 STEPS = 5
-"""Of the Newton-Schulz iteration (`training.optimizer.MUON_STEPS`)."""
+"""Steps of the Newton-Schulz iteration (`training.optimizer.MUON_STEPS`)."""
 
 
 def muon_matrices(
     model: ModelSettings, groups: tuple[ParamGroup, ...]
 ) -> tuple[WholeMatrices, ...]:
-    """The matrices of the layers, each step of which has three matmuls: with s the shorter and l
-    the longer side, s s l twice, which ranks of tensor share, and s s s, which they repeat."""
+    """The matrices of the layers, with three matmuls per Newton-Schulz step: with s the shorter and
+    l the longer side, s s l twice, which tensor ranks share, and s s s, which they repeat."""
     counts = model_trace(model).stack_layers
     found = []
     for array in trained_parameters(model, groups):
@@ -24,7 +24,7 @@ def muon_matrices(
             continue
         short, long = sorted(math.prod(side) for side in sides(array))
         of_experts = "experts" in array.axes
-        many = STEPS * array.size // (short * long)  # the experts, and layers of a turn
+        many = STEPS * array.size // (short * long)  # experts, and layers of a period
         found.append(
             WholeMatrices(
                 layers=counts[array.part],

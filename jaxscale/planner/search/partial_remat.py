@@ -1,10 +1,10 @@
 """Partial recompute in pipelines: `remat = "keep:N"`, with the largest N that fits.
 
 With "full" every pass through a chunk is recomputed, with "none" each keeps its activations; with
-"keep:N" a rank keeps those of N passes at a time and recomputes the others. The best N differs
-between layouts, so it is found for each one: first by closed forms, then, for the most promising,
-by simulating the table. Early ranks of a pipeline hold the most activations; a policy per stage
-uses the memory that late ranks would leave idle (Mist, EuroSys 2025).
+"keep:N" a rank keeps the activations of N passes at a time and recomputes the others. The best N
+differs between layouts, so it is found for each one: first by closed forms, then, for the most
+promising, by simulating the table. Early ranks of a pipeline save the most activations; a policy
+per stage uses the memory that late ranks would leave idle (Mist, EuroSys 2025).
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ TimedLayout = tuple[float, Layout]  # seconds of a step
 def search_partial_remat(
     query: Query, recomputed: list[LayoutBatch], best: list[TimedLayout], top: int
 ) -> list[TimedLayout]:
-    """The best layouts, with those that recompute some passes and rank among them.
+    """The fastest layouts, including layouts that recompute some passes.
 
     Args:
       recomputed: layouts with a pipeline and remat "full", those with equal string settings
@@ -66,8 +66,8 @@ def _hopeful(
     kept = [dataclasses.replace(layouts, remat="none") for layouts in recomputed]
     fast = [bound < limit_seconds for bound in least_seconds(query, kept)]
     some = [layouts.take(good) for layouts, good in zip(recomputed, fast) if good.any()]
-    roomy = [peak <= query.limit_bytes for peak in least_peaks(query, some)]
-    return [layouts.take(good) for layouts, good in zip(some, roomy) if good.any()]
+    small = [peak <= query.limit_bytes for peak in least_peaks(query, some)]
+    return [layouts.take(good) for layouts, good in zip(some, small) if good.any()]
 
 
 def _guesses(
@@ -102,10 +102,11 @@ def _guesses(
     in_flight = np.asarray(most.residual_w)
     # Recomputing a single pass needs as much memory as keeping it.
     low, high = np.zeros(len(layouts), int), np.maximum(in_flight - 2, 0)
+    # Binary search for the most passes that fit: memory grows with the passes kept.
     while (low < high).any():
         middle = (low + high + 1) // 2
-        roomy = fits(middle)
-        low, high = np.where(roomy, middle, low), np.where(roomy, high, middle - 1)
+        enough = fits(middle)
+        low, high = np.where(enough, middle, low), np.where(enough, high, middle - 1)
     slow = batch_step_seconds(query, layouts, pipelines)
     seconds = quick + (1 - low / in_flight) * (slow - quick)
     wanted = (low > 0) & fits(low) & (seconds < limit_seconds)

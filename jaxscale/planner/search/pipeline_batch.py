@@ -1,6 +1,6 @@
 """Pipelines of a batch of layouts: the layers of each stage, a rank's buffers, and the step time.
 
-Layouts that differ in other axes share their table, so each distinct pipeline is worked out once.
+Layouts that differ in other axes share their table, so each distinct pipeline is computed once.
 """
 
 import itertools
@@ -37,7 +37,7 @@ class PipelineBatch(NamedTuple):
     index: np.ndarray  # int [N], the spec of each layout
 
     def take(self, mask: np.ndarray) -> "PipelineBatch":
-        """Those of some layouts."""
+        """The pipelines of some of the layouts."""
         return self._replace(index=self.index[mask])
 
 
@@ -45,7 +45,7 @@ def make_pipelines(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> 
     """The pipelines, one for each combination of ranks, micro-batches and virtual stages."""
     specs, index = _distinct_tables(layouts)
     schedule, layers, buffers = layouts.schedule_spec, [], []
-    for spec in specs:  # all that needs its table in turn: the tables are too many to keep
+    for spec in specs:  # one table after the other: there are too many to keep
         layers.append(schedule.layers or default_stage_layers(spec, model.stacks, model.head_cost))
         buffers.append(busiest_rank_buffers(spec, layers[-1], model.stacks))
         state_ticks(spec)
@@ -53,18 +53,18 @@ def make_pipelines(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> 
 
 
 def least_seconds(query: Query, batches: Sequence[LayoutBatch]) -> list[np.ndarray]:
-    """For each batch float [N]: seconds that a step takes at least, as if no rank ever idled."""
+    """For each batch float [N]: lower bounds on the seconds of a step, as if no rank ever idled."""
     found = []
-    for several in _alike(batches, lambda layouts: layouts.schedule_spec.name):
+    for several in _equal_settings(batches, lambda layouts: layouts.schedule_spec.name):
         found += _split(uneven_cost(query, stack_layouts(several)).bound(), several)
     return found
 
 
 def least_peaks(query: Query, batches: Sequence[LayoutBatch]) -> list[np.ndarray]:
-    """For each batch float [N]: bytes that the peak on a device is at least, whatever the split of
-    the layers, by tables of few micro-batches."""
+    """For each batch float [N]: lower bounds on the peak bytes of a device for any split of the
+    layers, by tables of few micro-batches."""
     model, found = query.planned_model, []
-    for several in _alike(batches):
+    for several in _equal_settings(batches):
         joined = stack_layouts(several)
         buffers = join_buffers([_least_buffers(model, layouts) for layouts in several])
         peaks = model.memory(joined, buffers, query.back_end).peak
@@ -72,11 +72,10 @@ def least_peaks(query: Query, batches: Sequence[LayoutBatch]) -> list[np.ndarray
     return found
 
 
-def _alike(
+def _equal_settings(
     batches: Sequence[LayoutBatch], more: Callable[[LayoutBatch], Any] = lambda layouts: None
 ) -> Iterator[list[LayoutBatch]]:
-    """Batches that follow each other, and whose settings, but for integer ones and the schedule,
-    are equal."""
+    """Groups of consecutive batches with equal settings, except for integers and the schedule."""
 
     def settings(layouts: LayoutBatch) -> tuple:
         others = (getattr(layouts, name) for name in SETTINGS if name != "schedule")
@@ -87,13 +86,12 @@ def _alike(
 
 
 def _split(joined: np.ndarray, batches: Sequence[LayoutBatch]) -> list[np.ndarray]:
-    """What was found of joined batches, for each."""
+    """Results of joined batches, for each batch."""
     return np.split(joined, np.cumsum([len(layouts) for layouts in batches])[:-1])
 
 
 def _least_buffers(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> RankBuffers:
-    """Buffers of which the busiest rank of each pipeline has at least as many; fields are int
-    [N]."""
+    """Lower bounds on the buffers of each pipeline's busiest rank; fields are int [N]."""
     specs, index = _distinct_tables(layouts)
     slots = [most_slots(_with_few_microbatches(spec)) for spec in specs]
     ranks, stages = np.array([(one.ranks, one.stages) for one in specs]).T[:, index]
@@ -108,8 +106,8 @@ def _least_buffers(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> 
 
 
 def _with_few_microbatches(spec: TableSpec) -> TableSpec:
-    """A pipeline whose ranks need no more slots: with more micro-batches the shipped schedules need
-    no fewer. About as many as there are ranks suffice for most to need all of theirs."""
+    """A pipeline whose ranks need no more slots: the shipped schedules need no fewer with more
+    micro-batches. Most need their maximum with about as many micro-batches as ranks."""
     if is_foreign(spec.schedule) or spec.schedule.endswith(".csv") or spec.keep:
         return spec
     schedule, ranks = find_schedule(spec.schedule), spec.ranks
@@ -119,7 +117,7 @@ def _with_few_microbatches(spec: TableSpec) -> TableSpec:
 
 
 def _distinct_tables(layouts: LayoutBatch) -> tuple[list[TableSpec], np.ndarray]:
-    """What determines the tables of a batch, and int [N], which of them each layout has."""
+    """The distinct specs of a batch, and int [N], the spec of each layout."""
     schedule, keep = layouts.schedule_spec, layouts.remat_policy.kept_passes
     columns = [
         np.broadcast_to(getattr(layouts, field), (len(layouts),))

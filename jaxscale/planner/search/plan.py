@@ -1,4 +1,4 @@
-"""The prediction for one layout: seconds by term, bytes by what they hold, and what follows."""
+"""The prediction for one layout: seconds and bytes by term, and figures derived from them."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Plan:
     back_end: str  # "gpu", "tpu" or "cpu"
 
     def __repr__(self) -> str:
-        """In a line, for notebooks; all fields would be a hundred."""
+        """One line, for notebooks; all fields would be a hundred lines."""
         needs = gigabytes(self.memory_bytes)
         return f"Plan({self.layout}, {self.step_seconds:.4g} s a step, {needs} a device)"
 
@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of a step's tokens, an encoder's and its decoder's together."""
+        """Tokens of a step per second, an encoder's and its decoder's together."""
         return self.planned_model.step_tokens / self.step_seconds
 
     @property
@@ -140,7 +140,7 @@ class Plan:
 
 
 UNROLLED_NOTE = (
-    "Seconds and memory of unrolled layers are those of a loop over them, but for weights that are "
+    "Seconds and memory of unrolled layers are those of a loop over them, except weights that are "
     "cast once a step. Compiled peaks were 7 % lower to 0.4 % higher on one GPU, and 94 % higher "
     "with fsdp 8; --prove compiles the plans shown."
 )
@@ -148,7 +148,7 @@ UNROLLED_NOTE = (
 
 @dataclass(frozen=True)
 class RankedPlans:
-    """The result of `plan_layouts`: plans, best first, and the search behind them."""
+    """The result of `plan_layouts`: plans, best first, and their search."""
 
     query: Query
     plans: tuple[Plan, ...]

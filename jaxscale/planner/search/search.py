@@ -1,4 +1,4 @@
-"""The search: every layout of a model on a cluster is refused, too large, or ranked by step
+"""Layout search: every layout of a model on a cluster is refused, too large, or ranked by step
 time."""
 
 import collections
@@ -36,7 +36,7 @@ class SearchResult:
     seconds: list[float]  # of a step
     considered: int
     rejected: dict[str, int]  # by reason
-    smallest: Layout | None  # where none fits, the one that needs least memory
+    smallest: Layout | None  # where none fits, the layout with the least memory
     messages: dict[str, str]  # by reason, the error message of one refused layout
 
 
@@ -52,14 +52,14 @@ def search_layouts(query: Query, top: int = 10) -> SearchResult:
     best: list[TimedLayout] = []
     recomputed: list[LayoutBatch] = []
     considered = 0
-    for options, alike in itertools.groupby(enumerate_options(query), _but_schedule):
-        combined = (combine(query, sizes, each, refused.counts) for each in alike)
+    for options, schedules in itertools.groupby(enumerate_options(query), _without_schedule):
+        combined = (combine(query, sizes, each, refused.counts) for each in schedules)
         batches = list(filter(None, combined))
         considered += sum(map(len, batches))
         if options["pipelined"]:
             if options["remat"] == "full" and "remat" not in query.pins:
                 recomputed += batches
-            # Those that are too slow even without a bubble, or too large even with the least
+            # Pipelines that are too slow even without a bubble, or too large even with the least
             # buffers, need no table.
             fast = _may_rank(query, batches, best[top - 1 :], refused)
             batches = _may_fit(query, fast, refused)
@@ -83,15 +83,15 @@ def search_layouts(query: Query, top: int = 10) -> SearchResult:
 
 class _Refused(NamedTuple):
     """How many layouts are refused, by reason; and of each batch of layouts that do not fit on a
-    device, the one that needs least memory."""
+    device, the layout with the least memory."""
 
     counts: collections.Counter[str]
     measured: list[tuple[float, Layout]]  # its bytes
     bounded: list[tuple[float, LayoutBatch]]  # where no tables were made: bytes that it exceeds
 
 
-def _but_schedule(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options without those that memory depends on through a rank's buffers alone."""
+def _without_schedule(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options without the schedule, on which memory depends through a rank's buffers alone."""
     return {name: options[name] for name in options if name not in ("schedule", "virtual_stages")}
 
 
@@ -112,7 +112,7 @@ def _may_fit(query: Query, batches: list[LayoutBatch], refused: _Refused) -> lis
     """Pipelines that fit on a device with the least buffers.
 
     Args:
-      batches: that differ in the schedule.
+      batches: layouts that differ in the schedule.
     """
     roomy = []
     for layouts, peaks in zip(batches, least_peaks(query, batches)):
@@ -146,7 +146,7 @@ def _fits(
 
 
 def _smallest(query: Query, refused: _Refused) -> Layout | None:
-    """The layout that needs least memory, of those that do not fit."""
+    """The layout with the least memory, of the layouts that do not fit."""
     found, model = sorted(refused.measured, key=lambda one: one[0])[:1], query.planned_model
     for bound, layouts in sorted(refused.bounded, key=lambda one: one[0]):
         if found and bound >= found[0][0]:
@@ -164,7 +164,7 @@ def _fastest(
     top: int,
     refused: _Refused,
 ) -> list[TimedLayout]:
-    """Those that fit."""
+    """The layouts that fit."""
     fits = _fits(query, layouts, pipelines, refused)
     if not fits.any():
         return []

@@ -1,4 +1,4 @@
-"""A model given by its sizes alone, which this version plans and does not train.
+"""A model given by its sizes alone, which this version plans but does not train.
 
 `TrainableModel` is the counterpart for a config, with the same interface. Divisibility is checked
 on the shape by the rules that the engine applies to a config; memory is `memory.analytic`.
@@ -22,13 +22,13 @@ from jaxscale.sharding.layout_checks import ulysses_refusal
 from jaxscale.sharding.model_trace import ModelWork
 
 REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attention,attention_out")
-"""Policies whose saved bytes are known for a layer of any kind
+"""Policies whose saved bytes are known for every type of layer
 (`memory.layer_activations.layer_bytes`)."""
 
 OFFLOADS = ("none", "optimizer")
 """Without activations: there is no formula for what they would transfer."""
 
-NO_HALVES = "the tokens of a micro-batch do not travel to experts in halves"
+NO_HALVES = "the tokens of a micro-batch are not dispatched in halves"
 NO_RING = "there are no ranks of tensor to form a ring"
 NO_SHARDS = "neither weights nor gradients of a layer are in shards"
 NO_HEADS = "the heads do not divide among the ranks of context"
@@ -41,7 +41,7 @@ ENCODER_EXCLUDES = {
 """Axes that must be 1 for an encoder-decoder, and why."""
 
 RUN_TOKENS = 1e12
-"""Assumed length of a run: a shape has none."""
+"""Assumed length of a run, which a shape does not give."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class SizedModel:
     def note(self) -> str:
         """A caveat that is printed with the plan."""
         if self.shape.encoder_layers:
-            trains = "an encoder-decoder by a config (--config mt5_xxl) has the memory of our step"
+            trains = "for the memory of our step, plan a config (--config mt5_xxl)"
         elif self.untrainable_parts:
             trains = f"this version cannot train a model with {self.untrainable_parts}"
         else:
             trains = (
-                "to train a model of these sizes, and to have the memory of our step, describe it "
-                "by a config (--config FILE)"
+                "to train such a model, or for the memory of our step, describe it by a config "
+                "(--config FILE)"
             )
         return (
             f"Memory follows published formulas and was not checked against the compiler; {trains}."
@@ -85,7 +85,7 @@ class SizedModel:
 
     @property
     def work(self) -> ModelWork:
-        """What the model computes."""
+        """The model's work, as the cost formulas read it."""
         return self.shape.work
 
     @property
@@ -104,27 +104,27 @@ class SizedModel:
 
     @property
     def remats(self) -> tuple[str, ...]:
-        """Policies to try. For layers with biases saved bytes are not known per tensor."""
+        """Policies to try. Saved bytes per tensor are not known for layers with biases."""
         return tuple(one for one in REMATS if not (self.shape.biases and one.startswith("save:")))
 
     @property
     def stacks(self) -> tuple[StackLayers, ...]:
-        """The layers that a pipeline divides: those of a decoder, see `ENCODER_EXCLUDES`."""
+        """The layers that a pipeline divides: a decoder's, see `ENCODER_EXCLUDES`."""
         return (StackLayers("layers", self.shape.layers),)
 
     @property
     def head_cost(self) -> float:
-        """FLOPs of the head over those of a layer."""
+        """FLOPs of the head over a layer's."""
         return self.work.head_cost(self.shape.layers)
 
     @property
     def flops_per_token(self) -> float:
-        """Of training, without recompute."""
+        """Training FLOPs per token, without recompute."""
         return self.work.training_flops / self.shape.seq_len
 
     def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
-        """Of training, with recompute; `recomputed` is the share of a pipeline's passes that R
-        operations recompute."""
+        """Training FLOPs per token, with recompute; `recomputed` is the share of a pipeline's
+        passes that R operations recompute."""
         return self.work.hardware_flops(remat, recomputed) / self.shape.seq_len
 
     def parallelism(self, layout: Layout) -> Parallelism:
@@ -135,7 +135,7 @@ class SizedModel:
         """Refused: there is no config.
 
         Raises:
-          ValueError: always; says what can be trained.
+          ValueError: always; names the way to train it, where there is one.
         """
         sizes = f"{self.name} is given by its sizes; describe it by a config (--config FILE)"
         parts = f"{self.name} has {self.untrainable_parts}; --json FILE writes the plan"
@@ -148,7 +148,7 @@ class SizedModel:
         """Refuses a remat or offload policy that has no formula.
 
         Raises:
-          ValueError: says which policies have one.
+          ValueError: names the policies that have one.
         """
         said = self._policies(layout)
         if said:
@@ -221,7 +221,7 @@ class SizedModel:
 
     def _heads(self, layout: Layout) -> str:
         shape = self.shape
-        # Of latent attention every head has keys of its own.
+        # In latent attention every head has separate keys.
         return ulysses_refusal(layout, shape.heads, shape.heads if shape.latent else shape.kv_heads)
 
     def _dimensions(self, layout: Layout) -> Iterator[str]:
@@ -245,7 +245,7 @@ class SizedModel:
             yield from self._state(layout)
 
     def _state(self, layout: Layout) -> Iterator[str]:
-        """What ZeRO shards, over ranks of context and then of fsdp."""
+        """Refusals of dimensions that ZeRO shards over ranks of context and then of fsdp."""
         size = self.shape.d_model
         for axis, before in (("context", ""), ("fsdp", f" / layout.context {layout.context}")):
             ranks, before = layout.sizes[axis], before if layout.context > 1 else ""
@@ -258,7 +258,7 @@ class SizedModel:
             size //= ranks
 
     def memory(self, layouts: Layout, buffers: RankBuffers | None, back_end: str) -> Memory:
-        """Of a device; fields are numbers, or float [N].
+        """Memory of a device; fields are numbers, or float [N].
 
         Args:
           buffers: of a pipeline's busiest rank; None without a pipeline.

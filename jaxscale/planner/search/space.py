@@ -1,7 +1,7 @@
-"""The search space: all layouts of a model on a cluster that the engine accepts, in batches.
+"""Search space: all layouts of a model on a cluster that the engine accepts, in batches.
 
 String settings (schedule, remat, offload, accumulation) are enumerated one by one; the integer
-settings that go with them are arrays. Layouts are refused by the engine's own checks (the model's,
+settings combined with them are arrays. Layouts are refused by the engine's own checks (the model's,
 `Layout`'s, and the requirements of a schedule), and counted by reason.
 """
 
@@ -43,7 +43,7 @@ from jaxscale.planner.tables.table_makespan import TableSpec
 from jaxscale.sharding.model_trace import ModelWork
 
 CPU = "CPU"
-"""The name of a cluster of virtual devices on this machine's processor."""
+"""Name of a cluster of virtual devices on this machine's CPU."""
 
 FORMULA_MARGIN = 0.05
 """Share of device memory that a plan leaves for errors of the formulas."""
@@ -61,7 +61,7 @@ the input pipeline needs."""
 
 
 def back_end_of(cluster: Cluster) -> str:
-    """Whose compiler runs there: "gpu", "tpu" or "cpu"."""
+    """XLA back end of a cluster: "gpu", "tpu" or "cpu"."""
     if cluster.name == CPU:
         return "cpu"
     return "tpu" if cluster.torus else "gpu"
@@ -111,7 +111,7 @@ class Query:
 
     @property
     def back_end(self) -> str:
-        """Whose compiler runs: "gpu", "tpu" or "cpu"."""
+        """XLA back end: "gpu", "tpu" or "cpu"."""
         return back_end_of(self.cluster)
 
     @property
@@ -124,18 +124,18 @@ class Query:
         return needs.peak <= self.limit_bytes
 
     def fits_host(self, needs: Memory, layout: Layout) -> Any:
-        """Whether what is offloaded fits in host memory."""
+        """Whether the offloaded arrays fit in host memory."""
         optimizer = needs.host_optimizer if layout.offloads("optimizer") else 0
         return needs.host_stash + optimizer <= HOST_MEMORY_BYTES
 
     @property
     def work(self) -> ModelWork:
-        """What the model computes."""
+        """The model's work, as the cost formulas read it."""
         return self.planned_model.work
 
 
 def _cannot_overlap(layout: Layout, microbatch: int) -> str:
-    """Why a layout's overlaps have nothing to overlap, "" if they do."""
+    """Why a layout's overlaps have nothing to overlap; "" where they have."""
     if layout.overlap_experts and (microbatch == 1 or layout.expert == 1):
         return NO_HALVES
     return NO_RING if layout.overlap_tensor and layout.tensor == 1 else ""
@@ -149,7 +149,7 @@ def enumerate_sizes(
     `messages`."""
     rows, model = [], query.planned_model
     given = {name: query.pins.get(name, False) for name in (*OVERLAPS, "unroll_layers")}
-    method = query.pins.get("context_method", "gather")  # which spreads what "ring" does
+    method = query.pins.get("context_method", "gather")  # which accepts every mesh that "ring" does
     for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.work.num_experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for stage, across in itertools.product(
@@ -184,8 +184,8 @@ def enumerate_sizes(
 
 
 def grid_rows(model: TrainableModel | SizedModel, sizes: Mapping[str, int]) -> list[int]:
-    """Rows of tensor that are tried: no more than columns, since what lies between two matmuls,
-    which all rows repeat and add up, is wider than the stream.
+    """Numbers of tensor rows to try: no more than columns, since the values between two matmuls,
+    which all rows repeat and add up, are wider than the stream.
 
     Args:
       sizes: of the mesh axes.
@@ -224,16 +224,16 @@ def _pinned(pins: Mapping[str, Any], name: str, allowed: Sequence) -> Sequence:
 
 
 def _stages(pins: Mapping[str, Any], ranks: int) -> Sequence[int]:
-    """With one rank of fsdp and context all stages are equivalent."""
+    """ZeRO stages to try: with one rank of fsdp and context all are equivalent."""
     return _pinned(pins, "zero_stage", range(4) if ranks > 1 else [3])
 
 
 def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
     """String settings of a batch of layouts, and "pipelined": first without a pipeline, then with
-    one, where those that differ in the schedule alone follow each other."""
+    one; options that differ in the schedule alone are consecutive."""
     pins, remats, offloads = query.pins, query.planned_model.remats, query.planned_model.offloads
     if query.back_end == "cpu" or not query.cluster.chip.host_bytes_per_second:
-        # It has no separate host memory, or the rate of its link is not known.
+        # No separate host memory, or the rate of its link is not known.
         remats, offloads = [one for one in remats if not one.startswith("offload:")], ["none"]
     remats, offloads = _pinned(pins, "remat", remats), _pinned(pins, "offload", offloads)
     for remat, offload, accumulation, method in itertools.product(
@@ -282,7 +282,7 @@ def combine(
     options: Mapping[str, Any],
     rejected: collections.Counter,
 ) -> LayoutBatch | None:
-    """The layouts of integer and string settings that go together; None where there are none."""
+    """Layouts that combine integer and string settings; None where there are none."""
     if sizes is None:
         return None
     options = dict(options)
@@ -316,10 +316,10 @@ def combine(
 def _runnable(
     query: Query, layouts: LayoutBatch, rejected: collections.Counter
 ) -> LayoutBatch | None:
-    """Those whose schedule supports their ranks, micro-batches and layers."""
+    """Layouts whose schedule supports their ranks, micro-batches and layers."""
     spec, v = layouts.schedule_spec, int(layouts.virtual_stages)
     schedule = find_schedule(spec.name)
-    # Layouts that differ in other axes have the same pipeline: each is looked at once.
+    # Layouts that differ in other axes have the same pipeline: each is checked once.
     ranks, base = np.asarray(layouts.pipeline), int(np.max(layouts.microbatches)) + 1
     keys, index, count = np.unique(
         ranks * base + layouts.microbatches, return_inverse=True, return_counts=True
@@ -366,7 +366,7 @@ def _stages_refusal(layout: Layout, stacks: tuple[StackLayers, ...]) -> str:
 
 
 def check_fields(pins: Mapping[str, Any], flag: str) -> None:
-    """Refuses what no model and no cluster can have.
+    """Refuses settings that are invalid for every model and cluster.
 
     Args:
       flag: where the settings were given, as "--pin".
@@ -384,13 +384,13 @@ def check_fields(pins: Mapping[str, Any], flag: str) -> None:
             )
         if name in MESH_AXES and value == -1:
             raise ValueError(f"{flag} {name}=-1: leave it out for the planner to choose")
-        Layout(**_beside(name, value), **{name: value})
+        Layout(**_required_sizes(name, value), **{name: value})
     schedule = pins.get("schedule", Layout.schedule)
     name = parse_schedule(schedule).name
     if not (find_schedule(name).runs if is_foreign(name) else name in RUNNABLE):
         raise ValueError(
             f"{flag} schedule={schedule}: the planner ranks the schedules that this version runs: "
-            f"{', '.join(RUNNABLE)}, and schedules of your own as module:RECORD"
+            f"{', '.join(RUNNABLE)}, and custom schedules as module:RECORD"
         )
     if pins.get("virtual_stages") == 0:
         raise ValueError(
@@ -400,8 +400,8 @@ def check_fields(pins: Mapping[str, Any], flag: str) -> None:
         raise ValueError(f"{flag} remat=auto: leave it out for the planner to choose")
 
 
-def _beside(name: str, value: Any) -> dict[str, Any]:
-    """Sizes without which a layout cannot have a setting that it can have otherwise."""
+def _required_sizes(name: str, value: Any) -> dict[str, Any]:
+    """Axis sizes that a layout needs for a setting."""
     if name == "remat" and isinstance(value, str) and parse_remat(value).kept_passes:
         return {"pipeline": 2}  # partial recompute exists in pipelines only
     is_count = isinstance(value, int) and value > 0
@@ -409,8 +409,7 @@ def _beside(name: str, value: Any) -> dict[str, Any]:
 
 
 def check_pins(query: Query) -> None:
-    """Refuses pins of an unknown field of a layout, of a value that it does not take, or that fit
-    no number of devices.
+    """Refuses pins of unknown fields, of invalid values, or that fit no number of devices.
 
     Raises:
       ValueError: names the nearest.
@@ -423,8 +422,8 @@ def check_pins(query: Query) -> None:
             f"--pin offload={offload} remat={remat}: {query.cluster.name} has no rate of the link "
             "to the host; give host_gb_per_second in the file of the device"
         )
-    beside = (_beside(name, value) for name, value in query.pins.items())
-    query.planned_model.check_policies(Layout(**collections.ChainMap(dict(query.pins), *beside)))
+    required = (_required_sizes(name, value) for name, value in query.pins.items())
+    query.planned_model.check_policies(Layout(**collections.ChainMap(dict(query.pins), *required)))
     sequences, count = query.planned_model.sequences, query.pins.get("microbatches", 1)
     if sequences % count:
         raise ValueError(

@@ -42,7 +42,7 @@ REMATS = (
     "save:query,key,value,attention,attention_out",
     "offload:query,key,value,attention_out",
 )
-"""Policies that the search tries; a list of names can say many more."""
+"""Policies that the search tries; lists of names allow many more."""
 
 NO_SPREAD = "model.attention attends within one device"
 
@@ -118,7 +118,7 @@ class TrainableModel:
 
     @functools.cached_property
     def work(self) -> ModelWork:
-        """What the model computes."""
+        """The model's work, as the cost formulas read it."""
         data = self.config.data
         return model_work(self.config.model, data.seq_len, data.output_len)
 
@@ -155,7 +155,7 @@ class TrainableModel:
 
     @functools.cached_property
     def head_cost(self) -> float:
-        """FLOPs of the head over those of a layer."""
+        """FLOPs of the head over a layer's."""
         return self.work.head_cost(sum(stack.num_layers for stack in self.stacks))
 
     @functools.cached_property
@@ -185,12 +185,12 @@ class TrainableModel:
 
     @property
     def flops_per_token(self) -> float:
-        """Of training, without recompute, attention over visible keys only."""
+        """Training FLOPs per token, without recompute, attention over visible keys only."""
         return self.work.training_flops * self.sequences / self.step_tokens
 
     def hardware_flops_per_token(self, remat: str, recomputed: float) -> float:
-        """Of training, with recompute; `recomputed` is the share of a pipeline's passes that R
-        operations recompute."""
+        """Training FLOPs per token, with recompute; `recomputed` is the share of a pipeline's
+        passes that R operations recompute."""
         return self.work.hardware_flops(remat, recomputed) * self.sequences / self.step_tokens
 
     def with_layout(self, layout: Layout) -> Config:
@@ -241,7 +241,7 @@ class TrainableModel:
         return "", ""
 
     def _unknown(self, layout: Layout) -> str:
-        """Which setting of a layout has no formula; "" where all have one."""
+        """Refusal of a setting that has no formula; "" where all have one."""
         for axis, reason in self._excludes.items():
             if getattr(layout, axis) > 1:
                 size = getattr(layout, axis)
@@ -259,7 +259,7 @@ class TrainableModel:
         return ""
 
     def memory(self, layouts: Layout, buffers: RankBuffers | None, back_end: str) -> Memory:
-        """Of a device; fields are int, or int [N].
+        """Memory of a device; fields are int, or int [N].
 
         Args:
           buffers: of a pipeline's busiest rank; None without a pipeline.

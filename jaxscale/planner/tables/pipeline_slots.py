@@ -1,7 +1,7 @@
-"""The buffers of a pipeline rank, by the table of its schedule: layers and slots.
+"""Buffers of a pipeline rank, from the table of its schedule: layers and slots.
 
 As with makespans (`table_makespan`), beyond a few micro-batches per rank every further round adds
-the same number of slots, so no table needs to be large.
+the same number of slots, so small tables suffice.
 """
 
 import functools
@@ -38,8 +38,7 @@ SLOTS = ("residual_b", "residual_w", "cotangent", "input", "inbox")
 
 @dataclass(frozen=True)
 class RankBuffers:
-    """Layers and buffer slots of a rank: ints, or int [N]; the defaults are those without a
-    pipeline."""
+    """Layers and buffer slots of a rank: ints, or int [N]; the defaults are for no pipeline."""
 
     rows: tuple[Ints, ...]  # of each stack, layers of all chunks, each as large as the largest
     capacity: tuple[Ints, ...] = ()  # of each stack, layers of one chunk
@@ -52,7 +51,7 @@ class RankBuffers:
 
     @classmethod
     def whole(cls, model: ModelConfig) -> "RankBuffers":
-        """Without a pipeline."""
+        """Buffers without a pipeline."""
         return cls(tuple(stack.num_layers for stack in model_trace(model).stacks))
 
 
@@ -73,7 +72,7 @@ def stack_buffers(each: Sequence[RankBuffers], index: Any) -> RankBuffers:
 
 
 def join_buffers(batches: Sequence[RankBuffers]) -> RankBuffers:
-    """The buffers of several batches of layouts, whose fields are arrays, as those of one."""
+    """Buffers of several batches of layouts, whose fields are arrays, joined to one batch."""
     several: dict[str, Any] = {
         name: tuple(np.concatenate(one) for one in zip(*(getattr(each, name) for each in batches)))
         for name in ("rows", "capacity")
@@ -112,7 +111,7 @@ def busiest_rank_buffers(
 def buffers_by_rank(
     spec: TableSpec, layers: tuple[int, ...], stacks: Sequence[StackLayers]
 ) -> list[RankBuffers]:
-    """Buffers that each rank uses; all allocate those of the busiest."""
+    """Buffers that each rank uses; all allocate the busiest rank's."""
     table = pipeline_table(spec)
     slots = count_slots(table)
     chunks = chunk_stages(table.order)
@@ -164,7 +163,7 @@ def layout_buffers(model: ModelConfig, data: DataConfig, layout: Layout) -> Rank
 
 
 def most_slots(spec: TableSpec) -> dict[str, int]:
-    """Slots of each buffer on the rank that has most of them."""
+    """Slots of each buffer on the rank that has the most."""
     return dict(zip(SLOTS, extended(spec, _most_slots).tolist()))
 
 
@@ -178,7 +177,7 @@ def _most_slots(spec: TableSpec) -> np.ndarray:
 def default_stage_layers(
     spec: TableSpec, stacks: tuple[StackLayers, ...], head_cost: float
 ) -> tuple[int, ...]:
-    """The layers of each virtual stage where the layout leaves them to the engine
+    """Layers of each virtual stage where the layout leaves them to the engine
     (`pipeline.partition.partition_layers`).
 
     Args:

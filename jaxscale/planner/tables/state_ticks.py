@@ -1,6 +1,6 @@
 """Ticks of a pipeline's table in which ranks gather weights or reduce gradients.
 
-The executor does both within a tick, before or after the operation, and nothing overlaps them: the
+The executor does both within a tick, before or after the operation, without overlap: the
 tick of all ranks is longer by as much.
 """
 
@@ -17,7 +17,7 @@ Floats = Any  # a float, or float [N]
 
 
 class TickCollectives(NamedTuple):
-    """Seconds of what a rank does in some of its ticks; 0 where it does not."""
+    """Seconds of collectives within some ticks of a rank; 0 where there are none."""
 
     gather: Floats  # of the weights of a chunk
     reduce: Floats  # of the gradients of a chunk
@@ -29,20 +29,20 @@ class StateTicks(NamedTuple):
 
     gathers: int  # some rank gathers a chunk, and none reduces one
     reduces: int  # the reverse
-    apart: int  # one rank gathers, another one reduces
+    separate: int  # one rank gathers, another one reduces
     joined: int  # a rank does both
     ends: int  # backward passes of the first or last stage, with the gradients of embedding or head
 
     def seconds(self, each: TickCollectives) -> Floats:
-        """By which the ticks are longer."""
+        """Seconds by which the ticks are longer."""
         gather, reduce, outer = each
         alone = self.gathers * gather + self.reduces * reduce
-        both = self.apart * np.maximum(gather, reduce) + self.joined * (gather + reduce)
+        both = self.separate * np.maximum(gather, reduce) + self.joined * (gather + reduce)
         return alone + both + self.ends * outer
 
 
 def state_ticks(spec: TableSpec) -> StateTicks:
-    """Of a table with any number of micro-batches."""
+    """Ticks of a table with any number of micro-batches."""
     return StateTicks(*extended(spec, _counted).tolist())
 
 

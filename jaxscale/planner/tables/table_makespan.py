@@ -20,7 +20,7 @@ from jaxscale.pipeline_schedules.shipped import NAMES, find_schedule
 
 
 class TableSpec(NamedTuple):
-    """What determines a pipeline's table: the arguments of `pipeline.orders.make_order`."""
+    """Key of a pipeline's table: the arguments of `pipeline.orders.make_order`."""
 
     schedule: str
     ranks: int
@@ -60,10 +60,10 @@ class TableSpec(NamedTuple):
 
 
 class OperationSeconds(NamedTuple):
-    """Seconds of a rank's whole share of the model for one micro-batch, by operation: a chunk takes
+    """Seconds of a rank's whole share of the model for one micro-batch, by operation; a chunk takes
     1/v of them.
 
-    Each a number, or float [..., 1] (all virtual stages alike), or float [..., virtual stages].
+    Each a number, or float [..., 1] (equal for all virtual stages), or float [..., virtual stages].
     A fused backward costs b + w.
     """
 
@@ -74,15 +74,15 @@ class OperationSeconds(NamedTuple):
 
 
 def makespan(spec: TableSpec, costs: OperationSeconds) -> np.ndarray:
-    """Seconds from the first operation to the end of the last: every tick lasts as long as its
-    slowest operation, as in our executor.
+    """Seconds from the first operation to the end of the last: a tick lasts as long as its slowest
+    operation, as in our executor.
 
     >>> costs = OperationSeconds(f=[[1.0], [2.0]], b=1.0, w=1.0)
     >>> float(makespan(TableSpec("1f1b", 4, 8), costs)[0])
     30.0
 
     Args:
-      costs: those of operations that the schedule does not have are ignored.
+      costs: costs of operations that the schedule does not have are ignored.
 
     Returns:
       Float [...], the leading dimensions of the costs.
@@ -97,7 +97,7 @@ def makespan(spec: TableSpec, costs: OperationSeconds) -> np.ndarray:
 
 
 def extended(spec: TableSpec, found_of: Callable[[TableSpec], np.ndarray]) -> np.ndarray:
-    """What `found_of` finds of a table, extrapolated from two small ones where there are any."""
+    """`found_of` of a table, extrapolated from two small tables where the table is periodic."""
     first = spec.settled
     if first is None or spec.microbatches <= first + spec.round:
         return found_of(spec)
@@ -142,8 +142,8 @@ def pipeline_table(spec: TableSpec) -> Table:
 
 def _seconds(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
     """float [N]: the sum over ticks of the slowest operation."""
-    alike, index = _alike(durations, spec.stages)
-    active, counts = _patterns(spec, alike)
+    classes, index = _stage_classes(durations, spec.stages)
+    active, counts = _patterns(spec, classes)
     costs = durations[:, :, index].transpose(0, 2, 1).reshape(-1, durations.shape[1])
     total = np.zeros(durations.shape[1])
     for members, count in zip(active, counts):
@@ -151,24 +151,25 @@ def _seconds(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
     return total
 
 
-def _alike(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...], np.ndarray]:
+def _stage_classes(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...], np.ndarray]:
     """A class for each stage, with equal costs in a class, and one stage of each class."""
     if durations.shape[-1] == 1:
         return (0,) * stages, np.zeros(1, int)
     columns = np.ascontiguousarray(durations.reshape(-1, stages).T)
-    classes: dict[bytes, int] = {}
-    alike = [classes.setdefault(column.tobytes(), len(classes)) for column in columns]
-    return tuple(alike), np.array([alike.index(n) for n in range(len(classes))])
+    known: dict[bytes, int] = {}
+    classes = [known.setdefault(column.tobytes(), len(known)) for column in columns]
+    return tuple(classes), np.array([classes.index(n) for n in range(len(known))])
 
 
 @functools.lru_cache(maxsize=4096)
-def _patterns(spec: TableSpec, alike: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
+def _patterns(spec: TableSpec, classes: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
     """The distinct sets of active operations, as indices into [kinds * classes], and their
     ticks."""
     tick, kind, stage = _cells(spec)
-    classes = max(alike) + 1
-    there = np.zeros((tick.max() + 1, (X + 1) * classes), bool)
-    there[tick, kind * classes + np.array(alike)[stage]] = True
+    count = max(classes) + 1
+    there = np.zeros((tick.max() + 1, (X + 1) * count), bool)
+    there[tick, kind * count + np.array(classes)[stage]] = True
+    # Ticks with the same active operations last equally long, so each distinct set is priced once.
     packed = np.packbits(there, axis=1)
     _, index, counts = np.unique(packed, axis=0, return_index=True, return_counts=True)
     return [np.flatnonzero(there[n]) for n in index], counts

@@ -14,7 +14,7 @@ from jaxscale.hardware import (
     host_memory_bytes,
 )
 from jaxscale.planner.memory.at_rest import whole_state_bytes
-from jaxscale.planner.memory.room import check_room
+from jaxscale.planner.memory.device_limit import check_device_limit
 from jaxscale.planner.search.space import MEMORY_FRACTION, fraction_here
 from jaxscale.training.engine import Engine
 from jaxscale.training.state_placement import state_bytes
@@ -70,4 +70,4 @@ def check_memory(engine: Engine) -> None:
             f"a program may have {gigabytes(limit)} of {name}: raise layout.fsdp with "
             "layout.zero_stage = 3, layout.tensor or layout.pipeline"
         )
-    check_room(engine.config, back_end, limit, name)
+    check_device_limit(engine.config, back_end, limit, name)

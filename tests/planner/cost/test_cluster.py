@@ -93,7 +93,7 @@ def test_every_device_of_the_table_makes_a_cluster(chip):
     assert 0.7 < chip.memory_fraction < 1
 
 
-def test_products_that_a_device_lacks_are_refused():
+def test_matmuls_that_a_device_lacks_are_refused():
     with pytest.raises(ValueError, match="no matmuls of 'fp8' operands; it has bfloat16"):
         make_cluster("a100", 8).peak_flops("fp8")
 

@@ -36,7 +36,7 @@ def test_all_reduces_of_eight_a100_take_what_was_measured(size, microseconds, re
     assert got * 1e6 == pytest.approx(microseconds, rel=rel)
 
 
-def test_every_member_in_a_node_brings_its_own_nic():
+def test_every_member_in_a_node_has_a_separate_nic():
     """A ring over 16 nodes with q members in each moves q times what one NIC does."""
     size = 8e9
     rate = make_cluster("h100", 128).tiers[-1].bytes_per_second
@@ -65,7 +65,7 @@ def test_ranks_of_fsdp_and_context_gather_as_one_axis_of_as_many(name, fsdp, con
 
 def test_gradients_that_are_not_scattered_cross_twice():
     """Stage 0 sums whole gradients, which is a reduce-scatter and an all-gather (arXiv 1910.02054,
-    section 7): twice the time of stage 2's, but for what does not depend on the bytes."""
+    section 7): twice the time of stage 2's, except for latencies."""
     machine = make_cluster("h100", 64, network_latency_seconds=0.0, node_latency_seconds=0.0)
     work = TrainableModel(load("llama2_7b")).work
     for sizes in ({"fsdp": 64}, {"fsdp": 8, "tensor": 8}):
@@ -176,7 +176,7 @@ def test_an_exchange_on_a_torus_waits_for_the_busiest_link(name, sides, sizes, l
 
 
 def test_an_exchange_over_slices_sends_its_share_within_each():
-    """Of four slices: a quarter of what a device holds is for devices of its own."""
+    """Of four slices: a quarter of a device's bytes is for devices of its slice."""
     rates = {"network_bytes_per_second": 1e15, "network_latency_seconds": 0.0}
     machine = make_cluster("v5e", 1024, **rates)
     parallelism = Parallelism(zero_stage=1, expert=1024)

@@ -1,4 +1,4 @@
-"""Products and attention: measured rates, and how they depend on sizes."""
+"""Matmuls and attention: measured rates, and how they depend on sizes."""
 
 import numpy as np
 import pytest
@@ -14,14 +14,14 @@ def rate(machine, m, n, k, matmul="bfloat16"):
     return 2 * m * n * k / seconds / machine.peak_flops(matmul)
 
 
-def test_large_products_reach_the_sustained_share_of_the_best():
+def test_large_matmuls_reach_the_sustained_share_of_the_best():
     best = H100.chip.matmul_fraction * kernels.SUSTAINED["sm90"]
     assert 0.93 * best < rate(H100, 16384, 16384, 16384) < best
     best = V5P.chip.matmul_fraction * kernels.COMPILED
     assert rate(V5P, 16384, 16384, 16384) == pytest.approx(best)
 
 
-def test_short_products_lose_what_was_measured():
+def test_short_matmuls_lose_what_was_measured():
     """XLA's table for H100, 4 x [2048, k] x [k, 4096]: 459, 689 and 802 TFLOP/s."""
     measured = {256: 459, 1024: 689, 4096: 802}
     got = {k: rate(H100, 8192, 4096, k) for k in measured}
@@ -30,14 +30,14 @@ def test_short_products_lose_what_was_measured():
 
 
 def test_waves_of_tiles_are_whole():
-    """One tile more than the cores hold takes another wave."""
+    """One tile more than there are cores takes another wave."""
     n, k = 128, 8192
     full = kernels.matmul_seconds(A100, 256 * 108, n, k)
     more = kernels.matmul_seconds(A100, 256 * 108 + 1, n, k)
     assert more > 1.05 * full
 
 
-def test_small_products_wait_for_memory_and_launches():
+def test_small_matmuls_wait_for_memory_and_launches():
     assert rate(H100, 8, 8192, 8192) < 0.03
     tiny = kernels.matmul_seconds(H100, 8, 8, 8)
     assert tiny >= kernels.LAUNCH_SECONDS
@@ -59,8 +59,8 @@ def test_half_the_bits_are_not_half_the_time():
 
 
 @pytest.mark.parametrize(("matmul", "share"), [("bfloat16", 0.631), ("fp4", 0.597)])
-def test_power_limits_blackwell_alike_with_all_operands(matmul, share):
-    """torchao's benchmark of products of 8192 sides on B200."""
+def test_power_limits_blackwell_with_all_operands(matmul, share):
+    """torchao's benchmark of matmuls of 8192 sides on B200."""
     b200, n = make_cluster("b200", 8), 8192
     assert rate(b200, n, n, n, matmul) == pytest.approx(share, rel=0.05)
 
@@ -84,7 +84,7 @@ def test_attention_is_faster_on_longer_sequences(length, forward, backward):
             assert there / here == pytest.approx(measured / at_4k, rel=0.12)
 
 
-def test_attention_takes_two_products_forward_and_five_backward():
+def test_attention_takes_two_matmuls_forward_and_five_backward():
     """FlashAttention-2 (arXiv 2307.08691, section 4.1): 4 s^2 d operations a head forward, and 2.5
     times that backward: scores again, and the gradients of scores, queries, keys and values."""
     s, d, heads = 4096, 128, 16

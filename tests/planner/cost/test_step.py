@@ -124,7 +124,7 @@ def test_recomputation_costs_in_order():
         for remat in ("none", "save_all_but_attention", "save:query,key,value", "full")
     ]
     assert found == sorted(found)
-    # A third of the products of the layers again, and no more.
+    # A third of the matmuls of the layers again, and no more.
     assert found[-1] / found[0] < 4 / 3 + 0.02
 
 
@@ -177,7 +177,7 @@ def test_weights_are_cast_when_they_are_gathered_and_gradients_summed_where_they
 
 
 def test_a_chunk_is_gathered_before_the_first_tick_and_reduced_after_the_last():
-    """With nothing beside it: 31 of 37 ms of these are exposed by the compiler (docs/pipelines.md),
+    """Without overlap: 31 of 37 ms of these are exposed by the compiler (docs/pipelines.md),
     which counts the gradients of embedding and head on a quarter of the ranks."""
     found, once = in_pipeline()
     ticks = state_ticks(TableSpec("1f1b", 4, 16, keep=0))
@@ -188,14 +188,14 @@ def test_a_chunk_is_gathered_before_the_first_tick_and_reduced_after_the_last():
     assert 0.031 < around + 16 / 4 * 2 * once.scatter_outer < 0.041
 
 
-def test_chunks_are_gathered_and_reduced_at_their_turns():
+def test_chunks_are_gathered_and_reduced_one_by_one():
     found, once = in_pipeline(schedule="zb_v", virtual_stages=2)
     ticks = state_ticks(TableSpec("zb_v", 4, 16, 2, keep=0))
     gather, reduce = once.gather / 2, once.scatter_layers / 2
-    turns = ticks.seconds(TickCollectives(gather, reduce, once.scatter_outer))
-    assert turns > 40 * gather + 40 * reduce
-    assert found.fsdp == pytest.approx(turns + once.gather_outer)
-    # Layer by layer more is sent, beside matmuls.
+    in_ticks = ticks.seconds(TickCollectives(gather, reduce, once.scatter_outer))
+    assert in_ticks > 40 * gather + 40 * reduce
+    assert found.fsdp == pytest.approx(in_ticks + once.gather_outer)
+    # Layer by layer more is sent, overlapping with matmuls.
     layers, _ = in_pipeline(schedule="zb_v", virtual_stages=2, pipeline_gather="layer")
     assert layers.hidden["fsdp"] > found.fsdp / 2 > layers.fsdp
 
@@ -254,7 +254,7 @@ def test_keys_that_go_round_hide_behind_attention_within_a_node():
     )
     assert ring.context < gather.context
     assert ring.hidden["context"] > 0
-    # All-to-alls move less, and none of it beside attention.
+    # All-to-alls move less, and none of it overlaps with attention.
     heads = step_cost(long, H100, Parallelism(fsdp=64, context=8, context_method="ulysses"))
     assert ring.context < heads.context < gather.context
     assert heads.hidden["context"] == 0

@@ -55,7 +55,7 @@ def test_the_seconds_of_a_step_are_those_of_these_bytes(sizes, remat):
 
 
 def test_a_pipelines_recompute_is_a_whole_forward_pass():
-    """And its gradients of weights, which are operations of their own, gather the stream again."""
+    """And its gradients of weights, which are separate operations, gather the stream again."""
     found = {
         remat: sum(stream_collectives(Layout(pipeline=4, tensor=2, remat=remat)))
         for remat in ("none", "keep:2", "full", "save_matmuls")

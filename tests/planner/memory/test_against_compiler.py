@@ -1,4 +1,4 @@
-"""Formulas of memory against the compilers of machines that are not there: over the table of
+"""Formulas of memory against ahead-of-time compilation for absent hardware: the table of
 `tools/aot_table.py`."""
 
 import dataclasses

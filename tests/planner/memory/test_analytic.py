@@ -62,10 +62,10 @@ def test_gradients_that_are_not_scattered_are_there_twice_while_they_are_summed(
 
 
 def test_ranks_of_expert_do_not_shrink_activations():
-    """They have tokens of their own, and get as many from the others as they send."""
-    apart = {"remat": "none", "microbatches": 2}
-    alone = needs(MIXTRAL, 512, fsdp=64, **apart)
-    experts = needs(MIXTRAL, 512, fsdp=8, expert=8, **apart)
+    """They have separate tokens, and get as many from the others as they send."""
+    settings = {"remat": "none", "microbatches": 2}
+    alone = needs(MIXTRAL, 512, fsdp=64, **settings)
+    experts = needs(MIXTRAL, 512, fsdp=8, expert=8, **settings)
     # The busiest rank gets a fifth more than the mean.
     assert alone.stash < experts.stash < 1.2 * alone.stash
     assert alone.working_set < experts.working_set < 1.2 * alone.working_set
@@ -75,7 +75,7 @@ def test_ranks_of_expert_do_not_shrink_activations():
 
 
 def test_experts_keep_more_than_the_mlp_that_a_token_meets():
-    """Copies of the token for its experts are kept beside, for the busiest rank."""
+    """Copies of the token for its experts are kept too, for the busiest rank."""
     dense = dataclasses.replace(MIXTRAL, experts=0, top_k=0, expert_ff=0, d_ff=2 * 14336)
     assert needs(MIXTRAL, 512, fsdp=8, expert=8, microbatches=2).stash > 1.2 * (
         needs(dense, 512, fsdp=64, microbatches=2).stash

@@ -1,5 +1,5 @@
-"""Formulas of memory against steps whose state is sharded over context, compiled for devices that
-are not there.
+"""Formulas of memory against steps whose state is sharded over context, compiled for absent
+hardware.
 
 Each figure is what `python -m jaxscale.aot --topology NAME` printed as the step's total, with the
 settings of its row, full remat and data 1 (jaxlib 0.12.0.1, libtpu 0.0.51): `h200:1x8`, and

@@ -1,4 +1,4 @@
-"""Formulas of memory against steps with experts, compiled for GPUs and TPUs that are not there.
+"""Formulas of memory against steps with experts, compiled for absent GPUs and TPUs.
 
 Each figure is what `python -m jaxscale.aot --topology NAME` printed as the step's total, with the
 settings of its row (jaxlib 0.12.0.1; libtpu 0.0.51).
@@ -126,7 +126,7 @@ PIPELINES = {
 }
 """The first two and the fourth gave the rows that R, B and W have."""
 
-TURNS = {
+PERIODS = {
     "qwen3_moe h100:1x8, every second layer": Compiled(
         QWEN, 8, 16, 1, 1, 8, "full", 33.80, pattern="DE"
     ),
@@ -140,7 +140,7 @@ TURNS = {
         QWEN, 12, 32, 1, 4, 2, "save:query,key,value", 24.61, pattern="DDE"
     ),
 }
-"""Compiled when the formulas of turns were written."""
+"""Compiled when the formulas of periods were written."""
 
 FURTHER = {
     "deepseek_v3 h100:32x8, one module": Compiled(
@@ -186,7 +186,7 @@ TPUS = {
 """That the gradients of the layer above are gone at the peak was seen in the first and in that of
 DeepSeek-V3."""
 
-STEPS = DERIVED | AFTERWARDS | PIPELINES | TURNS | FURTHER | TPUS
+STEPS = DERIVED | AFTERWARDS | PIPELINES | PERIODS | FURTHER | TPUS
 FIRST = tuple(name for name, step in STEPS.items() if step.base == MIXTRAL)[:4]
 
 
@@ -203,7 +203,7 @@ def test_none_is_far_off(name):
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])
-def test_a_turn_holds_what_it_recomputed_of_its_first_layer(remat):
+def test_a_period_keeps_what_it_recomputed_of_its_first_layer(remat):
     layout = ["layout.fsdp=1", "layout.microbatches=64", f"layout.remat={remat}"]
     every, half = (
         configs.load(QWEN, [f"model.expert_pattern={pattern}", *layout]) for pattern in ("", "DE")

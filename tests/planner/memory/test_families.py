@@ -1,4 +1,4 @@
-"""Formulas of memory against steps of other families, compiled for devices that are not there.
+"""Formulas of memory against steps of other families, compiled for absent hardware.
 
 Each figure is what `python -m jaxscale.aot --topology NAME` printed as the step's total, with the
 settings of its row (jaxlib 0.12.0.1).

@@ -110,7 +110,7 @@ def test_rows_of_experts_are_whole_on_ranks_of_tensor_but_for_hidden_features():
     assert stack.rows == 8 * math.ceil(1.3 * TIME * 2 / 8) / TIME
 
 
-def test_a_rank_has_room_for_all_rows_that_may_arrive():
+def test_a_rank_allocates_all_rows_that_may_arrive():
     model = ModelConfig(**SIZES, **MIXTRAL)
     for ranks, rows in ((1, 2), (2, 4), (4, 8), (8, 8)):
         assert rows_of_token(model, Layout(data=1, expert=ranks), TIME) == rows
@@ -224,8 +224,8 @@ def passes(model: ModelConfig, remat: str):
 
 
 @functools.cache
-def compiled_products(model: ModelConfig, remat: str) -> float:
-    """FLOPs of the products of both passes, a token; attention is one block, so its loops, which
+def compiled_matmuls(model: ModelConfig, remat: str) -> float:
+    """FLOPs of the matmuls of both passes, a token; attention is one block, so its loops, which
     run as often as the data say, run once."""
     (forward, backward), (weights, x, _, context) = passes(model, remat)
 
@@ -257,9 +257,9 @@ def compiled_products(model: ModelConfig, remat: str) -> float:
         ("latent", "save_matmuls"),  # but not what queries, keys and values are made of
     ],
 )
-def test_a_policy_repeats_the_products_that_it_does_not_keep(name, remat):
+def test_a_policy_repeats_the_matmuls_that_it_does_not_keep(name, remat):
     model = dataclasses.replace((MODELS | {"latent": LATENT})[name], compute_dtype="float32")
-    repeated = compiled_products(model, remat) - compiled_products(model, "none")
+    repeated = compiled_matmuls(model, remat) - compiled_matmuls(model, "none")
     work = with_all_keys(trace_work(model, TIME, TIME))
     expected = work.recomputed_flops(remat) - work.recomputed_flops("none")
     assert repeated == pytest.approx(expected / (TIME * model.num_layers), rel=1e-6)

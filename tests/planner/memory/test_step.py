@@ -184,7 +184,7 @@ def test_the_peak_is_the_arguments_and_the_largest_phase():
     assert all(size >= 0 for size in dataclasses.asdict(one).values())
 
 
-def test_the_middle_stages_keep_whole_weights_beside_shards_at_rest():
+def test_the_middle_stages_keep_whole_weights_and_shards_at_rest():
     halves = {"model": MODEL | {"compute_dtype": "bfloat16"}}
     for stage, shards, kept in ((0, 1, False), (1, 4, True), (2, 4, True), (3, 4, False)):
         one = config({"zero_stage": stage, "microbatches": 2})
@@ -195,7 +195,7 @@ def test_the_middle_stages_keep_whole_weights_beside_shards_at_rest():
     assert step_memory(config({"fsdp": 1, "zero_stage": 1})).kept_weights == 0
 
 
-def test_a_tpu_converts_the_weights_of_all_layers_before_it_walks():
+def test_a_tpu_converts_the_weights_of_all_layers_before_its_loop():
     halves = {"model": MODEL | {"compute_dtype": "bfloat16"}}
     for stage, shards in ((0, 1), (1, 4), (3, 4)):
         one = dataclasses.replace(config({"zero_stage": stage}), model=from_dict(halves).model)

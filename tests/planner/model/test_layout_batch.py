@@ -1,4 +1,4 @@
-"""Formulas of many layouts at once say what they say of each."""
+"""Formulas of many layouts at once equal the formulas of each."""
 
 import dataclasses
 import itertools

@@ -13,7 +13,7 @@ from jaxscale.planner.model.shape import ModelShape
     ("name", "total", "active"),
     [
         ("llama3-8b", 8.03e9, 8.03e9),  # model card
-        ("llama3-405b", 405.9e9, 405.9e9),  # likewise
+        ("llama3-405b", 405.9e9, 405.9e9),  # model card
         ("mixtral-8x7b", 46.7e9, 12.9e9),  # mistral.ai, December 2023
         ("mixtral-8x22b", 141e9, 39e9),  # mistral.ai, April 2024
         ("deepseek-v3", 671e9, 37e9),  # arXiv 2412.19437

@@ -1,4 +1,4 @@
-"""A config that a plan is written to trains, and layers dealt by seconds can be run."""
+"""A config that a plan is written to trains, and layers split by seconds can be run."""
 
 import dataclasses
 
@@ -57,7 +57,7 @@ def test_a_written_config_has_the_settings_of_its_family(path, changes, tmp_path
 
 
 @pytest.mark.proof
-def test_layers_are_dealt_where_that_saves_time():
+def test_layers_are_split_where_that_saves_time():
     config = configs.load("configs/llama3_8b.py")
     query = Query(config, make_cluster("h100-sxm", 64), {"pipeline": 8, "tensor": 1, "fsdp": 8})
     (layout,) = search_layouts(query, 1).layouts
@@ -68,10 +68,10 @@ def test_layers_are_dealt_where_that_saves_time():
     assert better.step_seconds <= plan.step_seconds
     if better.layers != plan.layers:
         assert better.layout.schedule_spec.layers == better.layers
-    # From a bad dealing it finds its way.
+    # From a bad split it finds a good one.
     uneven = dataclasses.replace(layout, schedule="zb_h1:8,4,4,4,4,4,2,2", virtual_stages=0)
     bad = predict_plan(query, uneven)
     found = balance_by_seconds(query, bad)
-    dealt = f"zb_h1:{','.join(map(str, found))}"
-    good = predict_plan(query, dataclasses.replace(uneven, schedule=dealt))
+    schedule = f"zb_h1:{','.join(map(str, found))}"
+    good = predict_plan(query, dataclasses.replace(uneven, schedule=schedule))
     assert good.step_seconds < 0.9 * bad.step_seconds

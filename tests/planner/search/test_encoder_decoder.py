@@ -12,7 +12,7 @@ from jaxscale.pipeline.stages import open_stages
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.step import StepParts, end_operation_seconds
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
-from jaxscale.planner.memory.room import check_room
+from jaxscale.planner.memory.device_limit import check_device_limit
 from jaxscale.planner.memory.terms import TEXTS
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.plan_layouts import plan_layouts
@@ -62,12 +62,12 @@ def test_layers_of_both_kinds_together_take_what_all_layers_take():
 
 
 def test_more_stages_go_to_the_stack_that_takes_longer():
-    dealt = predict_plan(QUERY, PIPELINE)
-    assert dealt.layers == (6, 6, 6, 6)
-    better = rebalance_layers(QUERY, dealt)
+    even = predict_plan(QUERY, PIPELINE)
+    assert even.layers == (6, 6, 6, 6)
+    better = rebalance_layers(QUERY, even)
     assert better.layout.schedule_spec.layers == better.layers
     assert sum(better.layers[:3]) == 12
-    assert better.step_seconds < 0.96 * dealt.step_seconds
+    assert better.step_seconds < 0.96 * even.step_seconds
     open_stages(better.layout, QUERY.planned_model.stacks)
 
 
@@ -114,14 +114,14 @@ def test_an_axis_without_a_formula_is_refused_by_name():
     assert message.endswith("; set layout.context = 1")
 
 
-def test_a_step_without_room_is_refused_before_it_is_compiled():
+def test_a_step_out_of_memory_is_refused_before_it_is_compiled():
     limit = 76.6e9
-    check_room(
+    check_device_limit(
         with_layout(XXL, fsdp=64, zero_stage=2, microbatches=8, remat="full"), "gpu", limit, "A100"
     )
     large = with_layout(XXL, fsdp=64, zero_stage=0, microbatches=8, remat="full")
     with pytest.raises(ValueError, match=r"needs 21\d\.\d+ GB .* no number of micro-batches fits"):
-        check_room(large, "gpu", limit, "A100")
+        check_device_limit(large, "gpu", limit, "A100")
     piped = with_layout(XXL, pipeline=2, fsdp=32, microbatches=16, zero_stage=0)
     with pytest.raises(ValueError, match="no number of micro-batches fits"):
-        check_room(piped, "gpu", limit, "A100")
+        check_device_limit(piped, "gpu", limit, "A100")

@@ -10,7 +10,7 @@ from jaxscale.config.layout import Layout
 from jaxscale.planner.auto_layout import choose_layout
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.step import step_cost
-from jaxscale.planner.memory.room import check_room
+from jaxscale.planner.memory.device_limit import check_device_limit
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.planner.report import text_report
@@ -99,14 +99,14 @@ def test_pipelines_of_experts_are_planned(base, options, pins):
     assert plan.memory.stash > 0
 
 
-def test_a_step_without_room_is_refused_before_it_is_compiled():
+def test_a_step_out_of_memory_is_refused_before_it_is_compiled():
     whole = dataclasses.replace(
         MIXTRAL, layout=Layout(data=1, fsdp=8, expert=8, microbatches=2, remat="full")
     )
     with pytest.raises(
         ValueError, match=r"needs \d+\.\d+ GB .*; set layout.microbatches = \d+, with"
     ):
-        check_room(whole, "gpu", 68e9, "H100")
+        check_device_limit(whole, "gpu", 68e9, "H100")
 
 
 @pytest.mark.proof
@@ -117,7 +117,7 @@ def test_an_automatic_layout_has_a_plan():
     assert plan.fits
 
 
-def test_layers_in_turns_are_planned():
+def test_layers_in_periods_are_planned():
     pins = PINS | {"fsdp": 8, "expert": 8, "zero_stage": 3, "microbatches": 16}
     every, half = (
         plan_layouts(load("qwen3_30b_a3b", options), "h100", 64, pins=pins, top=1).plans[0]

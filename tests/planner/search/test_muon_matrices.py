@@ -22,7 +22,7 @@ def with_muon(name: str) -> Config:
 
 
 @pytest.mark.proof
-def test_a_rank_computes_the_layers_that_it_is_dealt():
+def test_a_rank_computes_the_layers_that_it_is_assigned():
     """Two of four; `tests.invariants.test_optimizers` has a layout with tensor."""
     engine = open_engine(make_config(LLAMA, {"data": 2, "zero_stage": 0}, name="muon"))
     counted = optimizer_flops(compile_step(engine))

@@ -72,16 +72,16 @@ def test_terms_and_bytes_add_up(layout):
     assert set(one.terms) <= set(text_report.TERMS)
 
 
-def test_layers_that_are_dealt_unevenly_take_the_time_that_they_take():
-    """The closed forms deal evenly; the last rank has the head, so fewer layers help it."""
+def test_layers_that_are_split_unevenly_take_the_time_that_they_take():
+    """The closed forms split evenly; the last rank has the head, so fewer layers help it."""
     large_head = dataclasses.replace(
         CONFIG, model=dataclasses.replace(CONFIG.model, vocab_size=256000, num_layers=16)
     )
     query = dataclasses.replace(QUERY, model=large_head)
-    dealt = predict_plan(query, dataclasses.replace(PIPELINE, fsdp=2))
-    assert dealt.layers[-1] < dealt.layers[1]
+    by_default = predict_plan(query, dataclasses.replace(PIPELINE, fsdp=2))
+    assert by_default.layers[-1] < by_default.layers[1]
     even = predict_plan(query, dataclasses.replace(PIPELINE, schedule="zb_h1:4,4,4,4"))
-    assert dealt.step_seconds < even.step_seconds
+    assert by_default.step_seconds < even.step_seconds
 
 
 def test_the_waterfall_and_the_stack_say_all_terms():
@@ -175,7 +175,7 @@ def test_of_several_refusals_one_that_names_what_was_asked_for():
 
 
 def test_nothing_fits_is_explained():
-    with pytest.raises(ValueError, match=r"no layout on 8 A100-40.* fits\. .* needs least: "):
+    with pytest.raises(ValueError, match=r"no layout on 8 A100-40.* fits\. .* needs least memory"):
         plan_layouts(
             CONFIG, "a100-40", 8, pins={"pipeline": 1, "remat": "full"}, max_memory_bytes=1e8
         )
@@ -350,7 +350,7 @@ def check_picture(picture: pathlib.Path) -> None:
 
 
 def test_what_each_rank_of_a_pipeline_uses():
-    """The first has most in flight, and the last more room than it uses."""
+    """The first has most in flight, and the last allocates more than it uses."""
     plan = predict_plan(QUERY, Layout(pipeline=2, data=4, microbatches=4))
     assert plan.layers == (3, 3)
     # Not all buffers are fullest on the same rank.
@@ -372,8 +372,8 @@ def test_a_pipeline_that_keeps_passes_recomputes_the_others():
 
 @pytest.mark.parametrize("remat", ["none", "save_matmuls", "save_all_but_attention", "full"])
 def test_a_pipeline_is_timed_by_the_table_that_the_engine_runs(remat):
-    """Where a layer is made again in part, that is part of its backward pass: no R waits its turn,
-    so a short one costs no whole tick."""
+    """Partial recompute of a layer is part of its backward pass: there is no R operation, so a
+    short one costs no whole tick."""
     layout = dataclasses.replace(PIPELINE, schedule="1f1b", remat=remat)
     plan = predict_plan(QUERY, layout)
     table = open_stages(layout, CONFIG.model.num_layers, QUERY.planned_model.head_cost).table

@@ -279,8 +279,9 @@ def test_the_best_plans_of_many_experts_spread_them(devices, monkeypatch):
 
 
 def test_eight_large_experts_are_gathered_rather_than_sent_to():
-    """Mixtral at 64K tokens a device: its weights are few beside the tokens. Where the experts are
-    spread, what all ranks share is summed over them too, and the busiest has more to do."""
+    """Mixtral at 64K tokens a device: its weights are few compared with the tokens. Where the
+    experts are spread, what all ranks share is summed over them too, and the busiest has more to
+    do."""
     shape = dataclasses.replace(NAMED["mixtral-8x7b"], seq_len=4096)
     asked = Query(SizedModel(shape, 1024), make_cluster("h100-sxm", 64), {"pipeline": 1})
     gathered = predict_plan(asked, search_layouts(asked, 1).layouts[0])
@@ -322,7 +323,7 @@ def test_long_contexts_are_shared(by, monkeypatch):
 
 @pytest.mark.proof
 def test_the_passes_that_are_kept_are_those_of_going_through_all(monkeypatch):
-    """Where there is room for more than recomputing needs, and for less than keeping all does."""
+    """Where there is memory for more than recomputing needs, and for less than keeping all does."""
     monkeypatch.setattr("jaxscale.planner.search.trainable_model.REMATS", ("none", "full"))
     large = dataclasses.replace(CONFIG.data, global_batch_size=64)
     deep = dataclasses.replace(CONFIG.model, num_layers=8)

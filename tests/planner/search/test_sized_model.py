@@ -124,9 +124,9 @@ def test_why_not_of_experts():
 
 
 def test_what_has_to_be_known_is_said_once():
-    assert "to have the memory of our step, describe it by a config" in DEEPSEEK.note
+    assert "for the memory of our step, describe it by a config" in DEEPSEEK.note
     assert "cannot train a model with state-space mixers" in NEMOTRON.note
-    assert "an encoder-decoder by a config" in MT5.note
+    assert "plan a config (--config mt5_xxl)" in MT5.note
     dense = SizedModel(NAMED["llama3-8b"], 512)
     assert "describe it by a config (--config FILE)" in dense.note
     answer = plan_layouts(
@@ -158,7 +158,7 @@ def test_a_shape_can_be_given_as_it_is():
         (
             "configs/tiny.py",
             {"seq_len": 64},
-            "--seq_len 64 goes with a model given by .*data.seq_len=64",
+            "--seq_len 64 is for a model given by .*data.seq_len=64",
         ),
         ("lama3-8b", {}, "model 'lama3-8b' is not known; .*did you mean 'llama3-8b'"),
     ]

@@ -57,7 +57,7 @@ STACKS = (
 
 @pytest.mark.parametrize("head_cost", [0.0, 0.4, 2.0])
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_v", 2)])
-def test_layers_are_dealt_as_the_engine_deals_them(name, chunks, head_cost):
+def test_layers_are_split_as_the_engine_splits_them(name, chunks, head_cost):
     for stacks in STACKS:
         layout = Layout(pipeline=4, data=1, microbatches=12, virtual_stages=chunks, schedule=name)
         spec = TableSpec.of(layout)

@@ -142,7 +142,7 @@ def test_tokens_a_second_become_a_step(texts):
                 "EP": "",
                 "notes": "EP blank where not captured",
             },
-            "how many ranks experts are spread",
+            "the number of expert ranks is not given",
         ),
     ],
 )
@@ -159,10 +159,10 @@ def choice_of(texts, **changes):
 
 
 def test_notes_and_layers_say_how_a_trainer_ran(texts):
-    dealt = {"framework": "Megatron-DeepSpeed", "layers": "70", "PP": "8", "TP": "8"}
-    assert choice_of(texts, **dealt).traits.balanced_ends  # 72 of them on 8 ranks
-    assert not choice_of(texts, **dealt | {"layers": "72"}).traits.balanced_ends
-    assert choice_of(texts, **dealt, notes="Jean Zay").traits.blocking
+    run = {"framework": "Megatron-DeepSpeed", "layers": "70", "PP": "8", "TP": "8"}
+    assert choice_of(texts, **run).traits.balanced_ends  # 72 of them on 8 ranks
+    assert not choice_of(texts, **run | {"layers": "72"}).traits.balanced_ends
+    assert choice_of(texts, **run, notes="Jean Zay").traits.blocking
     dropping = {"n_experts": "8", "topk": "2", "moe_ff": "1024", "framework": "MaxText", "PP": "1"}
     traits = choice_of(texts, **dropping, notes="capacity factor 1.25 (dropping)").traits
     assert traits.imbalance == 1.25
@@ -258,7 +258,7 @@ def test_a_recipe_says_what_is_sharded_and_made_again(texts):
 
 
 def test_a_maxtext_policy_keeps_what_its_names_say(texts):
-    """From nothing kept to everything; what waits in host memory takes no room on the device."""
+    """From nothing kept to everything; arrays in host memory take no device memory."""
 
     def needed(word):
         row = published_runs.to_row(

@@ -72,11 +72,11 @@ def rescaled(tmp_path, factor):
 def test_calibration_takes_out_a_common_factor_and_nothing_of_the_scored_half(tmp_path):
     one, three = (validate(rescaled(tmp_path, factor)).overall for factor in (1, 3))
     assert three.median_error_physical > 0.6
-    # Groups of one row have no other half to be fitted on, so compare those that do.
+    # Groups of one row have no other half to be fitted on, so compare the others.
     source = "vTrain MICRO24 artifact"
-    alike = [validate(rescaled(tmp_path, f)).sources[source] for f in (1, 3)]
+    scores = [validate(rescaled(tmp_path, f)).sources[source] for f in (1, 3)]
     physical, calibrated = (
-        [getattr(score, name) for score in alike]
+        [getattr(score, name) for score in scores]
         for name in ("mean_error_physical", "mean_error_calibrated")
     )
     assert abs(calibrated[1] - calibrated[0]) < 0.1 * abs(physical[1] - physical[0])

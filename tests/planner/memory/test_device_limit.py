@@ -1,4 +1,4 @@
-"""A step that cannot have room is refused before it is compiled, with what would fit."""
+"""A step predicted out of memory is refused before it is compiled, with a layout that fits."""
 
 import dataclasses
 import re
@@ -7,7 +7,7 @@ import pytest
 
 from jaxscale import config as configs
 from jaxscale.config.layout import resolve_sizes
-from jaxscale.planner.memory.room import MARGIN, check_room
+from jaxscale.planner.memory.device_limit import MARGIN, check_device_limit
 from jaxscale.planner.memory.step import step_memory
 
 
@@ -17,10 +17,10 @@ def on(devices: int, name: str = "llama3_8b") -> configs.Config:
 
 
 def test_micro_batches_that_were_sized_for_more_devices_are_refused_with_those_that_fit():
-    check_room(on(64), "gpu", 68e9, "an H100")
+    check_device_limit(on(64), "gpu", 68e9, "an H100")
     config = on(8)
     with pytest.raises(ValueError, match="--skip_memory_check") as refused:
-        check_room(config, "gpu", 68e9, "an H100")
+        check_device_limit(config, "gpu", 68e9, "an H100")
     said = str(refused.value)
     assert "layout.microbatches = 4 puts 16 sequences of 8192 tokens in a pass" in said
     assert "\n" not in said
@@ -28,8 +28,8 @@ def test_micro_batches_that_were_sized_for_more_devices_are_refused_with_those_t
     assert found
     layout = dataclasses.replace(config.layout, microbatches=int(found[1]))
     fits = dataclasses.replace(config, layout=layout)
-    check_room(fits, "gpu", 68e9, "an H100")
-    # The smallest number that does.
+    check_device_limit(fits, "gpu", 68e9, "an H100")
+    # The smallest number that fits.
     layout = dataclasses.replace(config.layout, microbatches=int(found[1]) // 2)
     fewer = step_memory(dataclasses.replace(config, layout=layout), "gpu", own_host=True)
     assert fewer.peak > 68e9
@@ -38,20 +38,20 @@ def test_micro_batches_that_were_sized_for_more_devices_are_refused_with_those_t
 def test_what_may_fit_is_tried():
     config = on(8)
     peak = step_memory(config, "gpu", own_host=True).peak
-    check_room(config, "gpu", peak / (MARGIN - 0.01), "a GPU")
-    with pytest.raises(ValueError, match="a program may have"):
-        check_room(config, "gpu", peak / (MARGIN + 0.01), "a GPU")
+    check_device_limit(config, "gpu", peak / (MARGIN - 0.01), "a GPU")
+    with pytest.raises(ValueError, match="a program may use"):
+        check_device_limit(config, "gpu", peak / (MARGIN + 0.01), "a GPU")
 
 
 def test_rows_that_experts_may_receive_are_counted_and_fewer_ranks_named():
     config = on(2048, "deepseek_v3")
-    check_room(config, "gpu", 68e9, "an H100")
+    check_device_limit(config, "gpu", 68e9, "an H100")
     many = dataclasses.replace(config.layout, expert=64, fsdp=32)
     with pytest.raises(ValueError, match="no number of micro-batches fits") as refused:
-        check_room(dataclasses.replace(config, layout=many), "gpu", 68e9, "an H100")
+        check_device_limit(dataclasses.replace(config, layout=many), "gpu", 68e9, "an H100")
     said = str(refused.value)
     # 64 ranks, of whose 4 experts each token may choose all; 4,096 tokens of 7,168 features.
-    assert "layout.expert = 64 a rank has room for 256 rows for each of its tokens" in said
+    assert "layout.expert = 64 a rank allocates 256 rows for each of its tokens" in said
     assert f"{2 * 256 * 4096 * 7168 / 1e9:.2f} GB an array" in said
     assert (config.layout.expert, config.layout.fsdp) == (8, 256)
     assert "set layout.expert = 8 and layout.fsdp = 256, with" in said
@@ -59,4 +59,4 @@ def test_rows_that_experts_may_receive_are_counted_and_fewer_ranks_named():
 
 def test_a_model_that_no_micro_batch_makes_fit_is_sent_to_the_planner():
     with pytest.raises(ValueError, match=r"no number of micro-batches fits: python -m jaxscale\.p"):
-        check_room(on(8, "llama2_70b"), "tpu", 16e9, "a TPU v5e")
+        check_device_limit(on(8, "llama2_70b"), "tpu", 16e9, "a TPU v5e")

@@ -1,4 +1,4 @@
-"""Whether a step has room on a device, by the formulas, before minutes go into compiling it."""
+"""Refusal of steps predicted out of memory, before minutes go into compiling them."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,25 +13,24 @@ from jaxscale.planner.memory.terms import Memory
 from jaxscale.sharding.model_trace import itemsize
 
 MARGIN = 1.15
-"""By how much a predicted peak must exceed the limit to be refused: the planner's largest error on
-compiled steps is 12.3 % (docs/planning.md), and the suite holds each to 15 %."""
+"""Ratio of predicted peak to limit beyond which a step is refused: the largest error on the steps
+of `tools/aot_table.json` is 14.5 % (docs/planning.md), and the suite limits each to 15 %."""
 CUSTOM_MARGIN = 1.5
-"""The same of a custom model: that of a block that writes out its attention scores was 44 % too
-high."""
+"""The same for a custom model: the prediction for a block that writes out its attention scores was
+44 % too high."""
 
 
-def check_room(config: Config, back_end: str, limit_bytes: float, device: str) -> None:
+def check_device_limit(config: Config, back_end: str, limit_bytes: float, device: str) -> None:
     """Refuses a step whose predicted peak is clearly beyond a device's memory.
 
     Args:
       config: its layout resolved.
       back_end: "gpu", "tpu" or "cpu".
-      limit_bytes: of the device's memory, that a program may fill.
+      limit_bytes: memory of the device that a program may use.
       device: its name.
 
     Raises:
-      ValueError: with the number of micro-batches that fits, or fewer ranks of experts that do,
-        where there are some.
+      ValueError: names a number of micro-batches, or of expert ranks, that fits, where one does.
     """
     needs = _needs(config, back_end)
     margin = CUSTOM_MARGIN if is_own_family(config.model.family) else MARGIN
@@ -41,8 +40,8 @@ def check_room(config: Config, back_end: str, limit_bytes: float, device: str) -
     each = config.data.global_batch_size // (layout.batch_shards * layout.microbatches)
     said = (
         f"layout.microbatches = {layout.microbatches} puts {each} sequences of "
-        f"{config.data.seq_len} tokens in a pass, for which each device needs "
-        f"{gigabytes(needs.peak)} by the planner's formulas, and a program may have "
+        f"{config.data.seq_len} tokens in a pass, which needs "
+        f"{gigabytes(needs.peak)} per device by the planner's formulas; a program may use "
         f"{gigabytes(limit_bytes)} of {device}; "
     )
     for count in _more(config):
@@ -60,8 +59,8 @@ def check_room(config: Config, back_end: str, limit_bytes: float, device: str) -
 
 
 def _fewer_expert_ranks(config: Config, back_end: str, limit_bytes: float) -> str:
-    """What would fit where the rows that experts may receive are too many: as many devices, with
-    fewer of them on the axis of experts and more on fsdp."""
+    """Remedy where experts may receive too many rows: on as many devices, fewer ranks of expert and
+    more of fsdp."""
     model, layout = config.model, config.layout
     elsewhere = "python -m jaxscale.plan finds layouts that do"
     if not model.num_experts or model.capacity_factor or layout.expert == 1:
@@ -70,9 +69,10 @@ def _fewer_expert_ranks(config: Config, back_end: str, limit_bytes: float) -> st
     shards = layout.batch_shards * layout.microbatches * layout.context
     rows = int(rows_of_token(model, layout, length))
     array = rows * config.data.global_batch_size * length // shards * model.d_model
+    size = gigabytes(itemsize(model.compute_dtype) * array)
     said = (
-        f"with layout.expert = {layout.expert} a rank has room for {rows} rows for each of its "
-        f"tokens, whatever arrives, {gigabytes(itemsize(model.compute_dtype) * array)} an array; "
+        f"with layout.expert = {layout.expert} a rank allocates {rows} rows for each of its "
+        f"tokens, as many as may arrive, {size} an array; "
     )
     for ranks in reversed(divisors(layout.expert)[:-1]):
         fsdp = layout.fsdp * layout.expert // ranks
@@ -89,12 +89,12 @@ def _needs(config: Config, back_end: str) -> Memory:
 
 
 def _more(config: Config) -> Iterator[int]:
-    """Larger numbers of micro-batches that split the batch, and that the layout can have."""
+    """Larger numbers of micro-batches that split the batch and that the layout supports."""
     layout = config.layout
     for count in divisors(config.data.global_batch_size // layout.batch_shards):
         if count > layout.microbatches:
             try:
                 dataclasses.replace(layout, microbatches=count)
-            except ValueError:  # its schedule cannot
+            except ValueError:  # the schedule does not support it
                 continue
             yield count
