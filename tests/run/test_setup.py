@@ -124,7 +124,7 @@ def test_a_step_without_room_is_refused_before_anything_is_compiled(tmp_path, mo
     with pytest.raises(Compiled):
         trainer.open_trainer(config, tmp_path)
     monkeypatch.setattr("jaxscale.run.setup.memory_check.host_memory_bytes", lambda: 1e7)
-    with pytest.raises(ValueError, match=r"a program may have 0\.00 GB of this host's memory"):
+    with pytest.raises(ValueError, match=r"a program may use 0\.00 GB of this host's memory"):
         trainer.open_trainer(config, tmp_path)
     with pytest.raises(Compiled):
         trainer.open_trainer(config, tmp_path, skip_memory_check=True)

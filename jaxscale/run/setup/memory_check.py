@@ -67,7 +67,7 @@ def check_memory(engine: Engine) -> None:
     if (needs := state_bytes(engine.abstract_state)) > limit:
         raise ValueError(
             f"parameters and optimizer state alone need {gigabytes(needs)} on each device, and "
-            f"a program may have {gigabytes(limit)} of {name}: raise layout.fsdp with "
+            f"a program may use {gigabytes(limit)} of {name}: raise layout.fsdp with "
             "layout.zero_stage = 3, layout.tensor or layout.pipeline"
         )
     check_device_limit(engine.config, back_end, limit, name)
