@@ -68,6 +68,7 @@ EXTRAS = {
     "gs": ("gcsfs",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow-skinny",),
+    "docs": ("mkdocs-material", "mkdocstrings"),
     "dev": ("pytest", "pytest-xdist", "hypothesis", "ruff", "pyright", "import-linter"),
 }
 """Extra of the package -> the distributions that it installs."""

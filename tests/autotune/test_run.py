@@ -77,6 +77,7 @@ def test_the_config_first_then_the_planners_best_then_what_the_search_proposes(
     assert more["trials"][:14] == numbers["trials"]
 
 
+@pytest.mark.proof
 def test_measuring_nothing_is_a_failure(tmp_path, monkeypatch, capsys):
     def run(program, request, limit_seconds):
         return ("timed out", {"message": "late"}) if request else ("measured", DEVICES)

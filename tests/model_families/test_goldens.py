@@ -27,11 +27,9 @@ def newer_name(name: str, renamed: dict[str, str]) -> str:
 
 
 ONE_OF_EACH_KIND = (
-    "bert_types",
     "deepseek_v3",
     "esm",
     "gemma2",
-    "gemma3",
     "gpt2",
     "gpt_neox",
     "gpt_oss",
@@ -39,7 +37,6 @@ ONE_OF_EACH_KIND = (
     "mixtral",
     "olmo2",
     "phi3_long",
-    "qwen3_moe_sparse",
     "umt5",
 )
 """One of each kind of block, and of each way to extend its context."""

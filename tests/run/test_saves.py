@@ -221,6 +221,7 @@ def test_a_checkpoint_that_may_not_be_read_stays(number, begun, monkeypatch):
     assert raised.value.exit_status == 1
 
 
+@pytest.mark.proof
 def test_an_error_of_the_disk_is_damage_the_second_time(begun, monkeypatch):
     """The first may be a network's, and pass."""
     checkpoints = Checkpoints(begun / "checkpoints")

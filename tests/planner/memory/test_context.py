@@ -10,6 +10,8 @@ chunk, and llama2_7b in stage 3, 13.2 % too low.
 
 import statistics
 
+import pytest
+
 from tests.planner.memory.test_families import BATCH, FULL, PASSES, Compiled
 
 COMMON = (FULL, "layout.data=1", "model.num_layers=4")
@@ -53,6 +55,7 @@ STEPS = (
 )
 
 
+@pytest.mark.proof
 def test_predicted_memory_is_what_compilers_say():
     errors = [abs(step.error) for step in STEPS]
     assert statistics.median(errors) <= 0.05

@@ -43,6 +43,7 @@ def test_what_may_fit_is_tried():
         check_device_limit(config, "gpu", peak / (MARGIN + 0.01), "a GPU")
 
 
+@pytest.mark.proof
 def test_rows_that_experts_may_receive_are_counted_and_fewer_ranks_named():
     config = on(2048, "deepseek_v3")
     check_device_limit(config, "gpu", 68e9, "an H100")

@@ -175,6 +175,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.proof
 def test_they_are_right_in_the_median():
     errors = {name: step.error for name, step in STEPS.items()}
     assert statistics.median(map(abs, errors.values())) <= 0.05, errors

@@ -40,6 +40,7 @@ def test_a_written_config_trains(tmp_path):
     np.testing.assert_allclose(losses(loaded), losses(one), rtol=1e-5)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("path", "changes"),
     [

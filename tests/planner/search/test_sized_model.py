@@ -45,7 +45,7 @@ GPT = SizedModel(NAMED["gpt3-175b"], 512)
             MIXTRAL,
             {"context": 64, "context_method": "ulysses"},
             "the heads do not divide",
-            "there are 32 and 8 of keys; set layout.context = 32",
+            "32 heads and 8 key/value heads over layout.context = 64; set layout.context = 32",
         ),
         (MIXTRAL, {"remat": "save_matmuls"}, "no formula", "it can be none, full, save_all_but_"),
         (MIXTRAL, {"offload": "activations"}, "no formula", "it can be none, optimizer$"),
