@@ -115,7 +115,9 @@ def custom_batch(first: int = 0) -> Batch:
 
 
 def test_learned_positions_are_kept_to_whatever_their_setting_is_called():
-    with pytest.raises(ValueError, match=r"seq_len = 16 is more than model\.table_rows = 8, the number of l"):
+    with pytest.raises(
+        ValueError, match=r"seq_len = 16 is more than model\.table_rows = 8, the number of l"
+    ):
         custom(NoisySettings(), seq_len=16)
     engine = open_custom(custom(NoisySettings()), Noisy)
     with pytest.raises(ValueError, match=r"from 1 to 8; .* and below model\.table_rows = 8"):

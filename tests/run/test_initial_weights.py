@@ -167,7 +167,11 @@ def test_a_rate_of_training_from_scratch_is_said_of_trained_weights(
     ("source", "stored", "said"),
     [
         ("bfloat16", "", "stored in bfloat16, exactly as in there"),
-        ("float32", "", "rounded from the float32 of there; for exact weights set model.param_dtype=float32"),
+        (
+            "float32",
+            "",
+            "rounded from the float32 of there; for exact weights set model.param_dtype=float32",
+        ),
         ("float32", "float32", "stored in float32, exactly as in there"),
     ],
 )
