@@ -242,7 +242,6 @@ def test_weights_that_do_not_fit_are_refused(name, converted, tmp_path):
         open_initial(engine, converted / "run" if name == "twice" else tmp_path)
 
 
-@pytest.mark.proof
 def test_a_larger_vocabulary_starts_from_the_mean_of_the_rows_of_the_smaller(converted, tmp_path):
     """Within the padding rows of a Hugging Face model, and beyond those of a run, on a layout."""
     known = jaxscale.from_pretrained(converted / "hf").params

@@ -19,6 +19,7 @@ CONFIGS = sorted(pathlib.Path("configs").glob("*.py"))
 EMPTY = "import ml_collections\n\n\ndef get_config():\n    return ml_collections.ConfigDict()\n"
 
 
+@pytest.mark.proof(but=("deepseek_v3-671026419200", "mt5_base-582401280"))
 @pytest.mark.parametrize(
     ("name", "published"),
     [
@@ -56,6 +57,7 @@ def test_a_config_shows_what_is_not_a_default_and_no_more(path):
     assert len(repr(loaded)) < 600
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "published", "last_digit"), [("gpt_22b", 2.207e10, 1e7), ("gpt_1t", 1.0080e12, 1e8)]
 )
@@ -64,6 +66,7 @@ def test_parameter_counts_agree_with_rounded_ones(name, published, last_digit):
     assert abs(got - published) <= last_digit / 2
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "published"),
     [
@@ -78,6 +81,7 @@ def test_the_experts_of_m6_t_have_the_published_parameters(name, published):
     assert sum(array.size * trace.stack_layers[array.part] for array in arrays) == published
 
 
+@pytest.mark.proof(but=("32",))
 @pytest.mark.parametrize("x", [4, 32, 108, 160])
 def test_the_x_family_has_12_x_to_the_fifth_weights(x):
     model = config.load(f"configs/x_family.py:{x}").model

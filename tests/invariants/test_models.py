@@ -153,7 +153,6 @@ def test_a_model_is_one_device_in_float64_and_resumes(name, number, tmp_path):
         near((again, state.params), (metrics[1:], last.params))
 
 
-@pytest.mark.proof
 def test_two_stacks_are_a_few_lines_of_plain_jax():
     """What all layouts agree on is the model: its loss, the gradient of that with auxiliary losses
     and a borrowed parameter, and its sums."""

@@ -62,7 +62,7 @@ def test_a_run_that_is_resumed_for_longer_keeps_its_schedule_and_counts_its_toke
     given = ["data.objective=prefix", "model.family=gpt", "model.max_seq_len=32"]
     short_run(first, *given, "run.steps=2", again=True)
     resumed, state = short_run(first, *given, "run.steps=4", profile=range(1, 3))
-    assert "of --profile 1:2, the steps up to 2 were trained before" in caplog.text
+    assert "--profile 1:2 does not trace the steps up to 2, which were trained" in caplog.text
     assert "schedule_steps" not in caplog.text, "its checkpoint has said it"
     expected, last = short_run(straight, *given, "run.steps=4", "optimizer.schedule_steps=2")
     assert "warning: optimizer.schedule_steps = 2 is below run.steps = 4" in caplog.text

@@ -294,11 +294,11 @@ def loss_figure(curves: Mapping[str, Sequence[float]]) -> Figure:
 
 SECONDS = {
     "matmuls and attention": ("blue", ("matmul", "attention")),
-    "elementwise, casts, launches": ("sky", ("elementwise", "weights", "waiting")),
+    "elementwise, casts": ("sky", ("elementwise", "weights")),
     "recompute": ("yellow", ("recompute",)),
     "tensor, context, expert": ("orange", ("tensor", "context", "expert")),
     "fsdp and data": ("vermilion", ("fsdp", "data")),
-    "pipeline bubble, sends": ("purple", ("bubble", "pipeline")),
+    "pipeline bubble, sends": ("purple", ("bubble",)),
     "update, stragglers, rest": ("gray", ("optimizer", "offload", "stragglers", "end")),
 }
 """Group of terms of a step -> colour, terms."""
