@@ -9,8 +9,8 @@ import ml_collections
 
 
 def get_config():
-    """The quickstart with experts: each token uses two of eight, together with as many hidden
-    features as the quickstart's MLP."""
+    """configs/dense_tiny.py with experts: each token uses two of eight, together with as many
+    hidden features as its MLP."""
     model = ml_collections.ConfigDict()
     model.family = "mixtral"
     model.num_layers = 4

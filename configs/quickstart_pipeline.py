@@ -1,16 +1,16 @@
-"""The quickstart's model on eight virtual devices: pipeline 4 x tensor 2.
+"""A first pipeline: configs/dense_tiny.py on eight virtual devices, pipeline 4 x tensor 2.
 
 Command: JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config configs/quickstart_pipeline.py
   --workdir runs/quickstart_pipeline
 Hardware: 2 CPU cores.
-Expected: the losses of configs/quickstart.py.
+Expected: the losses of configs/dense_tiny.py.
 """
 
 import ml_collections
 
 
 def get_config():
-    """The quickstart's model, data and steps with another layout."""
+    """The model, data and steps of configs/dense_tiny.py with another layout."""
     model = ml_collections.ConfigDict()
     model.num_layers = 4
     model.d_model = 192

@@ -1,7 +1,7 @@
 """python tools/curves.py RUN [RUN ...] --png FILE
 
 Plots the losses of several runs in one figure: training loss, and bits per byte of held-out text.
-docs/moe_tiny.png shows `--config quickstart` and `--config moe_tiny`.
+docs/moe_tiny.png shows `--config dense_tiny` and `--config moe_tiny`.
 """
 
 import argparse

@@ -77,6 +77,6 @@ def test_the_plain_model_has_our_losses(baseline, variant):
 
 
 def test_the_plain_model_refuses_what_it_does_not_have(baseline):
-    tied = config.load("configs/quickstart.py")
+    tied = config.load("configs/dense_tiny.py")
     with pytest.raises(ValueError, match="the default model options and adamw"):
         baseline.build(tied, "loop")
