@@ -94,6 +94,7 @@ def test_layers_that_alternate_share_their_experts(pattern, share):
     assert stack.branches == pytest.approx(2)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("name", "overrides", "experts"),
     [
