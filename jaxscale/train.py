@@ -322,7 +322,10 @@ def _show_sample(trainer: Any, params: Any) -> None:
         if model.max_positions is not None:
             num_tokens = min(num_tokens, model.max_positions + 1 - max(len(prompt), 1))
         (text,) = sampling.sample(
-            *(trainer.engine, params, tokenizer, [prompt]),
+            trainer.engine,
+            params,
+            tokenizer,
+            [prompt],
             num_tokens=num_tokens,
             temperature=0.6,
             top_p=0.95,

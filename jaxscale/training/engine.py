@@ -197,16 +197,7 @@ def make_engine(
     shardings = _shardings(state)
     step = make_step(config, built, rows, gradients, optimizer, frozen, shardings, platform)
     evaluate = _make_evaluate(make_loss(models.evaluated, layout, zero, mesh, stages))
-    options = step_options(
-        mesh,
-        pipelined=stages is not None,
-        deterministic=config.run.deterministic,
-        in_place=saves_in_place(layout, zero, platform),
-        unrolled=layout.unroll_layers and layout.num_devices == 1,
-        matmul_dtype=config.model.matmul_dtype,
-        layer=_combined_layer(layout, zero, shapes),
-        arguments=state_bytes(state),
-    )
+    options = _compiler_options(config, mesh, zero, state)
     return Engine(
         config=config,
         model=built,
@@ -269,6 +260,21 @@ def _make_models(
         make(config.model, rematerialised_attention(kernels, config.layout.remat_policy)),
         make(config.model, evaluation_kernels(kernels)).evaluated,
         own,
+    )
+
+
+def _compiler_options(config: Config, mesh: Mesh, zero: Zero, state: TrainState) -> dict:
+    """XLA's options for the step."""
+    layout, platform = config.layout, mesh.devices.flat[0].platform
+    return step_options(
+        mesh,
+        pipelined=layout.pipeline > 1,
+        deterministic=config.run.deterministic,
+        in_place=saves_in_place(layout, zero, platform),
+        unrolled=layout.unroll_layers and layout.num_devices == 1,
+        matmul_dtype=config.model.matmul_dtype,
+        layer=_combined_layer(layout, zero, state.params),
+        arguments=state_bytes(state),
     )
 
 

@@ -82,8 +82,8 @@ def _matmuls(
     stack: StackWork, cluster: Cluster, layout: TrainerLayout, tokens: Floats
 ) -> list[Floats]:
     """Matmuls forward, and backward for inputs and weights; those of `wide_layers` in 16 bits."""
-    narrow, wide = layout, layout.traits.wide_layers / stack.num_layers
-    seconds = matmul_pass_seconds(_sizes(stack, layout, tokens), cluster, narrow)
+    wide = layout.traits.wide_layers / stack.num_layers
+    seconds = matmul_pass_seconds(_sizes(stack, layout, tokens), cluster, layout)
     if not wide:
         return list(seconds)
     plain = replace(layout, traits=replace(layout.traits, matmul="bfloat16"))
