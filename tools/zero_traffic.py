@@ -1,5 +1,5 @@
-"""ZeRO traffic: a step's collectives of state over `data`, `fsdp` and `context`, from shapes and
-layout only.
+"""ZeRO traffic: a step's collectives of state over `data`, `fsdp`, `expert` and `context`, from
+shapes and layout only.
 
 Counts follow ZeRO (arXiv 1910.02054) and layered gradient accumulation (arXiv 2106.02679); the
 suite compares them with compiled programs, array by array. Not included: collectives over `tensor`,
@@ -32,16 +32,21 @@ class ZeroTraffic:
 
 
 def step_traffic(config: Config) -> list[ZeroTraffic]:
-    """Every collective of state over data, fsdp and context, except reductions over context only,
-    and without axes of size 1.
+    """Every collective of state over data, fsdp, expert and context, except reductions over context
+    only, and without axes of size 1.
 
     Args:
       config: its layout resolved.
     """
+    return [*_traffic(config, of_experts=False), *_traffic(config, of_experts=True)]
+
+
+def _traffic(config: Config, *, of_experts: bool) -> list[ZeroTraffic]:
+    """`step_traffic` of experts, or of all other parameters; each rank of expert has others."""
     model, layout = config.model, config.layout
     stage, layers = layout.zero_stage, model.num_layers
     compute, reduced = itemsize(model.compute_dtype), itemsize(config.optimizer.reduced_in)
-    arrays = model_trace(model).parameters
+    arrays = [one for one in model_trace(model).parameters if ("experts" in one.axes) == of_experts]
     # A tied head reads the embedding and has a separate gradient of it.
     tied = [array for array in arrays if model.tied_embeddings and array.name == "tokens"]
     outer = [(array, 1) for array in arrays if array.part != "layers"]
@@ -52,11 +57,12 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
     def over_embed(sent: list[Sent], wanted: bool = True) -> list[Sent]:
         return [item for item in sent if ("embed" in item[0].axes) == wanted]
 
-    count, zero = layout.num_groups, ("fsdp", "context")
+    count, scattered = layout.num_groups, ("fsdp",) if of_experts else ("fsdp", "expert")
+    zero, ranks = (*scattered, "context"), layout.zero_ranks // (layout.expert if of_experts else 1)
     visits = [(array, 1) for array in layer for _ in range(layers)] + once
     left = visits if count == 1 or zero_stage.reduces_last(layout) else stacks
     rows: list[tuple[Any, ...]] = [
-        ("whole gradients", "all-reduce", ("data", "fsdp"), left, 1, reduced, 1)
+        ("whole gradients", "all-reduce", ("data", *scattered), left, 1, reduced, 1)
     ]
     if zero_stage.shards_state(stage):
         # If gathered weights are kept, a tied head uses the gathered embedding.
@@ -69,17 +75,9 @@ def step_traffic(config: Config) -> list[ZeroTraffic]:
         rows = [
             ("weights of layers", "all-gather", zero, over_embed(passes), times, compute, 1),
             ("weights of the rest", "all-gather", zero, over_embed(read), times, compute, 1),
-            ("gradients", "reduce-scatter", ("fsdp",), made, reduces, reduced, parts),
-            (
-                "gradient shards",
-                "all-reduce",
-                ("data",),
-                over_embed(left),
-                1,
-                reduced,
-                layout.zero_ranks,
-            ),
-            ("whole gradients", "all-reduce", ("data", "fsdp"), whole, 1, reduced, 1),
+            ("gradients", "reduce-scatter", scattered, made, reduces, reduced, parts),
+            ("gradient shards", "all-reduce", ("data",), over_embed(left), 1, reduced, ranks),
+            ("whole gradients", "all-reduce", ("data", *scattered), whole, 1, reduced, 1),
         ]
     found = [_collective(layout, *row) for row in rows]
     return [one for one in found if one.axes and one.arrays]

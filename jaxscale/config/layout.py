@@ -85,7 +85,7 @@ class Layout:
     Attributes:
       pipeline: pipeline ranks.
       data: replicas (data parallelism); data x fsdp is hybrid sharding.
-      fsdp: ranks that `zero_stage` shards over, together with those of `context`.
+      fsdp: ranks that `zero_stage` shards over, together with those of `expert` and `context`.
       expert: expert-parallel ranks.
       context: ranks that share each sequence.
       tensor: tensor-parallel ranks.
@@ -350,8 +350,8 @@ class Layout:
 
     @property
     def zero_ranks(self) -> int:
-        """Ranks that a ZeRO stage shards over: fsdp x context."""
-        return self.fsdp * self.context
+        """Ranks that a ZeRO stage shards over: fsdp x expert x context."""
+        return self.fsdp * self.expert * self.context
 
     @property
     def casts_once(self) -> bool:

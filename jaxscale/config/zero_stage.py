@@ -48,15 +48,16 @@ def leaves_shards(stage: Ints, single_visit: Bools) -> Bools:
     return scatters(stage) | (scatters_last(stage) & single_visit)
 
 
-def remains(stage: Ints, fsdp: Ints, replicas: Ints) -> Bools:
+def remains(stage: Ints, ranks: Ints, replicas: Ints) -> Bools:
     """Whether the last visit has gradients other than vectors to reduce.
 
     Args:
-      replicas: ranks with the same weights, over data and expert.
+      ranks: that a stage shards over, of fsdp and expert.
+      replicas: ranks with the same shards, over data.
     """
-    return (replicas > 1) | ((fsdp > 1) & (stage < 2))
+    return (replicas > 1) | ((ranks > 1) & (stage < 2))
 
 
 def reduces_last(layout: Any) -> Bools:
     """Whether the last visit of a step reduces gradients that the others do not."""
-    return remains(layout.zero_stage, layout.fsdp, layout.data * layout.expert)
+    return remains(layout.zero_stage, layout.fsdp * layout.expert, layout.data)

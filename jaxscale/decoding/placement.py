@@ -42,7 +42,7 @@ def without_pipeline_or_context(engine: Engine, params: Any) -> tuple[Any, Mesh]
     rules = engine.zero.state_rules
     if sizes["pipeline"] > 1:
         ranks, sizes["pipeline"] = sizes["pipeline"] * sizes["data"], 1
-        shards = sizes.get(TENSOR_ROWS, 1) * ranks * sizes["fsdp"]
+        shards = sizes.get(TENSOR_ROWS, 1) * ranks * sizes["fsdp"] * sizes["expert"]
         if engine.config.model.d_model % shards == 0:
             sizes["data"], sizes["fsdp"], rules = 1, ranks * sizes["fsdp"], WEIGHTS
         else:

@@ -32,7 +32,7 @@ class ArrayLayout(NamedTuple):
 
 
 def sharded_dim(axes: Axes) -> int | None:
-    """The dimension that is sharded over fsdp, if a stage shards it."""
+    """The dimension that ZeRO shards, if a stage shards the array."""
     return next((dim for dim, name in enumerate(axes) if name in ("embed", "outer_embed")), None)
 
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale.sharding.blocks import sharded_dim
 from jaxscale.sharding.resolve import is_axes, weight_dtype
 from jaxscale.sharding.rules import Axes, Rules, mesh_axes
 from jaxscale.sharding.zero import Zero
@@ -17,7 +16,7 @@ Tree = Any
 class LayerBytes(NamedTuple):
     """Bytes of all arrays of one layer."""
 
-    gathered: int  # weights gathered over fsdp and context, in the compute type
+    gathered: int  # weights gathered over fsdp, expert and context, in the compute type
     reduced: int  # reduced gradients: whole arrays, or shards from ZeRO stage 1 on
 
 
@@ -34,10 +33,10 @@ def largest_layer(zero: Zero, params: Tree) -> LayerBytes:
         return math.prod(leaf.shape[1:]) // math.prod(ranks)
 
     def gathered(axes: Axes, leaf: Any) -> int:
-        if not zero.gathers or sharded_dim(axes) is None:
+        whole = elements(axes, leaf, zero.replicated_rules)
+        if not zero.gathers or whole == elements(axes, leaf, zero.state_rules):
             return 0
-        dtype = weight_dtype(axes, zero.compute_dtype)
-        return dtype.itemsize * elements(axes, leaf, zero.replicated_rules)
+        return weight_dtype(axes, zero.compute_dtype).itemsize * whole
 
     def reduced(axes: Axes, leaf: Any) -> int:
         return zero.sent_dtype.itemsize * elements(axes, leaf, zero.state_rules)

@@ -82,9 +82,10 @@ def check_pipeline_gather(layout: Layout) -> None:
         return
     if layout.zero_ranks == 1 or not zero_stage.scatters(layout.zero_stage):
         raise ValueError(
-            f"layout.pipeline_gather = 'layer' with layout.fsdp = {layout.fsdp}, layout.context = "
-            f"{layout.context} and layout.zero_stage = {layout.zero_stage}: neither weights nor "
-            "gradients of a micro-batch are in shards; set layout.pipeline_gather = 'chunk'"
+            f"layout.pipeline_gather = 'layer' with layout.fsdp = {layout.fsdp}, layout.expert = "
+            f"{layout.expert}, layout.context = {layout.context} and layout.zero_stage = "
+            f"{layout.zero_stage}: neither weights nor gradients of a micro-batch are in shards; "
+            "set layout.pipeline_gather = 'chunk'"
         )
 
 

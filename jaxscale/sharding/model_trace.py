@@ -72,20 +72,19 @@ class ParamShape:
         return math.prod(self.shape)
 
     def shard_size(self, layout: Layout, *, over_fsdp: Any, at_rest: bool = False) -> Ints:
-        """Elements on one device, sharded over tensor and, where asked, over fsdp and context.
+        """Elements on one device, sharded over tensor, those of experts over expert, and where
+        asked, as by ZeRO, over fsdp, expert and context.
 
         Args:
           at_rest: whether embedding and head are sharded over the pipeline, too, as between steps.
         """
-        divisor, columns = 1, layout.tensor_columns
+        divisor, columns = layout.expert if "experts" in self.axes else 1, layout.tensor_columns
         if "embed" in self.axes:
-            divisor = select(over_fsdp, layout.zero_ranks, 1) * layout.tensor_rows
+            divisor = select(over_fsdp, layout.zero_ranks, divisor) * layout.tensor_rows
         if at_rest and not self.in_layers and "embed" in self.axes:
             width = self.shape[self.axes.index("embed")] // layout.tensor_rows
             spread = spreads_outer(layout.pipeline, layout.zero_ranks, width)
             divisor = divisor * select(spread, layout.pipeline, 1)
-        if "experts" in self.axes:
-            divisor = divisor * layout.expert
         if any("tensor" in self._rule(axis) for axis in self.axes if axis != "kv_heads"):
             divisor = divisor * columns
         if "kv_heads" in self.axes:

@@ -83,7 +83,8 @@ def spread_outer(axes_tree: Any, sizes: Mapping[str, int], d_model: int) -> Any:
     """Renames axes so that parameters outside the layers are sharded over the pipeline, too, if it
     divides their "embed" dimension."""
     share = d_model // sizes.get(TENSOR_ROWS, 1)
-    if not spreads_outer(sizes["pipeline"], sizes["fsdp"] * sizes["context"], share):
+    ranks = sizes["fsdp"] * sizes["expert"] * sizes["context"]
+    if not spreads_outer(sizes["pipeline"], ranks, share):
         return axes_tree
 
     def one(axes: Axes) -> Axes:

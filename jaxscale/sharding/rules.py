@@ -6,6 +6,8 @@ Nothing here imports JAX, since the planner uses the same rules.
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxscale.choices import nearest_divisors
 from jaxscale.config.layout import TENSOR_ROWS, ULYSSES, Layout
 
@@ -18,9 +20,9 @@ Rules = Mapping[str, tuple[str, ...]]
 # and the reverse, so that no activation is resharded between two matmuls (arXiv 2305.13525).
 WEIGHTS: Rules = {
     "layers": ("pipeline",),
-    "embed": ("tensor_rows", "context", "fsdp"),
+    "embed": ("tensor_rows", "context", "fsdp", "expert"),
     # Of parameters outside the layers, which pipeline ranks would otherwise replicate.
-    "outer_embed": ("tensor_rows", "context", "pipeline", "fsdp"),
+    "outer_embed": ("tensor_rows", "context", "pipeline", "fsdp", "expert"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     # Where ranks of tensor outnumber the heads: `with_whole_kv_heads`.
@@ -40,7 +42,8 @@ WEIGHTS: Rules = {
     "positions": (),
     "buckets": (),
     "token_types": (),
-    # Each rank of expert has some of the experts, with columns sharded over tensor.
+    # Each rank of expert has some of the experts, with columns sharded over tensor. Other
+    # dimensions of such an array are not sharded over expert: `mesh_axes`.
     "experts": ("expert",),
     "expert_mlp": ("tensor",),
     "shared_mlp": ("tensor",),
@@ -78,7 +81,8 @@ REPLICATED_WEIGHTS: Rules = {
     "embed": ("tensor_rows",),
     "outer_embed": ("tensor_rows", "pipeline"),
 }
-"""The rules of a tree that a ZeRO stage replicates over fsdp and context, and of weights in use."""
+"""The rules of a tree that a ZeRO stage replicates over fsdp, expert and context, and of weights in
+use."""
 
 
 def mesh_axes(
@@ -91,6 +95,8 @@ def mesh_axes(
 ) -> list[tuple[str, ...]]:
     """The mesh axes of each dimension, without mesh axes of size 1.
 
+    A dimension of experts has its mesh axis alone: ZeRO shards "embed" over the rest.
+
     Args:
       axes: a logical name for each dimension.
       rules: logical name -> mesh axes.
@@ -102,12 +108,14 @@ def mesh_axes(
       ValueError: an unknown name, two names on one mesh axis, or a dimension that does not divide.
     """
     found, owner = [], {}
+    of_experts = rules.get("experts", ()) if "experts" in axes else ()
     for dim, logical in enumerate(axes):
         if logical not in rules:
             raise ValueError(
                 f"{name}: logical axis {logical!r} has no rule; known: {', '.join(sorted(rules))}"
             )
-        over = tuple(axis for axis in rules[logical] if sizes.get(axis, 1) > 1)
+        left = () if logical == "experts" else of_experts
+        over = tuple(a for a in rules[logical] if sizes.get(a, 1) > 1 and a not in left)
         share, divided = shape[dim] if shape else 0, ""
         for axis in over:
             if axis in owner:
@@ -150,14 +158,14 @@ def spreads_outer(pipeline: Any, ranks: Any, d_model: int) -> Any:
     """Whether parameters outside the layers are sharded over the pipeline, for ints or arrays.
 
     Args:
-      ranks: of fsdp and context together.
+      ranks: of fsdp, expert and context together.
     """
     return (pipeline > 1) & (d_model % (pipeline * ranks) == 0)
 
 
-LAYER_SHARD_AXES = ("fsdp", "data", "context")
+LAYER_SHARD_AXES = ("fsdp", "data", "context", "expert")
 """Mesh axes that shard a stack's layers for updates of whole matrices (Muon), which ranks would
-otherwise repeat."""
+otherwise repeat. Of experts each rank of expert, the last of these, has others."""
 
 
 def shards_layers(rows: Any, pipeline: Any, ranks: Any, size: Any) -> Any:
@@ -173,6 +181,22 @@ def shards_layers(rows: Any, pipeline: Any, ranks: Any, size: Any) -> Any:
     """
     even = rows % (ranks * size) == 0
     return (size > 1) & (even | ((pipeline == 1) & (ranks == 1)))
+
+
+def layer_ranks(rows: Any, layout: Any, of_experts: bool) -> Any:
+    """Ranks that shard a stack's layers for updates of whole matrices, for ints or arrays.
+
+    Args:
+      rows: layers of a rank of the pipeline.
+      layout: one, or many.
+      of_experts: whether the matrices are of experts.
+    """
+    ranks = np.ones((), int)
+    for axis in LAYER_SHARD_AXES[:-1] if of_experts else LAYER_SHARD_AXES:
+        size = np.asarray(getattr(layout, axis))
+        more = shards_layers(rows, np.asarray(layout.pipeline), ranks, size)
+        ranks = np.where(more, ranks * size, ranks)
+    return ranks
 
 
 def own_rules(rules: Rules) -> Rules:

@@ -1,9 +1,10 @@
 """ZeRO stages (arXiv 1910.02054): sharding of parameters, gradients and optimizer state over fsdp,
-and the collectives that follow.
+expert and context, and the collectives that follow.
 
 For use in a `shard_map` in which pipeline, data, fsdp and expert are manual.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxscale.config import zero_stage
-from jaxscale.config.layout import MANUAL_AXES
+from jaxscale.config.layout import MANUAL_AXES, TENSOR_ROWS
 from jaxscale.sharding import blocks
 from jaxscale.sharding.blocks import ArrayLayout, blocks_over, map_manually, sharded_dim
 from jaxscale.sharding.resolve import (
@@ -24,7 +25,14 @@ from jaxscale.sharding.resolve import (
     resolve,
     weight_dtype,
 )
-from jaxscale.sharding.rules import REPLICATED_WEIGHTS, WEIGHTS, Axes, Rules
+from jaxscale.sharding.rules import (
+    ACTIVATIONS,
+    REPLICATED_WEIGHTS,
+    WEIGHTS,
+    Axes,
+    Rules,
+    mesh_axes,
+)
 
 Tree = Any
 
@@ -33,13 +41,14 @@ Tree = Any
 class Zero:
     """A ZeRO stage on a mesh.
 
-    A parameter is sharded along its "embed" dimension, over fsdp and context: ranks of context use
-    the same weights for other tokens of the same sequences. A parameter without this dimension, a
-    small vector, is replicated and its gradient all-reduced. With a pipeline, parameters outside
-    the layers are sharded over its ranks, too, in every stage: "outer_embed".
+    A parameter is sharded along its "embed" dimension, over fsdp, expert and context: ranks of
+    context use the same weights for other tokens of the same sequences. A parameter without this
+    dimension, a small vector, is replicated and its gradient all-reduced. With a pipeline,
+    parameters outside the layers are sharded over its ranks, too, in every stage: "outer_embed".
 
-    The ranks of expert divide the batch, and each has some of the experts. Gradients of experts are
-    summed over the other axes only, gradients of other parameters over expert, too.
+    The ranks of expert divide the batch, and each has some of the experts. Experts are sharded by
+    their number over expert in every stage, and along "embed" over the other axes; their gradients
+    are summed over those only.
 
     With rows of tensor or ranks of context, arrays inside the `shard_map` have the blocked layout
     of `sharding.blocks`.
@@ -73,7 +82,7 @@ class Zero:
 
     @property
     def replicated_rules(self) -> Rules:
-        """The rules of gathered weights and of trees replicated over fsdp and context."""
+        """The rules of gathered weights and of trees replicated over fsdp, expert and context."""
         return {**self.rules, **REPLICATED_WEIGHTS}
 
     @property
@@ -106,7 +115,7 @@ class Zero:
     @property
     def gathers(self) -> bool:
         """Whether weights are gathered before use."""
-        several = max(self.sizes["fsdp"], self.sizes["context"]) > 1
+        several = self._scattering_ranks * self.sizes["context"] > 1
         return zero_stage.shards_state(self.stage) and several and not self.has_gathered
 
     @property
@@ -127,18 +136,22 @@ class Zero:
     @property
     def reduces(self) -> bool:
         """Whether every visit has reductions of gradients over several ranks."""
-        return self.scatters and self.sizes["fsdp"] > 1
+        return self.scatters and self._scattering_ranks > 1
 
     @property
     def scatters_last(self) -> bool:
         """Whether only the last visit reduce-scatters gradients (stage 1)."""
-        return zero_stage.scatters_last(self.stage) and self.sizes["fsdp"] > 1
+        return zero_stage.scatters_last(self.stage) and self._scattering_ranks > 1
 
     @property
     def reduces_over_replicas_at_end(self) -> bool:
         """Whether the last visit reduces gradients over replicas, of more than small vectors."""
-        replicas = self.sizes["data"] * self.sizes["expert"]
-        return zero_stage.remains(self.stage, self.sizes["fsdp"], replicas)
+        return zero_stage.remains(self.stage, self._scattering_ranks, self.sizes["data"])
+
+    @property
+    def _scattering_ranks(self) -> int:
+        """Ranks of reduce-scatters of gradients without experts."""
+        return self.sizes["fsdp"] * self.sizes["expert"]
 
     def trained(self, grads: Tree, frozen: Tree) -> list[Any]:
         """The gradients of parameters that are not frozen.
@@ -176,21 +189,17 @@ class Zero:
         return blocks.blocked_spec(axes, rules, self.sizes)
 
     def gather(self, shards: Tree, axes: Tree) -> Tree:
-        """All-gathers weights over fsdp and context, in the compute type."""
+        """All-gathers weights over fsdp, expert and context, in the compute type."""
         if self.has_gathered:
             return shards
 
         def one(axes, shard):
             weight = shard.astype(weight_dtype(axes, self.compute_dtype))
             dim = sharded_dim(axes)
-            over = [
-                *("context",) * (self.gathers and self.sizes["context"] > 1),
-                *("pipeline",) * ("outer_embed" in axes),
-                *("fsdp",) * (self.gathers and self.sizes["fsdp"] > 1),
-            ]
-            if dim is None or not over:
+            if dim is None:
                 return weight
-            return jax.lax.all_gather(weight, tuple(over), axis=dim, tiled=True)
+            over = tuple(axis for axis in self._axes_of(axes)[dim] if axis != TENSOR_ROWS)
+            return jax.lax.all_gather(weight, over, axis=dim, tiled=True) if over else weight
 
         given = ArrayLayout(self.state_rules, blocked=True)
         return self._manually(one, axes, shards, given, ArrayLayout(self.replicated_rules))
@@ -223,7 +232,8 @@ class Zero:
             if self.scatters_last and "outer_embed" in axes:
                 # One collective over both axes, as in the gather. With one per axis XLA for TPUs
                 # lays the parts of a few ranks along 128 lanes and needs memory for 128 parts.
-                grad = self._scattered(grad, ("pipeline", "fsdp"), axes.index("outer_embed"))
+                over = ("pipeline", *self._scatter_axes(axes))
+                grad = self._scattered(grad, over, axes.index("outer_embed"))
                 return self._sum_replicas(grad, axes)
             if zero_stage.scatters_last(self.stage):
                 grad = self._reduce_scatter(grad, axes)
@@ -242,15 +252,13 @@ class Zero:
           finished: whether the zeros have the layout after all reductions.
         """
         is_blocked = blocks_over(self.state_rules, self.sizes) is not None
-        more = {"embed": 1, "outer_embed": 1}
-        if not finished:
-            whole = self.sizes["fsdp"] if self.scatters_last else 1
-            more = {"embed": whole, "outer_embed": whole * self.sizes["pipeline"]}
 
         def one(axes, param):
             shape, dim = list(param.shape), sharded_dim(axes)
-            if dim is not None:
-                shape[dim + is_blocked] *= more[axes[dim]]
+            if dim is not None and not finished:
+                over = self._scatter_axes(axes) if self.scatters_last else ()
+                over += ("pipeline",) * ("outer_embed" in axes)
+                shape[dim + is_blocked] *= math.prod(self.sizes[axis] for axis in over)
             return self._accumulator(shape, self.blocked_spec(axes, self.state_rules))
 
         return jax.tree.map(one, axes, params, is_leaf=is_axes)
@@ -291,12 +299,20 @@ class Zero:
 
     def _sum_replicas(self, grad: jax.Array, axes: Axes) -> jax.Array:
         """All-reduce over the axes that no reduce-scatter has summed over."""
-        summed = ["data"]
-        if not zero_stage.shards_state(self.stage) or sharded_dim(axes) is None:
-            summed.append("fsdp")
-        if "experts" not in axes:
-            summed.append("expert")
+        sharded = {axis for over in self._axes_of(axes) for axis in over}
+        summed = (axis for axis in ACTIVATIONS["batch"] if axis not in sharded)
         return self._sum(grad, tuple(summed))
+
+    def _axes_of(self, axes: Axes) -> list[tuple[str, ...]]:
+        """The mesh axes of each dimension of a parameter at rest."""
+        return mesh_axes(axes, self.state_rules, self.sizes)
+
+    def _scatter_axes(self, axes: Axes) -> tuple[str, ...]:
+        """The mesh axes of the reduce-scatter of a gradient; the partitioner's, over context, and
+        the pipeline's are separate."""
+        dim = sharded_dim(axes)
+        over = () if dim is None else self._axes_of(axes)[dim]
+        return tuple(axis for axis in over if axis in ACTIVATIONS["batch"])
 
     def _sum(self, grad: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
         over = self._present(mesh_axes)
@@ -305,7 +321,7 @@ class Zero:
     def _present(self, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in mesh_axes if self.sizes[axis] > 1)
 
-    def _scattered(self, grad: jax.Array, over: str | tuple[str, ...], dim: int) -> jax.Array:
+    def _scattered(self, grad: jax.Array, over: tuple[str, ...], dim: int) -> jax.Array:
         def scatter(grad: jax.Array) -> jax.Array:
             return jax.lax.psum_scatter(grad, over, scatter_dimension=dim, tiled=True)
 
@@ -323,30 +339,31 @@ class Zero:
         return collective(grad).astype(self.accumulation_dtype)
 
     def _reduce_scatter(self, grad: jax.Array, axes: Axes) -> jax.Array:
-        dim = sharded_dim(axes)
-        if self.sizes["fsdp"] == 1 or dim is None:
+        dim, over = sharded_dim(axes), self._scatter_axes(axes)
+        if dim is None or not over:
             return grad
         if "outer_embed" not in axes:
-            return self._scatter_sum(grad, dim)
-        # Each rank of fsdp takes its part of every pipeline rank's part.
+            return self._scatter_sum(grad, over, dim)
+        # Each rank takes its part of every pipeline rank's part.
         before, after = grad.shape[:dim], grad.shape[dim + 1 :]
         parts = grad.reshape(*before, self.sizes["pipeline"], -1, *after)
-        parts = self._scatter_sum(parts, dim + 1)
+        parts = self._scatter_sum(parts, over, dim + 1)
         return parts.reshape(*before, -1, *after)
 
-    def _scatter_sum(self, grad: jax.Array, dim: int) -> jax.Array:
+    def _scatter_sum(self, grad: jax.Array, over: tuple[str, ...], dim: int) -> jax.Array:
         # Matrices only: of larger arrays XLA for TPUs lays the ranks inside another dimension.
         if not self.ranks_as_dimension or grad.ndim != 2:
-            return self._scattered(grad, "fsdp", dim)
+            return self._scattered(grad, over, dim)
         parts = jnp.moveaxis(grad, dim, 0)
-        parts = parts.reshape(self.sizes["fsdp"], -1, *parts.shape[1:])
-        parts = self._reduced(lambda parts: jax.lax.psum_scatter(parts, "fsdp"), parts)
+        ranks = math.prod(self.sizes[axis] for axis in over)
+        parts = parts.reshape(ranks, -1, *parts.shape[1:])
+        parts = self._reduced(lambda parts: jax.lax.psum_scatter(parts, over), parts)
         return jnp.moveaxis(parts, 0, dim)
 
     def _reduce_over_pipeline(self, grad: jax.Array, axes: Axes) -> jax.Array:
         if "outer_embed" not in axes:
             return self._sum(grad, ("pipeline",))
-        return self._scattered(grad, "pipeline", axes.index("outer_embed"))
+        return self._scattered(grad, ("pipeline",), axes.index("outer_embed"))
 
     def _manually(
         self, one: Callable, axes: Tree, tree: Tree, given: ArrayLayout, returned: ArrayLayout

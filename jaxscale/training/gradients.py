@@ -45,7 +45,7 @@ def make_gradients(
     """`(params, batch) -> (sums, gradient sums)` for a resolved layout.
 
     Sums are over every weighted token of the global batch, not divided by their number. Gradients
-    are in the accumulation type, sharded over fsdp from ZeRO stage 1 on.
+    are in the accumulation type, sharded by ZeRO from stage 1 on.
     """
     if stages is not None:
         return _pipelined(model, layout, zero, mesh, stages)

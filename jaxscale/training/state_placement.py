@@ -117,10 +117,13 @@ def apply_by_layer(
     names: Axes,
 ) -> jax.Array:
     """Applies a function to a stack resharded by layers, whole matrices on each rank, and reshards
-    back: an all-to-all each way over fsdp, instead of gathers between any two matmuls.
+    back: an all-to-all each way, instead of gathers between any two matmuls.
     """
     num_layers = stack.shape[names.index("layers")]
-    steps = [zero.state_rules, *layer_rules(zero.sizes, num_layers, zero.rules)]
+    at_rest = zero.state_rules
+    # XLA (jax 0.12) replicates a stack whose dimension loses fsdp and expert in one step.
+    partly = {**at_rest, "embed": tuple(axis for axis in at_rest["embed"] if axis != "expert")}
+    steps = [at_rest, partly, *layer_rules(zero.sizes, num_layers, zero.rules)]
     path = [NamedSharding(mesh, resolve(names, one, mesh.shape)) for one in steps]
     for sharding in path:
         stack = jax.lax.with_sharding_constraint(stack, sharding)

@@ -156,8 +156,8 @@ def _layout(axes, stage, accumulation, remat, offload, method, rows=None) -> Cho
 
 
 def _stages(axes: Choice) -> tuple[int, ...]:
-    """Without fsdp, the stages are one and the same."""
-    return (0, 1, 2, 3) if axes["fsdp"] > 1 else (3,)
+    """Without fsdp and expert, the stages are one and the same."""
+    return (0, 1, 2, 3) if axes["fsdp"] * axes.get("expert", 1) > 1 else (3,)
 
 
 def _methods(axes: Choice) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def _pairs(layout: Choice) -> set[tuple]:
     del settings["microbatches"]
     if "schedule" in settings:
         settings["accumulation"] = settings.pop("schedule")
-    if layout["fsdp"] == 1:
+    if layout["fsdp"] * layout.get("expert", 1) == 1:
         del settings["zero_stage"]
     if layout["context"] == 1:
         del settings["context_method"]

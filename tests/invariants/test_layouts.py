@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.invariants import matrix
 from tests.invariants.layouts import (
     CLIP_NORM,
+    EXPERTS,
     GPT,
     LEAST_GRADIENT,
     LLAMA,
@@ -98,9 +99,10 @@ def test_matrices_that_are_cast_once_a_step_give_the_same_gradient():
 @pytest.mark.proof
 def test_everything_travels_in_its_own_type():
     """The compute type is narrower here than that of parameters and of sums of gradients, as in no
-    layout above: stage 2 gathers the one, once a step, and reduces the other."""
-    layout = {"data": 2, "fsdp": 2, "zero_stage": 2, "microbatches": 2}
-    config = make_config(LLAMA, layout, "float32")
+    layout above: stage 2 gathers the one, once a step, and reduces the other. Experts are gathered
+    over fsdp, all else over fsdp and expert together."""
+    layout = {"data": 2, "fsdp": 2, "expert": 2, "zero_stage": 2, "microbatches": 2}
+    config = make_config(EXPERTS, layout, "float32")
     engine = open_engine(config)
     lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
     check_collectives(config, lowered.compile())

@@ -18,9 +18,13 @@ def test_a_dimension_is_spread_over_all_the_axes_of_its_name():
         ("data", "fsdp", "expert"), ("context", "tensor"), None
     )
     assert resolve(("layers", "embed", "mlp"), WEIGHTS, ALL) == PartitionSpec(
-        "pipeline", ("context", "fsdp"), "tensor"
+        "pipeline", ("context", "fsdp", "expert"), "tensor"
     )
-    alone = ALL | {"fsdp": 1, "context": 1}
+    # Of experts each rank of expert has others.
+    assert resolve(("experts", "embed", "expert_mlp"), WEIGHTS, ALL) == PartitionSpec(
+        "expert", ("context", "fsdp"), "tensor"
+    )
+    alone = ALL | {"fsdp": 1, "expert": 1, "context": 1}
     assert resolve(("embed", "mlp"), WEIGHTS, alone) == PartitionSpec(None, "tensor")
 
 

@@ -18,11 +18,12 @@ from jaxscale.sharding.zero import Zero
 from jaxscale.training.xla_options import XLA_FLAGS, has_sparse_cores
 from tests.compiled.test_topology import NEEDS_TPU
 
-SIZES = dict(zip(MESH_AXES, (1, 2, 4, 1, 1, 1)))
+SIZES = dict(zip(MESH_AXES, (1, 2, 2, 2, 1, 1)))
 AXES = {"in": ("embed", "mlp"), "out": ("mlp", "embed"), "bias": ("mlp",), "scale": ("embed",)}
 AXES["router"] = ("embed", "routes")
-SHAPES = {"embed": 8, "mlp": 3, "routes": 5}
-EVERY_RANK = PartitionSpec(("data", "fsdp"))
+AXES["experts"] = ("experts", "embed", "mlp")
+SHAPES = {"embed": 8, "mlp": 3, "routes": 5, "experts": 4}
+EVERY_RANK = PartitionSpec(("data", "fsdp", "expert"))
 
 
 def run(zero, function, *specs):
@@ -62,13 +63,32 @@ def integers(seed, leading=()):
     }
 
 
+def own_experts(name, grad):
+    """Of the gradient of all experts, where there are several ranks of expert, a rank's."""
+    own = SHAPES["experts"] // jax.lax.axis_size("expert")
+    first = own * jax.lax.axis_index("expert")
+    return jax.lax.dynamic_slice_in_dim(grad, first, own) if name == "experts" else grad
+
+
+def expected(name, each):
+    """The sum of gradients [rank, visit, ...], of experts over the ranks that have them."""
+    total = each.sum(1)
+    if name != "experts":
+        return total.sum(0)
+    own, ranks = SHAPES["experts"] // SIZES["expert"], SIZES["expert"]
+    parts = [total[n::ranks, own * n : own * (n + 1)].sum(0) for n in range(ranks)]
+    return np.concatenate(parts)
+
+
 def summed(zero, each, single):
     """The gradients [rank, visit, ...] of a step of one or two visits, reduced."""
 
     def local(params, each):
         total = zero.zeros(params, AXES)
         for visit in range(1 if single else 2):
-            grads = jax.tree.map(lambda x, n=visit: x[0, n].astype("bfloat16"), each)
+            grads = {
+                name: own_experts(name, x[0, visit]).astype("bfloat16") for name, x in each.items()
+            }
             total = jax.tree.map(jnp.add, total, zero.reduce(grads, AXES))
         done = zero.finish(total, AXES)
         finished = zero.zeros(params, AXES, finished=True)
@@ -93,7 +113,7 @@ def test_gradients_are_summed_once_over_every_rank_and_exactly(stage, single):
     for name, got in summed(zero, each, single).items():
         assert got.dtype == jnp.float32
         visits = 1 if single else 2
-        np.testing.assert_array_equal(got, each[name][:, :visits].sum((0, 1)))
+        np.testing.assert_array_equal(got, expected(name, each[name][:, :visits]))
 
 
 @pytest.mark.parametrize(("stage", "single"), [(0, False), (1, False), (2, True)], ids=str)
@@ -103,7 +123,7 @@ def test_gradients_may_be_summed_in_bfloat16(stage, single):
     for name, got in summed(make(stage, "bfloat16"), each, single).items():
         assert got.dtype == jnp.bfloat16
         visits = 1 if single else 2
-        np.testing.assert_array_equal(got, each[name][:, :visits].sum((0, 1)))
+        np.testing.assert_array_equal(got, expected(name, each[name][:, :visits]))
 
 
 @pytest.mark.proof
@@ -119,9 +139,10 @@ def test_gradients_may_be_summed_over_ranks_in_bfloat16_and_over_visits_in_float
     for name, got in summed(zero, each, single).items():
         assert got.dtype == jnp.float32
         terms = np.asarray(each[name][:, : 1 if single else 2].astype(jnp.bfloat16), "f8")
-        error, bound = abs(got - terms.sum((0, 1))), 10 * 2**-9 * abs(terms).sum((0, 1))
-        assert (error <= bound).all()
-        assert error.max() > 2**-14 * abs(terms).sum((0, 1)).max(), "summed in float32"
+        size = expected(name, abs(terms))
+        error = abs(got - expected(name, terms))
+        assert (error <= 10 * 2**-9 * size).all()
+        assert error.max() > 2**-14 * size.max(), "summed in float32"
     # With nobody to sum with, nothing is rounded.
     first = jax.tree.map(lambda x: x[:1].astype("bfloat16").astype("f4"), each)
     alone = summed(dataclasses.replace(zero, sizes=dict.fromkeys(MESH_AXES, 1)), first, single)
@@ -139,7 +160,9 @@ def test_weights_are_whole_and_in_the_compute_type_wherever_they_are_used(stage)
     used = run(zero, local, specs(zero, zero.state_rules), EVERY_RANK)(params)
     for name, weight in params.items():
         assert used[name].dtype == (jnp.float32 if name == "router" else jnp.bfloat16)
-        np.testing.assert_array_equal(used[name], np.broadcast_to(weight, (8, *weight.shape)))
+        parts = np.split(weight, SIZES["expert"]) if name == "experts" else [weight]
+        whole = np.stack([parts[rank % len(parts)] for rank in range(8)])
+        np.testing.assert_array_equal(used[name], whole)
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32", "float64"])
@@ -154,7 +177,7 @@ def test_no_gradient_is_all_reduced_on_a_torus_whose_sides_do_not_divide_it():
     """Of a reduce-scatter along a matrix's own dimension XLA makes an all-reduce here: 11,008 has
     86 tiles, and a side of the torus 4 chips."""
     machine = open_topology("v5p:4x4x4")
-    sizes = SIZES | {"data": 1, "fsdp": 64}
+    sizes = SIZES | {"data": 1, "fsdp": 64, "expert": 1}
     mesh = Mesh(np.reshape(machine.devices, tuple(sizes.values())), MESH_AXES)
     axes = {
         "in": ("embed", "mlp"),

@@ -14,7 +14,6 @@ from jaxscale.planner.cost.communication import (
     LocalParams,
     StateTraffic,
     layer_traffic,
-    state_traffic,
 )
 from jaxscale.planner.cost.layer import LayerCompute
 from jaxscale.planner.cost.passes import LayerPass, make_passes
@@ -31,6 +30,7 @@ from tools.planner_validation.trainer_traffic import (
     trainer_expert_traffic,
     trainer_levels,
     trainer_params,
+    trainer_state_traffic,
     trainer_tensor_traffic,
 )
 
@@ -77,12 +77,12 @@ class TrainerParts(StepParts):
     @functools.cached_property
     def state(self) -> StateTraffic:
         if not self.parallelism.traits.folded_experts:
-            return state_traffic(self.work, self.params, self.parallelism, self.levels)
+            return trainer_state_traffic(self.work, self.params, self.parallelism, self.levels)
         # Folded expert ranks have no separate tokens: they reduce in the groups of data and fsdp,
         # in a separate reduction.
         alone = axis_levels(self.cluster, Parallelism())["expert"]
         levels = self.levels | {"expert": alone}
-        state = state_traffic(self.work, self.params, self.parallelism, levels)
+        state = trainer_state_traffic(self.work, self.params, self.parallelism, levels)
         start = reduce_seconds(self.levels["expert"], 0.0)
         return replace(state, replicas=state.replicas + start, whole=state.whole + start)
 

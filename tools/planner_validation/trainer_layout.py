@@ -80,6 +80,11 @@ class TrainerLayout(Parallelism):
         return math.prod(np.asarray(getattr(self, axis)) for axis in axes)
 
     @property
+    def zero_ranks(self) -> Ints:
+        """Ranks that ZeRO shards over: ranks of expert are not among them."""
+        return np.asarray(self.fsdp) * self.context
+
+    @property
     def batch_shards(self) -> Ints:
         """Shards of the global batch; expert ranks have their own tokens."""
         own = 1 if self.traits.folded_experts else self.expert

@@ -121,7 +121,8 @@ def trainer_memory(
 def _stage(shape: ModelShape, parallelism: TrainerLayout, stage: Any) -> TrainerMemory:
     traits, zero = parallelism.traits, np.asarray(parallelism.zero_stage)
     p, z = np.asarray(parallelism.pipeline, float), np.asarray(parallelism.zero_ranks, float)
-    layers, outer = trainer_params(shape.work, parallelism)
+    params = trainer_params(shape.work, parallelism)
+    layers, outer = params.layers, params.outer
     is_end = (np.asarray(stage) == 0) | (np.asarray(stage) == p - 1)
     mine = np.ceil((shape.layers + 2 * traits.balanced_ends * (p > 1)) / p)
     mine = mine - traits.balanced_ends * is_end * (p > 1)

@@ -10,9 +10,11 @@ from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.collectives import Levels, axis_levels
 from jaxscale.planner.cost.communication import (
     LocalParams,
+    StateTraffic,
     TensorTraffic,
     expert_traffic,
     local_params,
+    state_traffic,
 )
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.sharding.model_trace import ModelWork, StackWork
@@ -25,7 +27,8 @@ def trainer_levels(cluster: Cluster, layout: TrainerLayout) -> dict[str, Levels]
     """The levels of each axis' groups; a folded expert group spans the tensor, context and data
     ranks, nearest first."""
     if not layout.traits.folded_experts:
-        return axis_levels(cluster, layout)
+        levels = axis_levels(cluster, layout)
+        return levels | {"zero": levels["zero_experts"]}
     folded = axis_levels(cluster, Parallelism(expert=layout.expert))["expert"]
     return axis_levels(cluster, replace(layout, expert=1)) | {"expert": folded}
 
@@ -37,6 +40,24 @@ def trainer_params(work: ModelWork, layout: TrainerLayout) -> LocalParams:
         return local_params(work, layout)
     ranks = np.asarray(layout.expert) / np.asarray(layout.tensor)
     return local_params(work, replace(layout, expert=ranks))
+
+
+def trainer_state_traffic(
+    work: ModelWork, params: LocalParams, layout: TrainerLayout, levels: dict[str, Levels]
+) -> StateTraffic:
+    """State that is sharded over data ranks alone, by the same ranks for all parameters; expert
+    ranks with separate tokens reduce the gradients of all but the experts."""
+    merged = LocalParams(params.layers, 0.0, params.outer)
+    state = state_traffic(work, merged, replace(layout, expert=1), levels)
+    t, p, x = (np.asarray(v) for v in (layout.tensor, layout.pipeline, layout.expert))
+    width = 0.0 if layout.frozen else layout.gradient_bytes
+    common = width * (params.total - work.routed_params / (x * t * p))
+    ranks = collectives.group_size(levels["zero"])
+    return replace(
+        state,
+        replicas=state.replicas + collectives.reduce_seconds(levels["expert"], common / ranks),
+        whole=state.whole + collectives.reduce_seconds(levels["expert"], common),
+    )
 
 
 def trainer_tensor_traffic(

@@ -5,6 +5,7 @@ collective runs on all levels at once, as NCCL's rings and the dimension-wise al
 do: the slowest level sets its bandwidth, and the latencies add up.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ Levels = tuple[Level, ...]  # nearest first
 def axis_levels(cluster: Cluster, parallelism: Parallelism) -> dict[str, Levels]:
     """The levels of each mesh axis' groups; consecutive devices are in the same tensor group.
 
-    "zero" is for the ranks that a ZeRO stage shards over, of fsdp and context together.
+    "zero" is for the ranks that a ZeRO stage shards over, of fsdp, expert and context together;
+    "zero_experts" is the same without expert, for experts.
     """
     sizes = {axis: np.asarray(getattr(parallelism, axis), float) for axis in MESH_AXES}
     # Tensor rows are adjacent to its columns: with rows, context has one rank.
@@ -58,8 +60,14 @@ def axis_levels(cluster: Cluster, parallelism: Parallelism) -> dict[str, Levels]
         "tensor": np.asarray(parallelism.tensor_columns, float),
     }
     levels = _levels(cluster, sizes)
-    pairs = zip(levels["fsdp"], levels["context"], strict=True)
-    return {**levels, "zero": tuple(_together(*pair, bool(cluster.torus)) for pair in pairs)}
+
+    def together(*axes: str) -> Levels:
+        several = zip(*(levels[axis] for axis in axes), strict=True)
+        join = functools.partial(_together, torus=bool(cluster.torus))
+        return tuple(functools.reduce(join, one) for one in several)
+
+    zero, experts = together("fsdp", "expert", "context"), together("fsdp", "context")
+    return {**levels, "zero": zero, "zero_experts": experts}
 
 
 def _levels(cluster: Cluster, sizes: dict[str, np.ndarray]) -> dict[str, Levels]:

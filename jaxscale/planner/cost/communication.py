@@ -147,36 +147,57 @@ def _message(parallelism: Parallelism, levels: dict[str, Levels], stream: Floats
 class StateTraffic:
     """Seconds of collectives over the parameters of all layers of a device, each done once."""
 
-    gather: Floats  # all-gather of the layers' weights, over fsdp and context
+    gather: Floats  # all-gather of the layers' weights, over the axes of ZeRO
     gather_outer: Floats  # the same for embedding and head
-    scatter: Floats  # reduce-scatter of gradients, over fsdp and context
+    scatter: Floats  # reduce-scatter of gradients, over the axes of ZeRO
     scatter_layers: Floats  # of them, the layers'
     scatter_outer: Floats  # the same for embedding and head
     replicas: Floats  # all-reduce of gradient shards, over data
-    whole: Floats  # all-reduce of whole gradients, over data, fsdp and context
-    update: Floats  # all-gather of updated parameters, over fsdp and context
+    whole: Floats  # all-reduce of whole gradients, over data and the axes of ZeRO
+    update: Floats  # all-gather of updated parameters, over the axes of ZeRO
     ends: Floats  # exchange of tied embedding gradients between first and last pipeline rank
 
 
-LocalParams = tuple[Floats, Floats]
+class LocalParams(NamedTuple):
+    """Parameters of one device."""
+
+    dense: Floats  # of layers, without experts
+    experts: Floats  # of layers
+    outer: Floats  # of embedding and head
+
+    @property
+    def layers(self) -> Floats:
+        """Of layers."""
+        return self.dense + self.experts
+
+    @property
+    def total(self) -> Floats:
+        """All of them."""
+        return self.layers + self.outer
+
+    def shards(self, parallelism: Parallelism, wanted: Any = True) -> "LocalParams":
+        """Where wanted, those of a ZeRO shard. Ranks of expert have other experts already."""
+        ranks = np.where(wanted, parallelism.zero_ranks, 1)
+        of_experts = np.where(wanted, np.asarray(parallelism.fsdp) * parallelism.context, 1)
+        return LocalParams(self.dense / ranks, self.experts / of_experts, self.outer / ranks)
 
 
 def local_params(work: ModelWork, parallelism: Parallelism) -> LocalParams:
-    """Parameters of one device before ZeRO shards them: of layers, and of embedding and head.
+    """Parameters of one device before ZeRO shards them.
 
     The ends of a pipeline have embedding and head; the busiest device has one of them.
     """
     t, p, x = (
         np.asarray(v) for v in (parallelism.tensor, parallelism.pipeline, parallelism.expert)
     )
-    routed = work.routed_params / x / t
-    layers = ((work.block_params - work.routed_params) / t + routed) / p
+    routed = work.routed_params / x / t / p
+    dense = (work.block_params - work.routed_params) / t / p
     ends = np.where(
         p > 1,
         max(work.embedding_params, work.embedding_params if work.tied else work.head_params),
         work.embedding_params + work.head_params,
     )
-    return layers, ends / t
+    return LocalParams(dense, routed, ends / t)
 
 
 def state_traffic(
@@ -185,32 +206,33 @@ def state_traffic(
     parallelism: Parallelism,
     levels: dict[str, Levels],
 ) -> StateTraffic:
-    """The state collectives of a step, each done once."""
-    layers, outer = params
-    held, zero, data = layers + outer, levels["zero"], levels["data"]
+    """The state collectives of a step, each done once; with ranks of expert, experts and other
+    parameters in separate groups."""
+    zero, data = levels["zero"], levels["data"]
     count = np.maximum(1.0, work.layers / np.asarray(parallelism.pipeline))
     width = 0.0 if parallelism.frozen else parallelism.gradient_bytes
-    ranks = collectives.group_size(zero)
-    both = collectives.reduce_seconds(zero, width * held) + collectives.reduce_seconds(
-        data, width * held
-    )
-    # Expert ranks with their own tokens replicate everything but the routed experts.
-    t, p, x = (
-        np.asarray(v) for v in (parallelism.tensor, parallelism.pipeline, parallelism.expert)
-    )
-    common = width * (held - work.routed_params / (x * t * p))
+
+    def both(seconds: Callable[[Levels, Floats], Floats], scale: Floats, outer: Floats) -> Floats:
+        common, experts = scale * (params.dense + outer), scale * params.experts
+        apart = seconds(zero, common) + seconds(levels["zero_experts"], experts)
+        together = seconds(zero, scale * (params.layers + outer))
+        return np.where(np.asarray(parallelism.expert) > 1, apart, together)
+
+    def gather(scale: Floats, outer: Floats) -> Floats:
+        return both(collectives.gather_seconds, scale, outer)
+
     # First and last pipeline rank add up the gradients of a tied embedding.
     tied = width * work.embedding_params / parallelism.tensor if work.tied else 0.0
-    ends = collectives.send_seconds(levels["pipeline"], tied)
+    shards = params.shards(parallelism).total
     return StateTraffic(
-        gather=count * collectives.gather_seconds(zero, 2.0 * layers / count),
-        gather_outer=collectives.gather_seconds(zero, 2.0 * outer),
-        scatter=count * collectives.gather_seconds(zero, width * held / count),
-        scatter_layers=count * collectives.gather_seconds(zero, width * layers / count),
-        scatter_outer=collectives.gather_seconds(zero, width * outer),
-        replicas=collectives.reduce_seconds(data, width * held / ranks)
-        + collectives.reduce_seconds(levels["expert"], common / ranks),
-        whole=both + collectives.reduce_seconds(levels["expert"], common),
-        update=collectives.gather_seconds(zero, 2.0 * held),
-        ends=ends,
+        gather=count * gather(2.0 / count, 0.0),
+        gather_outer=collectives.gather_seconds(zero, 2.0 * params.outer),
+        scatter=count * gather(width / count, params.outer),
+        scatter_layers=count * gather(width / count, 0.0),
+        scatter_outer=collectives.gather_seconds(zero, width * params.outer),
+        replicas=collectives.reduce_seconds(data, width * shards),
+        whole=both(collectives.reduce_seconds, width, params.outer)
+        + collectives.reduce_seconds(data, width * params.total),
+        update=gather(2.0, params.outer),
+        ends=collectives.send_seconds(levels["pipeline"], tied),
     )

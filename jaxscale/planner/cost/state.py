@@ -15,7 +15,7 @@ from jaxscale.planner.cost.pipeline import StageLayers
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.tables.state_ticks import TickCollectives
 from jaxscale.sharding.model_trace import ModelWork, StackWork
-from jaxscale.sharding.rules import LAYER_SHARD_AXES, shards_layers
+from jaxscale.sharding.rules import layer_ranks
 
 Floats = Any  # a float, or float [N]
 
@@ -46,7 +46,7 @@ def state_seconds(
     stages: StageLayers,
     state: StateTraffic,
 ) -> tuple[Floats, Floats, dict[str, Floats]]:
-    """Exposed seconds over fsdp with context, and over data; and the overlapped seconds by axis.
+    """Exposed seconds over the axes of ZeRO, "fsdp", and over data; and the overlapped seconds.
     Those within the ticks of pipelines are `tick_collectives`."""
     p, m = np.asarray(parallelism.pipeline), np.asarray(parallelism.microbatches, float)
     piped = p > 1
@@ -163,15 +163,12 @@ def overlapped_state_seconds(
 
 def update_flops(parallelism: Parallelism) -> Floats:
     """FLOPs of a device's matmuls in the update of whole matrices: of the layers that
-    `training.state_placement` assigns to it (`sharding.rules.shards_layers`). In some pipelines
+    `training.state_placement` assigns to it (`sharding.rules.layer_ranks`). In some pipelines
     layers cannot be assigned to ranks, which are then assumed to repeat them."""
     total = np.zeros(())
     for one in parallelism.whole_matrices:
-        rows, ranks = -(-one.layers // np.asarray(parallelism.pipeline)), np.ones((), int)
-        for axis in LAYER_SHARD_AXES:
-            size = np.asarray(getattr(parallelism, axis))
-            more = shards_layers(rows, np.asarray(parallelism.pipeline), ranks, size)
-            ranks = np.where(more, ranks * size, ranks)
+        rows = -(-one.layers // np.asarray(parallelism.pipeline))
+        ranks = layer_ranks(rows, parallelism, one.of_experts)
         flops = one.shared_flops / np.asarray(parallelism.tensor) + one.repeated_flops
         owners = np.asarray(parallelism.expert) if one.of_experts else 1
         total = total + -(-rows // ranks) * flops / owners
@@ -179,28 +176,24 @@ def update_flops(parallelism: Parallelism) -> Floats:
 
 
 def optimizer_seconds(params: LocalParams, cluster: Cluster, parallelism: Parallelism) -> Floats:
-    layers, outer = params
     if parallelism.frozen:
         return np.zeros(())
-    shards = zero_stage.shards_state(np.asarray(parallelism.zero_stage))
-    ranks = np.where(shards, parallelism.zero_ranks, 1)
+    mine = params.shards(parallelism, zero_stage.shards_state(parallelism.zero_stage))
     peak = cluster.peak_flops() * cluster.chip.matmul_fraction
     matmuls = update_flops(parallelism) / (peak * (WIDE_RATE if cluster.chip.cores else 1.0))
-    return memory_seconds(cluster, OPTIMIZER_BYTES * (layers + outer) / ranks) + matmuls
+    return memory_seconds(cluster, OPTIMIZER_BYTES * mine.total) + matmuls
 
 
 def accumulate_seconds(params: LocalParams, cluster: Cluster, parallelism: Parallelism) -> Floats:
     """Gradient accumulation over micro-batches: of shards, where they are reduced in each."""
-    layers, outer = params
     m = np.asarray(parallelism.microbatches, float)
     m = np.where((m > 1) & (not parallelism.frozen), m, 0.0)
     by_layer = parallelism.pipeline_gather == "layer"
     reduced = np.where(
         np.asarray(parallelism.pipeline) > 1, by_layer, parallelism.accumulation == "sequential"
     )
-    shards = reduced & zero_stage.scatters(parallelism.zero_stage)
-    ranks = np.where(shards, parallelism.zero_ranks, 1)
-    return m * memory_seconds(cluster, ACCUMULATE_BYTES * (layers + outer) / ranks)
+    mine = params.shards(parallelism, reduced & zero_stage.scatters(parallelism.zero_stage))
+    return m * memory_seconds(cluster, ACCUMULATE_BYTES * mine.total)
 
 
 def weight_cast_seconds(params: LocalParams, cluster: Cluster, parallelism: Parallelism) -> Floats:
@@ -208,16 +201,15 @@ def weight_cast_seconds(params: LocalParams, cluster: Cluster, parallelism: Para
     over the layers."""
     if not parallelism.casts_weights:
         return np.zeros(())
-    layers, outer = params
-    zero, ranks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.zero_ranks)
-    kept = zero_stage.keeps(zero) & (ranks > 1)
+    zero = np.asarray(parallelism.zero_stage)
+    kept = zero_stage.keeps(zero) & (np.asarray(parallelism.zero_ranks) > 1)
     by_layer = parallelism.pipeline_gather == "layer"
     kept = kept | ((np.asarray(parallelism.pipeline) > 1) & (not by_layer))
     layered = parallelism.accumulation == "layered"
     visits = np.where(kept | layered, 1.0, np.asarray(parallelism.microbatches, float))
     once = kept | parallelism.casts_once
-    elements = np.where(once, 1.0, 2.0 * visits) * layers + visits * outer
-    elements = elements / np.where(zero_stage.shards_state(zero), ranks, 1)
+    mine = params.shards(parallelism, zero_stage.shards_state(zero))
+    elements = np.where(once, 1.0, 2.0 * visits) * mine.layers + visits * mine.outer
     return memory_seconds(cluster, CAST_BYTES * elements)
 
 
@@ -233,12 +225,10 @@ def offload_seconds(
     if parallelism.offload == "none" and not parallelism.remat.startswith("offload:"):
         return np.zeros(())
     host = cluster.chip.host_bytes_per_second
-    layers, outer = params
     seconds = np.zeros(())
     if "optimizer" in parallelism.offload:
-        shards = zero_stage.shards_state(np.asarray(parallelism.zero_stage))
-        ranks = np.where(shards, parallelism.zero_ranks, 1)
-        seconds = seconds + 12.0 * (layers + outer) / ranks / host
+        mine = params.shards(parallelism, zero_stage.shards_state(parallelism.zero_stage))
+        seconds = seconds + 12.0 * mine.total / host
     if "activations" in parallelism.offload or parallelism.remat.startswith("offload:"):
         tokens = np.asarray(parallelism.microbatch) * work.seq_len / parallelism.context
         moved = tokens * offloaded_bytes(work, parallelism.remat) / parallelism.tensor

@@ -32,7 +32,7 @@ WIDE, NARROW = 4.0, 2.0
 
 @dataclass(frozen=True)
 class _Step:
-    """Sizes as in `layer_loop.LayerLoop`; parameters are per device, not sharded over fsdp."""
+    """Sizes as in `layer_loop.LayerLoop`; parameters are per device, not sharded by ZeRO."""
 
     pipelined: Any
     group: Floats  # micro-batches of an accumulation group
@@ -40,7 +40,9 @@ class _Step:
     gathers: Any
     scatters: Any
     layer: Floats  # parameters of an average layer
+    layer_shard: Floats  # those of a ZeRO shard of it
     stack: Floats  # parameters of all layers
+    stack_shard: Floats
     head: Floats
     outer: Floats  # parameters of embedding and head
     tokens: Floats  # of a micro-batch
@@ -55,7 +57,10 @@ class _Step:
         m, zero = np.asarray(parallelism.microbatches, float), np.asarray(parallelism.zero_stage)
         group = m if parallelism.accumulation == "layered" else np.ones_like(m)
         single = (p == 1) & (m / group == 1)
-        layer = local_params(shape.work, parallelism)[0] * p / shape.layers
+        params = local_params(shape.work, parallelism)
+        whole, shard = (
+            one.layers * p / shape.layers for one in (params, params.shards(parallelism))
+        )
         tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
         return cls(
             pipelined=p > 1,
@@ -63,8 +68,10 @@ class _Step:
             single=single,
             gathers=(z > 1) & zero_stage.gathers_each_pass(zero),
             scatters=(z > 1) & zero_stage.leaves_shards(zero, single),
-            layer=layer,
-            stack=layer * rows,
+            layer=whole,
+            layer_shard=shard,
+            stack=whole * rows,
+            stack_shard=shard * rows,
             head=(shape.head_params + shape.tied * shape.embedding_params) / t,
             outer=(shape.embedding_params + shape.head_params) / t,
             tokens=tokens,
@@ -92,14 +99,14 @@ def analytic_memory(
         np.asarray(parallelism.zero_stage),
     )
     shards = zero_stage.shards_state(zero)
-    state_ranks = np.where(shards, z, 1)
     layer, group, stream, pipelined = step.layer, step.group, step.stream, step.pipelined
     together = group > 1
     # Between steps embedding and head are sharded over the pipeline; during a step a tied head is a
     # second copy of the embedding.
-    rest = step.stack + step.outer / np.where(spreads_outer(p, z, shape.d_model), p, 1)
+    outer = step.outer / np.where(spreads_outer(p, z, shape.d_model), p, 1)
+    rest = np.where(shards, step.stack_shard + outer / z, step.stack + outer)
     ends = step.outer + pipelined * shape.tied * shape.embedding_params / parallelism.tensor
-    moments = 2 * WIDE * rest / state_ranks
+    moments = 2 * WIDE * rest
     kept, whole = layer_bytes(shape, parallelism), layer_bytes(shape, parallelism, "none")
     # Activations of a layer and as many gradients; matmuls read the stream gathered over tensor.
     spread = (
@@ -113,12 +120,12 @@ def analytic_memory(
     held = layer if by_layer else chunk
     next_chunk = chunk * (not by_layer) * (np.asarray(buffers.chunks) > 1)
     reduces = step.scatters | (~pipelined & (parallelism.batch_shards * parallelism.context > 1))
-    gradients = WIDE * (step.stack + np.where(step.single, 0.0, ends))
-    gradients = gradients / np.where(step.scatters, z, 1)
+    summed = np.where(step.single, 0.0, ends)
+    gradients = WIDE * np.where(step.scatters, step.stack_shard + summed / z, step.stack + summed)
     late = (z > 1) & zero_stage.scatters_last(zero) & ~step.scatters & ~pipelined
     in_place = transients.in_place
     return Memory(
-        parameters=WIDE * rest / state_ranks,
+        parameters=WIDE * rest,
         optimizer=moments * ("optimizer" not in parallelism.offload),
         batch=BATCH_BYTES
         * parallelism.microbatches
@@ -141,18 +148,20 @@ def analytic_memory(
         head_sums=np.where(step.single & in_place, 0.0, gradients),
         end=np.where(
             pipelined,
-            _sums(shape, parallelism, step, rows),
+            _sums(parallelism, step),
             2 * WIDE * (layer + step.outer) * (reduces & np.logical_not(shards)),
         ),
         host_optimizer=moments,
         messages=np.where(pipelined, (buffers.inbox + buffers.input + 2) * stream, 0.0),
-        reduced_gradients=late * WIDE * step.stack / z,
+        reduced_gradients=late * WIDE * step.stack_shard,
         kept_weights=NARROW
         * ((z > 1) & zero_stage.keeps(zero))
         * (step.stack + np.where(pipelined, 0.0, step.outer)),
         outer_weights=np.where(pipelined, NARROW * (ends + step.gathers * next_chunk), 0.0),
         pending=np.where(
-            pipelined & step.scatters & (not by_layer), WIDE * (chunk + next_chunk / z), 0.0
+            pipelined & step.scatters & (not by_layer),
+            WIDE * (chunk + next_chunk * step.layer_shard / layer),
+            0.0,
         ),
     )
 
@@ -187,12 +196,10 @@ def _head(
     return each / chunks + matrices + streams * step.stream
 
 
-def _sums(shape: ModelShape, parallelism: Parallelism, step: _Step, rows: Floats) -> Floats:
-    """Outputs of the gradient reductions at the end of a step; expert ranks reduce
-    everything except the routed experts."""
+def _sums(parallelism: Parallelism, step: _Step) -> Floats:
+    """Outputs of the gradient reductions at the end of a step."""
     z, zero = np.asarray(parallelism.zero_ranks), np.asarray(parallelism.zero_stage)
     every = zero_stage.remains(zero, z, np.asarray(parallelism.data))
-    common = (shape.block_params - shape.routed_params) / parallelism.tensor * rows / shape.layers
-    common = (common + step.outer) * (np.asarray(parallelism.expert) > 1)
-    state_ranks = np.where(zero_stage.shards_state(zero), z, 1)
-    return WIDE * np.where(every, step.stack + step.outer, common) / state_ranks
+    shards = zero_stage.shards_state(zero)
+    left = np.where(shards, step.stack_shard + step.outer / z, step.stack + step.outer)
+    return WIDE * every * left

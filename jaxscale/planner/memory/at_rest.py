@@ -46,7 +46,7 @@ def unchanged_bytes(model: ModelSettings, groups: tuple[ParamGroup, ...]) -> Int
 
 
 def parameter_bytes(model: ModelSettings, layout: Layout, rows: Rows) -> Ints:
-    """Parameters, sharded over fsdp from ZeRO stage 1.
+    """Parameters, sharded by ZeRO from stage 1.
 
     Args:
       rows: layers of each stack that a device allocates.
@@ -67,7 +67,7 @@ def _bytes_of(arrays: Iterable[ParamShape], layout: Layout, rows: Rows) -> Ints:
 def moment_bytes(
     model: ModelSettings, optimizer: OptimizerConfig, layout: Layout, rows: Rows
 ) -> Ints:
-    """Optimizer moments, sharded over fsdp from ZeRO stage 1; `rows` as above. Frozen parameters
+    """Optimizer moments, sharded by ZeRO from stage 1; `rows` as above. Frozen parameters
     have no moments."""
     stage, widths = layout.zero_stage, (optimizer.moment_dtype, optimizer.second_moment_dtype)
     return sum(

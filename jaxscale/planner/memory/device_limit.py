@@ -78,7 +78,7 @@ def _fewer_expert_ranks(config: Config, back_end: str, limit_bytes: float) -> st
         fsdp = layout.fsdp * layout.expert // ranks
         changed = dataclasses.replace(layout, expert=ranks, fsdp=fsdp)
         needs = _needs(dataclasses.replace(config, layout=changed), back_end)
-        if needs.peak <= limit_bytes and model.d_model % fsdp == 0:
+        if needs.peak <= limit_bytes:
             fits = f"set layout.expert = {ranks} and layout.fsdp = {fsdp}, with "
             return said + fits + gigabytes(needs.peak)
     return said + elsewhere

@@ -9,7 +9,7 @@ from jaxscale.planner.memory.at_rest import sides
 from jaxscale.planner.memory.layer_loop import LayerLoop, Shards
 from jaxscale.planner.memory.transients import Transients
 from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, maximum, select
-from jaxscale.sharding.rules import LAYER_SHARD_AXES, shards_layers
+from jaxscale.sharding.rules import layer_ranks
 from jaxscale.training.tracing.traces import model_trace
 
 
@@ -71,11 +71,7 @@ def _orthogonalised(trained: Shards, part: str, rows: Ints) -> Ints:
     """Elements of a stack's matrices that a rank orthogonalises (see `sharding.layer_rules`): input
     and output of a Newton-Schulz iteration, and two of the size of the largest Gram matrix. Without
     sharded state the results of all layers are gathered, in addition to the gradients."""
-    layout, ranks = trained.layout, 1
-    for axis in LAYER_SHARD_AXES:
-        size = getattr(layout, axis)
-        more = shards_layers(rows, layout.pipeline, ranks, size)
-        ranks = np.where(more, ranks * size, ranks)
+    layout = trained.layout
     matrices = [one for one in trained.arrays if one.part == part and sides(one)]
     if not matrices:
         return 0
@@ -83,8 +79,11 @@ def _orthogonalised(trained: Shards, part: str, rows: Ints) -> Ints:
         min(math.prod(side) for side in sides(one)) ** 2 * _matrices(one, layout.expert)
         for one in matrices
     ]
-    whole = sum(array.shard_size(layout, over_fsdp=False) for array in matrices)
-    mine = -(-rows // ranks) * (2 * whole + 2 * maximum(*squares))
+    sizes = [array.shard_size(layout, over_fsdp=False) for array in matrices]
+    counts = [-(-rows // layer_ranks(rows, layout, "experts" in one.axes)) for one in matrices]
+    mine = 2 * sum(n * size for n, size in zip(counts, sizes))
+    mine = mine + 2 * maximum(*(n * square for n, square in zip(counts, squares)))
+    whole, ranks = sum(sizes), layer_ranks(rows, layout, False)
     shards = zero_stage.shards_state(layout.zero_stage) & (np.asarray(layout.zero_ranks) > 1)
     # Where XLA partitions the iteration over shards: every matrix, and its Gram matrix.
     alone = rows * (2 * whole + sum(squares))

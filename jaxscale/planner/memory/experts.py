@@ -138,4 +138,5 @@ def restacked_bytes(loop: Any, layers: Ints) -> Ints:
         for array in model_trace(loop.model).parameters
         if array.part == loop.part and "experts" in array.axes
     )
-    return select(loop.scatters, layers * loop.accumulated * mine)
+    scattered = np.asarray(loop.layout.fsdp) * loop.layout.context > 1
+    return select(loop.scatters & scattered, layers * loop.accumulated * mine)

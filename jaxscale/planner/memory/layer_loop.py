@@ -129,7 +129,7 @@ class LayerLoop:
         # The compiler reduces over context in each visit, whatever the engine does over fsdp.
         late = zero_stage.scatters_last(stage) & np.logical_not(single)
         sums = sums // select(late, layout.context, 1)
-        early = (layout.fsdp > 1) & zero_stage.scatters(stage) & whole
+        early = (layout.fsdp * layout.expert > 1) & zero_stage.scatters(stage) & whole
         remat, group = layout.remat_policy, layout.microbatches // count
         recomputes = remat.by_names & (not remat.names)
         shards_left = sum(count * trained.elements(part, True) for part, count in rows.items())
@@ -173,7 +173,7 @@ class LayerLoop:
 
     @functools.cached_property
     def weights(self) -> Ints:
-        """Elements of a layer, whole over fsdp and context."""
+        """Elements of a layer, not sharded by ZeRO."""
         return self.parameters.elements(self.part)
 
     @functools.cached_property

@@ -25,7 +25,7 @@ TERMS = {
     "tensor": "tensor parallelism, exposed",
     "context": "context parallelism, exposed",
     "expert": "expert all-to-alls, exposed",
-    "fsdp": "fsdp all-gather and reduce-scatter, exposed",
+    "fsdp": "ZeRO all-gather and reduce-scatter, exposed",
     "data": "gathers and reductions once a step, exposed",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer update",

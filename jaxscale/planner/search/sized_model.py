@@ -245,10 +245,10 @@ class SizedModel:
             yield from self._state(layout)
 
     def _state(self, layout: Layout) -> Iterator[str]:
-        """Refusals of dimensions that ZeRO shards over ranks of context and then of fsdp."""
-        size = self.shape.d_model
-        for axis, before in (("context", ""), ("fsdp", f" / layout.context {layout.context}")):
-            ranks, before = layout.sizes[axis], before if layout.context > 1 else ""
+        """Refusals of dimensions that ZeRO shards over ranks of context, fsdp and expert."""
+        size, before = self.shape.d_model, ""
+        for axis in ("context", "fsdp", "expert"):
+            ranks = layout.sizes[axis]
             if size % ranks:
                 nearest = nearest_divisors(size, ranks)
                 yield (
@@ -256,6 +256,7 @@ class SizedModel:
                     f"nearest that does is layout.{axis} = {nearest}"
                 )
             size //= ranks
+            before += f" / layout.{axis} {ranks}" * (ranks > 1)
 
     def memory(self, layouts: Layout, buffers: RankBuffers | None, back_end: str) -> Memory:
         """Memory of a device; fields are numbers, or float [N].

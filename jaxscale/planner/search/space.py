@@ -153,7 +153,7 @@ def enumerate_sizes(
     for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.work.num_experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
         for stage, across in itertools.product(
-            _stages(query.pins, mesh["fsdp"] * mesh["context"]),
+            _stages(query.pins, mesh["fsdp"] * mesh["expert"] * mesh["context"]),
             _pinned(query.pins, "tensor_rows", grid_rows(model, mesh)),
         ):
             # No other setting that could be refused.
@@ -224,7 +224,7 @@ def _pinned(pins: Mapping[str, Any], name: str, allowed: Sequence) -> Sequence:
 
 
 def _stages(pins: Mapping[str, Any], ranks: int) -> Sequence[int]:
-    """ZeRO stages to try: with one rank of fsdp and context all are equivalent."""
+    """ZeRO stages to try: with one rank of fsdp, expert and context all are equivalent."""
     return _pinned(pins, "zero_stage", range(4) if ranks > 1 else [3])
 
 

@@ -149,7 +149,7 @@ def for_sampling(config: Config) -> Config:
     """
     layout = _sized(config.layout)
     if layout.pipeline > 1:
-        ranks = layout.tensor_rows * layout.context * layout.fsdp * layout.pipeline
+        ranks = layout.tensor_rows * layout.zero_ranks * layout.pipeline
         axis = "data" if config.model.d_model % ranks else "fsdp"
         size = getattr(layout, axis) * layout.pipeline
         log.info(

@@ -143,7 +143,8 @@ def _pipeline(engine: Engine) -> list[str]:
     )
     rows = [*summary.table_rows(engine.stages)]
     if zero.kept.gathers or zero.reduces:
-        rows.append(("over fsdp", f"a {engine.layout.pipeline_gather} at a time"))
+        axes = _zero_axes(engine.layout)
+        rows.append((f"over {axes}", f"a {engine.layout.pipeline_gather} at a time"))
     if padding := _padding(engine):
         rows.append(("padding", f"{human_bytes(padding)} of rows without a layer, mean over ranks"))
     rows += [(f"buffer: {name}", human_bytes(size)) for name, size in buffers.items() if size]
@@ -205,8 +206,8 @@ def _kept_weights(engine: Engine, zero: Zero) -> int:
 
 
 def _zero_axes(layout: Layout) -> str:
-    context = f" x context {layout.context}" if layout.context > 1 else ""
-    return f"fsdp {layout.fsdp}{context}"
+    others = (f" x {axis} {n}" for axis in ("expert", "context") if (n := layout.sizes[axis]) > 1)
+    return f"fsdp {layout.fsdp}{''.join(others)}"
 
 
 def _parameter_counts(engine: Engine) -> str:
@@ -317,7 +318,8 @@ def _warnings(engine: Engine) -> list[str]:
     """Warnings about large replicated parameters, replicated state that could be sharded, and a
     pipeline with a large bubble."""
     ranks = engine.layout.tensor
-    shards = [axis for axis, on in (("tensor", ranks > 1), ("fsdp", engine.zero.gathers)) if on]
+    zero = _zero_axes(engine.layout)
+    shards = [axis for axis, on in (("tensor", ranks > 1), (zero, engine.zero.gathers)) if on]
     found = [
         f"warning: {name} ({human_bytes(leaf.size * leaf.dtype.itemsize)}) is replicated over "
         f"{' and '.join(shards)}: none of its axes is sharded over them"

@@ -381,7 +381,7 @@ def _sum_gradients(
 
 
 def _gather(loop: Loop, layers: Tree | CastOnce, index: Index, now: Index | None = None) -> Tree:
-    """The weights of one layer, whole over fsdp.
+    """The weights of one layer, gathered.
 
     Args:
       now: the index, as a value that depends on the arrays to wait for; None: no wait.

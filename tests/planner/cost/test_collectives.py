@@ -57,10 +57,13 @@ def test_ranks_of_fsdp_and_context_gather_as_one_axis_of_as_many(name, fsdp, con
     whole = collectives.gather_seconds(levels(name, ranks, "fsdp", fsdp=ranks), size)
     both = levels(name, ranks, "zero", fsdp=fsdp, context=context)
     assert collectives.gather_seconds(both, size) == pytest.approx(whole, rel=0.02)
-    # With ranks of expert between those of fsdp, and none of context, nothing is combined.
+    # Ranks of expert are among them, but for experts.
     alone = {"fsdp": ranks, "expert": 2}
-    got, expected = (levels(name, 2 * ranks, axis, **alone) for axis in ("zero", "fsdp"))
+    got, expected = (levels(name, 2 * ranks, axis, **alone) for axis in ("zero_experts", "fsdp"))
     assert collectives.gather_seconds(got, size) == collectives.gather_seconds(expected, size)
+    sizes = {"fsdp": fsdp, "expert": context}
+    got = collectives.gather_seconds(levels(name, ranks, "zero", **sizes), size)
+    assert got == collectives.gather_seconds(both, size)
 
 
 def test_gradients_that_are_not_scattered_cross_twice():

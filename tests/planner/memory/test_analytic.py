@@ -40,15 +40,16 @@ def needs(shape: ModelShape, sequences: int, **layout) -> Memory:
     ids=str,
 )
 def test_state_takes_sixteen_bytes_a_parameter_over_its_axes(axes, stage):
-    """4 of weights, 4 of gradients and 8 of moments; routed experts are spread over expert, all
-    else is whole on each of its ranks; fsdp spreads what the ZeRO stage says."""
+    """4 of weights, 4 of gradients and 8 of moments; routed experts are spread over expert; what
+    the ZeRO stage says is over fsdp, and all but the experts over expert, too."""
     layout = Layout(**{"data": 1, **axes}, zero_stage=stage, microbatches=2, remat="full")
     found = needs(MIXTRAL, 512, **vars(layout))
     common = MIXTRAL.num_params - MIXTRAL.routed_params
-    buffers = (common + MIXTRAL.routed_params / layout.expert) / layout.tensor
     state = found.parameters + found.gradients + found.optimizer
-    over = [layout.fsdp if stage >= least else 1 for least in (1, 2, 1)]
-    wanted = buffers * sum(width / z for width, z in zip((4, 4, 8), over))
+    whole = common + MIXTRAL.routed_params / layout.expert
+    shard = MIXTRAL.num_params / layout.zero_ranks
+    sizes = [shard if stage >= least else whole for least in (1, 2, 1)]
+    wanted = sum(width * size for width, size in zip((4, 4, 8), sizes)) / layout.tensor
     assert state == pytest.approx(wanted, rel=1e-6)
 
 

@@ -53,10 +53,12 @@ def test_ranks_of_expert_have_matrices_of_their_own():
     config = with_muon("mixtral_8x7b")
     routed = [one for one in muon_matrices(config.model, ()) if one.of_experts]
     assert len(routed) == 3
-    one, two = (
+    one, two, eight = (
         update_flops(TrainableModel(config).parallelism(Layout(data=1, fsdp=8, expert=experts)))
-        for experts in (1, 2)
+        for experts in (1, 2, 8)
     )
     rows = 32 // 8
     own = rows * sum(matrix.shared_flops + matrix.repeated_flops for matrix in routed)
-    assert one - two == pytest.approx(own / 2)
+    # The others' layers are over expert, too, but 32 are not over 64 ranks.
+    assert two == pytest.approx(one / 2)
+    assert one - eight == pytest.approx(own * 7 / 8)

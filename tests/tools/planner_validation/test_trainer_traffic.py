@@ -51,8 +51,8 @@ def test_folded_experts_are_whole():
     folded = TrainerLayout(
         fsdp=8, tensor=2, expert=8, pipeline=np.array([1, 4]), traits=MEGATRON_CORE
     )
-    ours = local_params(MOE, folded)[0]
-    assert trainer_params(MOE, folded)[0] - ours == pytest.approx(
+    ours = local_params(MOE, folded).layers
+    assert trainer_params(MOE, folded).layers - ours == pytest.approx(
         MOE.routed_params / 8 / 2 / np.array([1, 4])
     )
 
