@@ -1,0 +1,277 @@
+"""Grouped matmul as Pallas kernels for GPUs: forward, gradient of rows, gradient of weights.
+
+A program computes one tile of the result, for one group. The grid is static: as many tiles of rows
+as groups of any sizes can need. The first tile of a group begins at its first row, so no two
+programs write the same element: no atomics, and the order of sums is deterministic. The kernels use
+Pallas's Triton back end, for Ampere and later.
+
+Letters: R rows, E groups, D features of the rows, F features of the result; p tiles of rows; r, d,
+f rows and features of a tile.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
+
+
+class Tiles(NamedTuple):
+    """A program's tile of the result, its warps, and the stages of its pipeline of loads."""
+
+    rows: int
+    columns: int
+    depth_bytes: int  # of both operands along the contracted dimension
+    warps: int
+    stages: int
+
+
+AMPERE = Tiles(128, 128, 64, 4, 4)
+"""64 KiB of shared memory, where a program has 99 to 163."""
+HOPPER = Tiles(128, 256, 128, 8, 3)
+"""144 KiB of shared memory, of 227, and two warp groups, each with a `wgmma` of 64 rows."""
+DOUBLE = Tiles(64, 64, 128, 4, 3)
+"""For float64, whose sums need twice the registers."""
+
+LARGE_SHARED_MEMORY = (9, 10)
+"""Major compute capabilities of devices for `HOPPER`."""
+
+SMALLEST_TILE = 16
+"""The smallest dimension of a tile in a Triton matmul."""
+
+PANEL_BYTES, PANEL_TILES = 2**24, (16, 64)
+"""The rows that consecutive programs share: bytes, less than half of an A100's L2 cache, and the
+fewest and most tiles. With 16 the 132 programs of an H100 read about as many rows as columns."""
+
+OFFSET_BYTES = 2**32
+"""Arrays of at most so many bytes have signed 32-bit offsets of elements in Pallas (jax 0.12)."""
+
+
+def kernel_rows(
+    x_RD: Array,
+    w_EDF: Array,
+    sizes_E: Array,
+    *,
+    expected: int,
+    transposed: bool,
+    result: DTypeLike,
+    interpret: bool = False,
+) -> Array:
+    """[R, D] x [E, D, F] -> [R, F], each row times the matrix of its group; zeros in rows after the
+    last group.
+
+    Args:
+      expected: mean total of rows in groups, for the height of tiles and the count of FLOPs.
+      transposed: whether `w_EDF` is [E, F, D].
+      result: the type of the result.
+      interpret: runs on a CPU, slowly.
+    """
+    x_RD, w_EDF = _with_offsets(x_RD, w_EDF)
+    (rows, depth), columns = x_RD.shape, w_EDF.shape[1 if transposed else 2]
+    # A quarter of the mean group, whose last tile is half empty on average.
+    tiles = _tiles((x_RD, w_EDF), (expected // len(sizes_E) // 4, columns), interpret)
+    places_p3 = tile_places(sizes_E, rows, tiles.rows)
+    few, many = PANEL_TILES
+    panel = min(max(PANEL_BYTES // (tiles.rows * depth * x_RD.dtype.itemsize), few), many)
+    order = _Order(len(places_p3), pl.cdiv(columns, tiles.columns), panel)
+    return pl.pallas_call(
+        functools.partial(grouped_rows, tiles, order, transposed),
+        grid=(order.rows * order.columns,),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), result),
+        interpret=interpret,
+        compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        name=f"grouped_rows_{expected}",
+    )(places_p3, x_RD, w_EDF)
+
+
+def kernel_weight_gradient(
+    x_RD: Array,
+    dy_RF: Array,
+    sizes_E: Array,
+    *,
+    expected: int,
+    result: DTypeLike,
+    interpret: bool = False,
+) -> Array:
+    """[R, D] x [R, F] -> [E, D, F]: for each group the sum over its rows; zeros for an empty group.
+
+    Args:
+      expected, result, interpret: as in `kernel_rows`.
+    """
+    x_RD, dy_RF = _with_offsets(x_RD, dy_RF)
+    shape = (len(sizes_E), x_RD.shape[1], dy_RF.shape[1])
+    tiles = _tiles((x_RD, dy_RF), shape[1:], interpret)
+    ends_E = jnp.cumsum(sizes_E)
+    ranges_E2 = jnp.stack((ends_E - sizes_E, ends_E), axis=1).astype(jnp.int32)
+    order = _Order(pl.cdiv(shape[1], tiles.rows), pl.cdiv(shape[2], tiles.columns), PANEL_TILES[0])
+    return pl.pallas_call(
+        functools.partial(grouped_weights, tiles, order),
+        grid=(len(sizes_E) * order.rows * order.columns,),
+        out_shape=jax.ShapeDtypeStruct(shape, result),
+        interpret=interpret,
+        compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        name=f"grouped_weights_{expected}",
+    )(ranges_E2, x_RD, dy_RF)
+
+
+def tile_places(sizes_E: Array, rows: int, height: int) -> Array:
+    """Group, first row and end of rows of each tile, [p, 3] int32. Rows after the last group are a
+    group E; tiles after the last one have no rows."""
+    groups = len(sizes_E)
+    sizes = jnp.append(sizes_E, rows - jnp.sum(sizes_E))
+    ends, tiles = jnp.cumsum(sizes), -(-sizes // height)
+    last = jnp.cumsum(tiles)
+    # Each of E + 1 groups may need a tile for a single row.
+    number_p = jnp.arange((rows + (groups + 1) * (height - 1)) // height)
+    group_p = jnp.minimum(jnp.sum(last <= number_p[:, None], axis=1), groups)
+    before_p = (last - tiles)[group_p]
+    first_p = (ends - sizes)[group_p] + (number_p - before_p) * height
+    return jnp.stack((group_p, jnp.minimum(first_p, rows), ends[group_p]), 1).astype(jnp.int32)
+
+
+class _Order(NamedTuple):
+    """The order of programs: down `panel` tiles of rows, then the next column of the same rows,
+    which are then read from the L2 cache."""
+
+    rows: int  # tiles
+    columns: int
+    panel: int
+
+    def place(self, number: Array) -> tuple[Array, Array]:
+        """The tile of rows and the tile of columns of a program."""
+        size = self.panel * self.columns
+        first = number // size * self.panel
+        height = jnp.minimum(self.rows - first, self.panel)
+        return first + number % size % height, number % size // height
+
+
+def grouped_rows(
+    tiles: Tiles, order: _Order, transposed: bool, places_ref, x_ref, w_ref, y_ref
+) -> None:
+    """A tile of rows times a tile of columns of their group's matrix."""
+    place, column = order.place(pl.program_id(0))
+    group, first, end = (places_ref[place, i] for i in range(3))
+    compute, groups = _operand_type(x_ref, w_ref), w_ref.shape[0]
+    depth = tiles.depth_bytes // compute.itemsize
+    rows = _Part(first, tiles.rows, end)
+    columns = _Part(column * tiles.columns, tiles.columns, y_ref.shape[1])
+    matrix = jnp.minimum(group, groups - 1)
+    dims = (((1,), (1 if transposed else 0,)), ((), ()))
+
+    def visit(step: Array, sums_rf: Array) -> Array:
+        features = _Part(step * depth, depth, x_ref.shape[1])
+        x_rd = _load(x_ref, rows, features).astype(compute)
+        w = _load(w_ref, *((columns, features) if transposed else (features, columns)), matrix)
+        return sums_rf + jax.lax.dot_general(
+            x_rd, w.astype(compute), dims, preferred_element_type=sums_rf.dtype
+        )
+
+    # The rows after the last group are zero, and read nothing.
+    steps = pl.cdiv(x_ref.shape[1], depth) * (group < groups).astype(jnp.int32)
+    zeros_rf = jnp.zeros((tiles.rows, tiles.columns), _sum_type(y_ref))
+    _store(jax.lax.fori_loop(0, steps, visit, zeros_rf), y_ref, rows, columns)
+
+
+def grouped_weights(tiles: Tiles, order: _Order, ranges_ref, x_ref, dy_ref, dw_ref) -> None:
+    """A tile of the gradient of one group's matrix."""
+    group = pl.program_id(0) // (order.rows * order.columns)
+    row, column = order.place(pl.program_id(0) % (order.rows * order.columns))
+    first, end = ranges_ref[group, 0], ranges_ref[group, 1]
+    compute = _operand_type(x_ref, dy_ref)
+    depth = tiles.depth_bytes // compute.itemsize
+    inputs = _Part(row * tiles.rows, tiles.rows, dw_ref.shape[1])
+    columns = _Part(column * tiles.columns, tiles.columns, dw_ref.shape[2])
+
+    def visit(step: Array, sums_df: Array) -> Array:
+        # Both are masked: rows of the next group, or undefined ones: 0 * inf is nan.
+        rows = _Part(first + step * depth, depth, end)
+        x_rd, dy_rf = (
+            _load(ref, rows, part).astype(compute)
+            for ref, part in ((x_ref, inputs), (dy_ref, columns))
+        )
+        dims = (((0,), (0,)), ((), ()))
+        return sums_df + jax.lax.dot_general(
+            x_rd, dy_rf, dims, preferred_element_type=sums_df.dtype
+        )
+
+    zeros_df = jnp.zeros((tiles.rows, tiles.columns), _sum_type(dw_ref))
+    sums_df = jax.lax.fori_loop(0, (end - first + depth - 1) // depth, visit, zeros_df)
+    _store(sums_df, dw_ref, inputs, columns, group)
+
+
+class _Part(NamedTuple):
+    """Indices of a tile along one dimension, of which those from `end` on are masked."""
+
+    first: Array
+    size: int
+    end: Array | int
+
+
+def _load(ref, rows: _Part, columns: _Part, *group: Array) -> Array:
+    """A tile, zeros where it is masked; of a group's matrix, if given."""
+    mask = _mask(rows, columns)
+    at = ref.at[*group, pl.ds(rows.first, rows.size), pl.ds(columns.first, columns.size)]
+    return triton.load(at) if mask is None else triton.load(at, mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def _store(values: Array, ref, rows: _Part, columns: _Part, *group: Array) -> None:
+    at = ref.at[*group, pl.ds(rows.first, rows.size), pl.ds(columns.first, columns.size)]
+    triton.store(at, values.astype(ref.dtype), mask=_mask(rows, columns))
+
+
+def _mask(rows: _Part, columns: _Part) -> Array | None:
+    """The mask of a tile; None where all is inside."""
+    shape, mask = (rows.size, columns.size), None
+    for dim, part in enumerate((rows, columns)):
+        # Without a mask along the columns a thread loads 16 bytes at once.
+        if isinstance(part.end, int) and part.end % part.size == 0:
+            continue
+        at = part.first + jnp.arange(part.size, dtype=jnp.int32)
+        inside = jnp.broadcast_to(jnp.expand_dims(at < part.end, 1 - dim), shape)
+        mask = inside if mask is None else mask & inside
+    return mask
+
+
+def _tiles(operands: Sequence[Array], wanted: Sequence[int], interpret: bool) -> Tiles:
+    """The tiles for a device, and for a result whose tiles need no more rows and columns than
+    `wanted`."""
+    if _operand_type(*operands).itemsize == 8:
+        tiles = DOUBLE
+    else:
+        # Of the mesh in use, whose devices may be absent.
+        capability = 0 if interpret else triton.get_gpu_info().compute_capability
+        tiles = HOPPER if capability // 10 in LARGE_SHARED_MEMORY else AMPERE
+    rows, columns = (
+        min(size, max(pl.next_power_of_2(number), SMALLEST_TILE))
+        for size, number in zip(tiles, wanted)
+    )
+    # 128 columns where 256 would leave half a tile empty.
+    half = columns > AMPERE.columns and 0 < wanted[1] % columns <= AMPERE.columns
+    return tiles._replace(rows=rows, columns=columns // 2 if half else columns)
+
+
+def _operand_type(x, y) -> jnp.dtype:
+    """The type in which operands, arrays or refs, are multiplied. Pallas multiplies equal types
+    only; products of e4m3 and e5m2 are exact in bfloat16."""
+    return x.dtype if x.dtype == y.dtype else jnp.dtype(jnp.bfloat16)
+
+
+def _sum_type(result) -> jnp.dtype:
+    """The type of sums, float32 or wider: of the result, if that is an integer."""
+    if jnp.issubdtype(result.dtype, jnp.integer):
+        return result.dtype
+    return jnp.promote_types(result.dtype, jnp.float32)
+
+
+def _with_offsets(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays, 8-bit ones of 2**31 to 2**32 elements in 16 bits: their offsets would be
+    negative."""
+    return tuple(
+        x.astype(jnp.bfloat16) if OFFSET_BYTES // 2 < x.size * x.dtype.itemsize == x.size <= OFFSET_BYTES else x
+        for x in arrays
+    )
