@@ -10,7 +10,6 @@ f rows and features of a tile.
 """
 
 import functools
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -41,16 +40,15 @@ DOUBLE = Tiles(64, 64, 128, 4, 3)
 LARGE_SHARED_MEMORY = (9, 10)
 """Major compute capabilities of devices for `HOPPER`."""
 
+SMALLEST_CAPABILITY = 80
+"""Ten times the compute capability of Ampere."""
+
 SMALLEST_TILE = 16
 """The smallest dimension of a tile in a Triton matmul."""
 
 PANEL_BYTES, PANEL_TILES = 2**24, (16, 64)
 """The rows that consecutive programs share: bytes, less than half of an A100's L2 cache, and the
 fewest and most tiles. With 16 the 132 programs of an H100 read about as many rows as columns."""
-
-OFFSET_BYTES = 2**32
-"""Arrays of at most so many bytes have signed 32-bit offsets of elements in Pallas (jax 0.12)."""
-
 
 def kernel_rows(
     x_RD: Array,
@@ -71,10 +69,11 @@ def kernel_rows(
       result: the type of the result.
       interpret: runs on a CPU, slowly.
     """
-    x_RD, w_EDF = _with_offsets(x_RD, w_EDF)
+    x_RD, w_EDF = _with_offsets(x_RD), _with_offsets(w_EDF)
     (rows, depth), columns = x_RD.shape, w_EDF.shape[1 if transposed else 2]
     # A quarter of the mean group, whose last tile is half empty on average.
-    tiles = _tiles((x_RD, w_EDF), (expected // len(sizes_E) // 4, columns), interpret)
+    wanted = (expected // len(sizes_E) // 4, columns)
+    tiles = _tiles(_operand_type(x_RD), wanted, interpret)
     places_p3 = tile_places(sizes_E, rows, tiles.rows)
     few, many = PANEL_TILES
     panel = min(max(PANEL_BYTES // (tiles.rows * depth * x_RD.dtype.itemsize), few), many)
@@ -103,9 +102,9 @@ def kernel_weight_gradient(
     Args:
       expected, result, interpret: as in `kernel_rows`.
     """
-    x_RD, dy_RF = _with_offsets(x_RD, dy_RF)
+    x_RD, dy_RF = _with_offsets(x_RD), _with_offsets(dy_RF)
     shape = (len(sizes_E), x_RD.shape[1], dy_RF.shape[1])
-    tiles = _tiles((x_RD, dy_RF), shape[1:], interpret)
+    tiles = _tiles(_operand_type(x_RD), shape[1:], interpret)
     ends_E = jnp.cumsum(sizes_E)
     ranges_E2 = jnp.stack((ends_E - sizes_E, ends_E), axis=1).astype(jnp.int32)
     order = _Order(pl.cdiv(shape[1], tiles.rows), pl.cdiv(shape[2], tiles.columns), PANEL_TILES[0])
@@ -156,7 +155,7 @@ def grouped_rows(
     """A tile of rows times a tile of columns of their group's matrix."""
     place, column = order.place(pl.program_id(0))
     group, first, end = (places_ref[place, i] for i in range(3))
-    compute, groups = _operand_type(x_ref, w_ref), w_ref.shape[0]
+    compute, groups = _operand_type(x_ref), w_ref.shape[0]
     depth = tiles.depth_bytes // compute.itemsize
     rows = _Part(first, tiles.rows, end)
     columns = _Part(column * tiles.columns, tiles.columns, y_ref.shape[1])
@@ -182,7 +181,7 @@ def grouped_weights(tiles: Tiles, order: _Order, ranges_ref, x_ref, dy_ref, dw_r
     group = pl.program_id(0) // (order.rows * order.columns)
     row, column = order.place(pl.program_id(0) % (order.rows * order.columns))
     first, end = ranges_ref[group, 0], ranges_ref[group, 1]
-    compute = _operand_type(x_ref, dy_ref)
+    compute = _operand_type(x_ref)
     depth = tiles.depth_bytes // compute.itemsize
     inputs = _Part(row * tiles.rows, tiles.rows, dw_ref.shape[1])
     columns = _Part(column * tiles.columns, tiles.columns, dw_ref.shape[2])
@@ -237,28 +236,37 @@ def _mask(rows: _Part, columns: _Part) -> Array | None:
     return mask
 
 
-def _tiles(operands: Sequence[Array], wanted: Sequence[int], interpret: bool) -> Tiles:
-    """The tiles for a device, and for a result whose tiles need no more rows and columns than
-    `wanted`."""
-    if _operand_type(*operands).itemsize == 8:
-        tiles = DOUBLE
-    else:
+def _tiles(compute: jnp.dtype, wanted: tuple[int, int], interpret: bool) -> Tiles:
+    """The tiles for a device, for a result whose tiles need no more rows and columns than `wanted`.
+
+    Args:
+      compute: the type of the operands.
+    """
+    tiles = DOUBLE if compute.itemsize == 8 else AMPERE
+    if not interpret and compute.itemsize < 8:
         # Of the mesh in use, whose devices may be absent.
-        capability = 0 if interpret else triton.get_gpu_info().compute_capability
+        capability = triton.get_gpu_info().compute_capability
+        if capability < SMALLEST_CAPABILITY:
+            raise ValueError(
+                f"the experts' matmuls need a GPU of compute capability {SMALLEST_CAPABILITY / 10} "
+                f"or later, and this one has {capability / 10}; set model.capacity_factor"
+            )
         tiles = HOPPER if capability // 10 in LARGE_SHARED_MEMORY else AMPERE
     rows, columns = (
-        min(size, max(pl.next_power_of_2(number), SMALLEST_TILE))
+        min(size, pl.next_power_of_2(max(number, SMALLEST_TILE)))
         for size, number in zip(tiles, wanted)
     )
-    # 128 columns where 256 would leave half a tile empty.
+    # 128 columns where the last tile of 256 would be half empty.
     half = columns > AMPERE.columns and 0 < wanted[1] % columns <= AMPERE.columns
     return tiles._replace(rows=rows, columns=columns // 2 if half else columns)
 
 
-def _operand_type(x, y) -> jnp.dtype:
-    """The type in which operands, arrays or refs, are multiplied. Pallas multiplies equal types
-    only; products of e4m3 and e5m2 are exact in bfloat16."""
-    return x.dtype if x.dtype == y.dtype else jnp.dtype(jnp.bfloat16)
+def _operand_type(x) -> jnp.dtype:
+    """The type in which rows, an array or a ref, are multiplied: bfloat16 for float8, exactly."""
+    # Pallas (jax 0.12) has Triton sum float8 in float32 alone, for which it uses no `wgmma`; and it
+    # refuses e4m3 times e5m2.
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
+    return jnp.dtype(jnp.bfloat16) if narrow else x.dtype
 
 
 def _sum_type(result) -> jnp.dtype:
@@ -268,10 +276,8 @@ def _sum_type(result) -> jnp.dtype:
     return jnp.promote_types(result.dtype, jnp.float32)
 
 
-def _with_offsets(*arrays: Array) -> tuple[Array, ...]:
-    """The arrays, 8-bit ones of 2**31 to 2**32 elements in 16 bits: their offsets would be
-    negative."""
-    return tuple(
-        x.astype(jnp.bfloat16) if OFFSET_BYTES // 2 < x.size * x.dtype.itemsize == x.size <= OFFSET_BYTES else x
-        for x in arrays
-    )
+def _with_offsets(x: Array) -> Array:
+    """The array; in bfloat16 if its offsets would be negative in Pallas (jax 0.12), which has 32
+    bits for them in arrays of up to 2**32 bytes."""
+    is_wrong = x.dtype.itemsize == 1 and 2**31 < x.size <= 2**32
+    return x.astype(jnp.bfloat16) if is_wrong else x
