@@ -50,6 +50,7 @@ PANEL_BYTES, PANEL_TILES = 2**24, (16, 64)
 """The rows that consecutive programs share: bytes, less than half of an A100's L2 cache, and the
 fewest and most tiles. With 16 the 132 programs of an H100 read about as many rows as columns."""
 
+
 def kernel_rows(
     x_RD: Array,
     w_EDF: Array,
@@ -75,9 +76,8 @@ def kernel_rows(
     wanted = (expected // len(sizes_E) // 4, columns)
     tiles = _tiles(_operand_type(x_RD), wanted, interpret)
     places_p3 = tile_places(sizes_E, rows, tiles.rows)
-    few, many = PANEL_TILES
-    panel = min(max(PANEL_BYTES // (tiles.rows * depth * x_RD.dtype.itemsize), few), many)
-    order = _Order(len(places_p3), pl.cdiv(columns, tiles.columns), panel)
+    row_bytes = depth * x_RD.dtype.itemsize
+    order = row_order(len(places_p3), pl.cdiv(columns, tiles.columns), tiles.rows * row_bytes)
     return pl.pallas_call(
         functools.partial(grouped_rows, tiles, order, transposed),
         grid=(order.rows * order.columns,),
@@ -107,7 +107,9 @@ def kernel_weight_gradient(
     tiles = _tiles(_operand_type(x_RD), shape[1:], interpret)
     ends_E = jnp.cumsum(sizes_E)
     ranges_E2 = jnp.stack((ends_E - sizes_E, ends_E), axis=1).astype(jnp.int32)
-    order = _Order(pl.cdiv(shape[1], tiles.rows), pl.cdiv(shape[2], tiles.columns), PANEL_TILES[0])
+    order = ProgramOrder(
+        pl.cdiv(shape[1], tiles.rows), pl.cdiv(shape[2], tiles.columns), PANEL_TILES[0]
+    )
     return pl.pallas_call(
         functools.partial(grouped_weights, tiles, order),
         grid=(len(sizes_E) * order.rows * order.columns,),
@@ -133,7 +135,7 @@ def tile_places(sizes_E: Array, rows: int, height: int) -> Array:
     return jnp.stack((group_p, jnp.minimum(first_p, rows), ends[group_p]), 1).astype(jnp.int32)
 
 
-class _Order(NamedTuple):
+class ProgramOrder(NamedTuple):
     """The order of programs: down `panel` tiles of rows, then the next column of the same rows,
     which are then read from the L2 cache."""
 
@@ -149,8 +151,14 @@ class _Order(NamedTuple):
         return first + number % size % height, number % size // height
 
 
+def row_order(rows: int, columns: int, tile_bytes: int) -> ProgramOrder:
+    """The order of `kernel_rows`, for so many tiles, of rows of so many bytes."""
+    few, many = PANEL_TILES
+    return ProgramOrder(rows, columns, min(max(PANEL_BYTES // tile_bytes, few), many))
+
+
 def grouped_rows(
-    tiles: Tiles, order: _Order, transposed: bool, places_ref, x_ref, w_ref, y_ref
+    tiles: Tiles, order: ProgramOrder, transposed: bool, places_ref, x_ref, w_ref, y_ref
 ) -> None:
     """A tile of rows times a tile of columns of their group's matrix."""
     place, column = order.place(pl.program_id(0))
@@ -176,7 +184,7 @@ def grouped_rows(
     _store(jax.lax.fori_loop(0, steps, visit, zeros_rf), y_ref, rows, columns)
 
 
-def grouped_weights(tiles: Tiles, order: _Order, ranges_ref, x_ref, dy_ref, dw_ref) -> None:
+def grouped_weights(tiles: Tiles, order: ProgramOrder, ranges_ref, x_ref, dy_ref, dw_ref) -> None:
     """A tile of the gradient of one group's matrix."""
     group = pl.program_id(0) // (order.rows * order.columns)
     row, column = order.place(pl.program_id(0) % (order.rows * order.columns))
@@ -215,7 +223,11 @@ def _load(ref, rows: _Part, columns: _Part, *group: Array) -> Array:
     """A tile, zeros where it is masked; of a group's matrix, if given."""
     mask = _mask(rows, columns)
     at = ref.at[*group, pl.ds(rows.first, rows.size), pl.ds(columns.first, columns.size)]
-    return triton.load(at) if mask is None else triton.load(at, mask=mask, other=jnp.zeros((), ref.dtype))
+    return (
+        triton.load(at)
+        if mask is None
+        else triton.load(at, mask=mask, other=jnp.zeros((), ref.dtype))
+    )
 
 
 def _store(values: Array, ref, rows: _Part, columns: _Part, *group: Array) -> None:

@@ -8,37 +8,42 @@ import numpy as np
 import pytest
 
 from jaxscale.ops.experts import grouped_kernels
-from jaxscale.ops.experts.grouped_kernels import kernel_rows, kernel_weight_gradient, tile_places
+from jaxscale.ops.experts.grouped_kernels import (
+    ProgramOrder,
+    kernel_rows,
+    kernel_weight_gradient,
+    tile_places,
+)
 
 SIZES = ([0, 5, 0, 11, 1], [40, 0, 0, 0, 0], [0] * 5, [8, 8, 8, 8, 8], [0, 0, 0, 1, 33])
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("height", [1, 4, 16])
-def test_every_row_is_in_one_tile_of_its_group(sizes, height):
+@pytest.mark.parametrize("height", [1, 16])
+def test_every_row_is_in_one_tile_of_its_group(height):
     """The rows after the last group are one more group."""
     rows = 40
-    places = np.asarray(tile_places(jnp.array(sizes, jnp.int32), rows, height))
-    group = np.full(rows, -1)
-    for number, first, end in places:
-        mine = slice(first, min(first + height, end))
-        assert np.all(group[mine] == -1)
-        group[mine] = number
-    used = sum(sizes)
-    np.testing.assert_array_equal(group[:used], np.repeat(np.arange(5), sizes))
-    assert np.all(group[used:] == 5)
+    find = jax.jit(lambda sizes: tile_places(sizes, rows, height))
+    for sizes in SIZES:
+        group = np.full(rows, -1)
+        for number, first, end in np.asarray(find(jnp.array(sizes, jnp.int32))):
+            mine = slice(first, min(first + height, end))
+            assert np.all(group[mine] == -1)
+            group[mine] = number
+        used = sum(sizes)
+        np.testing.assert_array_equal(group[:used], np.repeat(np.arange(5), sizes))
+        assert np.all(group[used:] == 5)
 
 
-@pytest.mark.parametrize("grid", [(1, 1), (5, 3), (48, 2), (37, 4)], ids=str)
+@pytest.mark.parametrize("grid", [(5, 3), (37, 4)], ids=str)
 def test_every_tile_has_one_program_and_neighbours_share_rows(grid):
     """A panel's programs take its columns one by one."""
-    order = grouped_kernels._Order(*grid, panel=16)
-    row, column = (np.asarray(x) for x in jax.vmap(order.place)(jnp.arange(grid[0] * grid[1])))
+    order = ProgramOrder(*grid, panel=16)
+    row, column = map(np.asarray, order.place(jnp.arange(grid[0] * grid[1])))
     assert len({*zip(row.tolist(), column.tolist())}) == grid[0] * grid[1]
     assert np.all((row < grid[0]) & (column < grid[1]))
     panel = row // 16
     assert np.all(np.diff(panel) >= 0)
-    assert all(np.all(np.diff(column[panel == one]) >= 0) for one in set(panel.tolist()))
+    assert all(np.all(np.diff(column[panel == one]) >= 0) for one in range(panel[-1] + 1))
 
 
 @pytest.mark.proof
