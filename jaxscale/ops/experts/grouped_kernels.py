@@ -10,6 +10,7 @@ f rows and features of a tile.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -107,12 +108,10 @@ def kernel_weight_gradient(
     tiles = _tiles(_operand_type(x_RD), shape[1:], interpret)
     ends_E = jnp.cumsum(sizes_E)
     ranges_E2 = jnp.stack((ends_E - sizes_E, ends_E), axis=1).astype(jnp.int32)
-    order = ProgramOrder(
-        pl.cdiv(shape[1], tiles.rows), pl.cdiv(shape[2], tiles.columns), PANEL_TILES[0]
-    )
+    grid = (pl.cdiv(shape[1], tiles.rows), pl.cdiv(shape[2], tiles.columns))
     return pl.pallas_call(
-        functools.partial(grouped_weights, tiles, order),
-        grid=(len(sizes_E) * order.rows * order.columns,),
+        functools.partial(grouped_weights, tiles, ProgramOrder(*grid, PANEL_TILES[0])),
+        grid=(len(sizes_E) * math.prod(grid),),
         out_shape=jax.ShapeDtypeStruct(shape, result),
         interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
@@ -223,11 +222,9 @@ def _load(ref, rows: _Part, columns: _Part, *group: Array) -> Array:
     """A tile, zeros where it is masked; of a group's matrix, if given."""
     mask = _mask(rows, columns)
     at = ref.at[*group, pl.ds(rows.first, rows.size), pl.ds(columns.first, columns.size)]
-    return (
-        triton.load(at)
-        if mask is None
-        else triton.load(at, mask=mask, other=jnp.zeros((), ref.dtype))
-    )
+    # Without a mask Triton takes no `other`, and an integer zero is no float8.
+    other = None if mask is None else jnp.zeros((), ref.dtype)
+    return triton.load(at, mask=mask, other=other)
 
 
 def _store(values: Array, ref, rows: _Part, columns: _Part, *group: Array) -> None:

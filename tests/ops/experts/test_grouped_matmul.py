@@ -44,7 +44,8 @@ def test_groups_of_any_size_are_multiplied_by_their_own_matrix(implementation):
         np.testing.assert_allclose(y[:used], wanted, atol=1e-12)
         np.testing.assert_allclose(transposed[:used], wanted, atol=1e-12)
         if implementation == "kernels":
-            assert not np.any(y[used:]) and not np.any(transposed[used:])
+            assert not np.any(y[used:])
+            assert not np.any(transposed[used:])
         np.testing.assert_allclose(dw, gradient, atol=1e-12)
         x, dy = rng.normal(size=(ROWS, D)), rng.normal(size=(ROWS, F))
 
