@@ -202,9 +202,16 @@ KERNELS = {
     "mixtral h200:1x8, fsdp 2, 2 passes, kernels": Compiled(
         MIXTRAL, 4, 16, 2, 2, 4, "full", 22.29, loops=False
     ),
+    "mixtral h100:1x8, none, kernels": Compiled(MIXTRAL, 4, 8, 1, 1, 8, "none", 29.65, loops=False),
+    "mixtral h100:2x8, pipeline 2, kernels": Compiled(
+        MIXTRAL, 8, 32, 4, 1, 8, "full", 36.67, pipeline=2, loops=False
+    ),
     "qwen3_moe h100:1x8, kernels": Compiled(QWEN, 4, 16, 1, 1, 8, "full", 24.81, loops=False),
+    "qwen3_moe h100:1x8, fsdp 2, 2 passes, kernels": Compiled(
+        QWEN, 4, 16, 2, 2, 4, "none", 18.76, loops=False
+    ),
 }
-"""Of grouped matmuls on GPUs, in the first of which and the last their rows are counted."""
+"""Of grouped matmuls on GPUs. In the first and in the first of Qwen3-MoE the arrays are counted."""
 
 STEPS = KERNELS | DERIVED | AFTERWARDS | PIPELINES | PERIODS | FURTHER | TPUS
 FIRST = tuple(name for name, step in STEPS.items() if step.base == MIXTRAL)[:4]
