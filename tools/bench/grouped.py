@@ -149,7 +149,7 @@ def compare(case: Experts, interpret: bool) -> list[dict[str, Any]]:
 
 
 def count_text(case: Experts) -> str:
-    """A line for each pass: the bytes that its kernel moves and those that it must."""
+    """A line for each pass: the bytes that its kernel moves, and the bytes needed."""
     must, moved = needed_bytes(case), kernel_bytes(case, group_sizes(case))
     return "\n".join(
         f"{name:20} {moved[name] / 1e9:6.3f} GB of {must[name] / 1e9:6.3f}, "
