@@ -17,7 +17,12 @@ from jaxscale import aot
 from jaxscale.compiled import compile_ahead, hlo, topology
 from jaxscale.compiled.collectives import collectives
 from jaxscale.compiled.compile_ahead import CompileReport, compile_for
-from jaxscale.compiled.flops import FLASH_MATMULS
+from jaxscale.compiled.flops import (
+    FLASH_MATMULS,
+    GROUPED_KERNEL,
+    computation_costs,
+    instruction_flops,
+)
 from jaxscale.config import from_dict
 from jaxscale.training.layers import loop_form
 from jaxscale.training.tracing.traces import model_trace, model_work
@@ -181,14 +186,19 @@ def test_gradients_of_a_layer_are_added_in_place():
     assert sum(len(made) for _, made in casts) == 2 * 7
 
 
+@functools.cache
+def compiled_experts(name: str) -> CompileReport:
+    """A step with experts on four ranks, and exchanges of half of the tokens at a time."""
+    return compiled_model(name, EXPERTS, {"expert": -1, "overlap_experts": True})
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("name", ["h200:1x4", pytest.param("v5p:2x2x1", marks=pytest.mark.slow)])
 def test_half_of_the_tokens_travel_beside_the_experts_of_the_other_half(name):
     """Of each half's two all-to-alls, one overlaps with matmuls, in both passes: the
     first half's, and the last half's, which nothing of the layer comes before or after, have not.
     In one piece the forward pass overlaps nothing."""
-    settings = EXPERTS | {"attention": "blockwise" if PLATFORMS[name] == "gpu" else "auto"}
-    report = compiled_model(name, settings, {"expert": -1, "overlap_experts": True})
+    report = compiled_experts(name)
     found = collectives(hlo.parse_hlo(report.program), {"expert": 4})
     rows = EXPERTS["d_model"] * 2 * (16 // 4 // 2) * 256 * 2  # bytes of a half's choices
     sent = sorted(
@@ -201,6 +211,26 @@ def test_half_of_the_tokens_travel_beside_the_experts_of_the_other_half(name):
     assert sum(beside[-4:]) >= 2
     assert len(beside) >= 8
     assert sum(beside) / len(beside) > 0.5
+
+
+@pytest.mark.proof
+def test_experts_on_gpus_wait_for_no_host():
+    """Their matmuls are kernels, not loops over blocks with a dynamic trip count, and count their
+    FLOPs: of two choices of each token, three matrices, forward and both gradients."""
+    report = compiled_experts("h200:1x4")
+    program = hlo.parse_hlo(report.program)
+    loops = [line for line in report.program.splitlines() if " while(" in line]
+    assert loops
+    assert all("known_trip_count" in line for line in loops)
+
+    def of_kernels(instruction: hlo.Instruction, named: Mapping) -> float | None:
+        flops = instruction_flops(instruction, named)
+        is_kernel = GROUPED_KERNEL.search(instruction.op_name)
+        return flops if is_kernel or flops is None else 0.0
+
+    found = computation_costs(program, of_kernels)[program.entry]
+    matrix = 2.0 * EXPERTS["d_model"] * EXPERTS["d_ff"]
+    assert found == 3 * 3 * matrix * 2 * 16 / 4 * 256
 
 
 @pytest.mark.slow

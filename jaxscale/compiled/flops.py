@@ -20,6 +20,10 @@ ATTENTION_MATMULS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 
 FLASH_MATMULS = {"flash_forward": 2, "flash_query_gradients": 3, "flash_key_gradients": 4}
 """Pallas kernel without declared FLOPs (on TPUs, on GPUs) -> its matmuls of queries and keys."""
 
+GROUPED_KERNEL = re.compile(r"/grouped_(?:rows|weights)_(\d+)/")
+"""The name of a grouped matmul's kernel on GPUs, with the expected rows of all groups. The matrices
+of the groups are its only array of three dimensions."""
+
 RAGGED_DOT = 'ragged_dot_tiling="'
 """An attribute of all XLA kernels of `ragged_dot` on TPUs. Their names are the compiler's, and the
 name of the traced operation is lost if it transposes the matrices. The tables of groups, which are
@@ -179,6 +183,10 @@ def _kernel_flops(instruction: Instruction, named: Mapping[str, Instruction]) ->
     target = instruction.attribute(r'custom_call_target="([^"]*)"')
     if target.startswith("__cublas"):
         return _cublas_flops(instruction, named)
+    if grouped := GROUPED_KERNEL.search(instruction.op_name):
+        arrays = (*map(named.get, instruction.operands), instruction)
+        shapes = (hlo.arrays(one.shape)[0][1] for one in arrays if one)
+        return 2.0 * int(grouped[1]) * math.prod(next(d[1:] for d in shapes if len(d) == 3))
     found = re.search(r"/(flash_\w+?)(_whole)?/", instruction.op_name)
     splash = next(filter(instruction.name.startswith, ATTENTION_MATMULS), "")
     if target.startswith("__cudnn$fmha") or found or splash:

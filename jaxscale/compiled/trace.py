@@ -33,7 +33,9 @@ MATMULS = ("dot", "convolution", "ragged-dot")
 KERNELS = {
     "collectives": re.compile("nccl|" + "|".join(kind.replace("-", "[-_]?") for kind in KINDS)),
     "attention": re.compile("fmha|sdpa|flash|splash"),
-    "matmul": re.compile("gemm|cublas|cutlass|nvjet|xmma|wgmma|cudnn|matmul|gmm|convolution|dot"),
+    "matmul": re.compile(
+        "gemm|cublas|cutlass|nvjet|xmma|wgmma|cudnn|matmul|gmm|grouped|convolution|dot"
+    ),
 }
 """Words in the names of kernels, in lower case: cuBLAS writes `sm90_xmma_gemm_...`, `nvjet_...`
 and `cutlass_...`, cuDNN `cudnn_generated_..._sdpa_...`, NCCL `ncclDevKernel_AllGather_...`."""
@@ -41,6 +43,7 @@ and `cutlass_...`, cuDNN `cudnn_generated_..._sdpa_...`, NCCL `ncclDevKernel_All
 _DEVICE = re.compile(r"/device:(GPU|TPU):\d+$")
 _LINE = re.compile(r"Stream #|(Async )?XLA Ops$")
 _NAME = re.compile(r"%?([\w.\-]+)")
+_PALLAS = re.compile(r"/(\w+)/pallas_call$")
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,13 @@ def instruction_cause(instruction: Instruction, program: Program) -> str | None:
     if instruction.opcode in CONTAINERS:
         return None
     whole = list(_whole(instruction, program))
-    kernels = [one.attribute(r'custom_call_target="([^"]*)"').lower() for one in whole]
+    # The target of a Pallas kernel is the back end, and its name is a scope.
+    kernels = [
+        word.lower()
+        for one in whole
+        if one.opcode == "custom-call"
+        for word in (one.attribute(r'custom_call_target="([^"]*)"'), *_PALLAS.findall(one.op_name))
+    ]
     multiplies = any(one.opcode in MATMULS for one in whole) or any(
         map(KERNELS["matmul"].search, kernels)
     )

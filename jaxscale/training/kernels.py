@@ -39,6 +39,9 @@ from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec,
 with epy.lazy_imports():  # half a second, and only a GPU needs it
     from jaxscale.ops.attention import context_flash
 
+EXPERT_MATMULS = {"cpu": "blocks", "gpu": "kernels", "tpu": "ragged_dot"}
+"""Platform -> its grouped matmul (`ops.experts.grouped_matmul`), in every type."""
+
 ATTENTION_SCOPE = "attention_kernel"
 """The named scope of attention from queries, keys and values to the heads' outputs."""
 
@@ -108,9 +111,7 @@ def make_kernels(
             layout.tensor,
             layout.context,
             automatic_axes(layout.sizes),
-            # XLA has a kernel for ragged_dot on TPUs; elsewhere (jax 0.12) it multiplies every row
-            # by the matrix of every expert.
-            "ragged_dot" if platform == "tpu" else "blocks",
+            EXPERT_MATMULS[platform],
             ragged=platform != "cpu",
             dtype=matmul_dtype,
             halves=layout.overlap_experts,

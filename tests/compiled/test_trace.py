@@ -43,6 +43,8 @@ metadata={op_name="jit(step)/jvp(attention)/attention_kernel/dot_general"}
   %permute.5 = bf16[8,8]{1,0} collective-permute(%a), \
 metadata={op_name="jit(step)/jvp(attention)/attention_kernel/ppermute"}
   %start.6 = bf16[8,8]{1,0} async-start(%a), calls=%gathering
+  %grouped.8 = bf16[8,8]{1,0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(step)/jvp(mlp)/grouped_rows_64/pallas_call"}
   ROOT %add.7 = bf16[8,8]{1,0} add(%all-reduce.4, %a)
 }
 """
@@ -108,11 +110,16 @@ def test_collectives_of_a_gpu_count_while_no_stream_computes():
 
 def test_the_longest_operations_of_a_graph_have_the_names_of_their_kernels():
     kernels = [("nvjet_tst", "command_buffer", begin, begin + 4) for begin in (0, 10)]
-    lines = {"Stream #7(Compute)": [("x", "fusion.1", 4, 10), *kernels, ("y", "add.7", 14, 15)]}
-    found = longest_operations(trace("/device:GPU:0", lines), PROGRAM, 2)
+    others = [("y", "add.7", 14, 15), ("z", "grouped.8", 15, 18)]
+    lines = {"Stream #7(Compute)": [("x", "fusion.1", 4, 10), *kernels, *others]}
+    found = longest_operations(trace("/device:GPU:0", lines), PROGRAM, 3)
     named = [(one.operation, one.cause, one.runs) for one in found]
-    assert named == [("nvjet_tst", "matmul", 2), ("fusion.1", "matmul", 1)]
-    assert [one.seconds for one in found] == pytest.approx([8e-6, 6e-6])
+    assert named == [
+        ("nvjet_tst", "matmul", 2),
+        ("fusion.1", "matmul", 1),
+        ("grouped.8", "matmul", 1),
+    ]
+    assert [one.seconds for one in found] == pytest.approx([8e-6, 6e-6, 3e-6])
 
 
 def test_operations_of_a_tpu_are_named_by_their_text():
@@ -139,6 +146,7 @@ def test_operations_of_a_tpu_are_named_by_their_text():
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmul"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_s16816gemm>", "matmul"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("grouped_weights_131072", "matmul"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "collectives"),
         ("MemcpyH2D", "other"),
         ("input_reduce_fusion", "other"),

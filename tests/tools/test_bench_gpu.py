@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from jaxscale import config as configs
+from tools.bench import grouped
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -104,3 +105,14 @@ def test_the_programs_need_no_packages_that_read_training_data():
         cwd=ROOT / "tools/bench",
         check=True,
     )
+
+
+def test_kernels_of_many_experts_move_little_more_than_operands_and_results():
+    """Of uneven groups, if the L2 cache keeps nothing from one panel of programs to the next."""
+    case = grouped.CASES["qwen3_30b_a3b"]
+    needed, moved = (
+        grouped.needed_bytes(case),
+        grouped.kernel_bytes(case, grouped.group_sizes(case)),
+    )
+    assert moved.keys() == needed.keys()
+    assert all(needed[name] <= moved[name] <= 1.2 * needed[name] for name in needed)

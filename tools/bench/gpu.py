@@ -134,6 +134,7 @@ def parts(rehearse: bool, memory_gib: float = math.inf) -> Iterator[Part]:
     yield Part("layouts", ["tools/bench/gpu_layouts.py"], 75)
     yield Part("sums of float8", ["tools/bench/float8.py", *small], 40)
     yield Part("loss", ["tools/bench/loss.py", *small], 60)
+    yield Part("grouped matmuls", ["tools/bench/grouped.py", *small], 60)
     save = ["tools/bench/checkpoint.py", "--gigabytes", "2", "--repeats", "3", *small]
     yield Part("save and restore", save, 45)
     yield from (_timed(case, rehearse) for case in others)

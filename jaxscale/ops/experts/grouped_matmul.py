@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from etils import epy
 from jax import Array
 from jax.lax import RaggedDotDimensionNumbers
 from jax.typing import DTypeLike
@@ -28,9 +29,13 @@ from jaxscale.ops.matmul import (
     scaled_int8,
 )
 
-IMPLEMENTATIONS = ("blocks", "ragged_dot")
+with epy.lazy_imports():  # half a second, and only a GPU needs it
+    from jaxscale.ops.experts import grouped_kernels
+
+IMPLEMENTATIONS = ("blocks", "ragged_dot", "kernels")
 """`blocks` is a loop over blocks of rows with a dynamic trip count. `ragged_dot` is XLA's
-operation, which on CPUs multiplies every row by the matrix of every group."""
+operation, which on CPUs and GPUs (jax 0.12) multiplies every row by the matrix of every group.
+`kernels` are Pallas kernels for GPUs (`grouped_kernels.py`)."""
 
 SMALLEST_BLOCK, LARGEST_BLOCK = 8, 1024
 
@@ -45,6 +50,7 @@ def grouped_matmul(
     transposed: bool = False,
     dtype: str = "",
     over: str | None = None,
+    interpret: bool = False,
 ) -> Array:
     """[R, D] x [E, D, F] -> [R, F], each row times the matrix of its group.
 
@@ -55,11 +61,15 @@ def grouped_matmul(
       transposed: whether `w_EDF` is [E, F, D], as in a backward pass.
       dtype: `model.matmul_dtype`; "" keeps the operands' types.
       over: a manual mesh axis that shards D, for scales along D.
+      interpret: runs kernels on a CPU, slowly.
     """
     check_choice("the grouped matmul", implementation, IMPLEMENTATIONS)
     operands = _quantised(x_RD, w_EDF, sizes_E, transposed, dtype, over)
     if sizes_E is None:
         return _of_equal_groups(operands, transposed)
+    expected = expected or len(x_RD)
+    if implementation == "blocks":
+        return _by_blocks(operands, sizes_E, expected, transposed)
     if implementation == "ragged_dot":
         contracted = 2 if transposed else 1
         y_RF = jax.lax.ragged_dot_general(
@@ -69,8 +79,17 @@ def grouped_matmul(
             RaggedDotDimensionNumbers((([1], [contracted]), ([], [])), [0], [0]),
             preferred_element_type=operands.sums,
         )
-        return _rescaled(operands, y_RF, operands.of_x, _of_rows(operands.of_w, sizes_E, len(x_RD)))
-    return _by_blocks(operands, sizes_E, expected or len(x_RD), transposed)
+    else:
+        y_RF = grouped_kernels.kernel_rows(
+            operands.x,
+            operands.w,
+            sizes_E,
+            expected=expected,
+            transposed=transposed,
+            result=operands.sums,
+            interpret=interpret,
+        )
+    return _rescaled(operands, y_RF, operands.of_x, _of_rows(operands.of_w, sizes_E, len(x_RD)))
 
 
 def grouped_weight_gradient(
@@ -82,13 +101,14 @@ def grouped_weight_gradient(
     num_groups: int = 0,
     expected: int = 0,
     dtype: str = "",
+    interpret: bool = False,
 ) -> Array:
     """[R, D] x [R, F] -> [E, D, F]: for each group the sum over its rows, accumulated in float32 or
     wider; zeros for an empty group.
 
     Args:
       num_groups: E, where `sizes_E` is None.
-      dtype: `model.matmul_dtype`.
+      expected, dtype, interpret: as in `grouped_matmul`.
     """
     check_choice("the grouped matmul", implementation, IMPLEMENTATIONS)
     result, scale = x_RD.dtype, None
@@ -109,8 +129,17 @@ def grouped_weight_gradient(
             RaggedDotDimensionNumbers((([0], [0]), ([], [])), [0], []),
             preferred_element_type=result,
         )
-    else:
+    elif implementation == "blocks":
         dw_EDF = _weight_gradient_by_blocks(x_RD, dy_RF, sizes_E, expected or len(x_RD), result)
+    else:
+        dw_EDF = grouped_kernels.kernel_weight_gradient(
+            x_RD,
+            dy_RF,
+            sizes_E,
+            expected=expected or len(x_RD),
+            result=result,
+            interpret=interpret,
+        )
     return dw_EDF if scale is None else dw_EDF * scale
 
 

@@ -53,7 +53,10 @@ class RowArrays(NamedTuple):
 
 WHOLE = (RowArrays(5, 3, 0.75), RowArrays(3, 4, 0.75))
 """At the gradients of the activation, and while the gradients of the experts' inputs are sent back:
-one matmul for all experts, with a capacity, or a grouped kernel."""
+one matmul for all experts, with a capacity, or `ragged_dot` on TPUs."""
+KERNELS = (RowArrays(3, 4),)
+"""Kernels of grouped matmuls on GPUs: the gradients of the activation overwrite their operands.
+Counted in steps of Mixtral and Qwen3-MoE for eight H100 and H200."""
 BLOCKS = (RowArrays(6, 4, 0.75), RowArrays(3, 6, 0.75))
 """A loop over blocks copies its inputs and outputs. Counted in steps of Mixtral (mostly hidden
 features) and Qwen3-MoE (mostly rows of the stream) for eight H100."""
@@ -82,14 +85,14 @@ PIPED = RowArrays(3, 3)
 Qwen3-MoE for 16 to 64 H100."""
 
 
-def row_bytes(loop: Any, head: Ints, *, blocks: bool) -> Ints:
+def row_bytes(loop: Any, head: Ints, grouped: str) -> Ints:
     """Bytes of the rows live at once in a layer's backward pass, without the saved ones, and of
     gradients before their reduction.
 
     Args:
       loop: a `LayerLoop` of layers with experts.
       head: bytes of the gradients of the head, whole.
-      blocks: whether the back end's matmuls of experts are loops over blocks.
+      grouped: the back end's matmul of experts (`ops.experts.grouped_matmul`).
     """
     model, remat = loop.model, loop.layout.remat_policy
     matmuls = ("mlp_up", "mlp_gate")[: 1 + model.gated]
@@ -110,8 +113,9 @@ def row_bytes(loop: Any, head: Ints, *, blocks: bool) -> Ints:
 
     pipelined = loop.layout.pipeline > 1
     slots = PIPED.hidden * hidden + PIPED.stream * stream
-    if not blocks or model.capacity_factor:
-        return select(pipelined, slots, live(WHOLE))
+    if grouped != "blocks" or model.capacity_factor:
+        in_kernels = grouped == "kernels" and not model.capacity_factor
+        return select(pipelined, slots, live(KERNELS if in_kernels else WHOLE))
     several = loop.scatters & loop.repeats
     # Where everything is saved, also in passes without a loop: counted in steps of DeepSeek-V3.
     saved_all = loop.scatters & np.logical_not(loop.single) & (remat.kind == "none")

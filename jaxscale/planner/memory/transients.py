@@ -40,7 +40,7 @@ class Transients:
     in_place: bool = False  # whole gradients are summed and reduced where they are
     piped: int = 0  # fewer of hidden in a pipeline whose weights are whole on a rank
     looks_up: bool = False  # all columns on a rank: targets are looked up, one array of logits less
-    blocks: bool = True  # the matmuls of experts are loops over blocks of rows
+    grouped: str = "blocks"  # the matmul of experts
     live: float = 1.0  # per byte that `tracing.liveness` finds in a custom model's layer
     copied: float = 0.0  # of its saved activations, in the loop
     score_blocks: float = 1.0  # of its blocks of attention scores
@@ -65,13 +65,13 @@ _TPU: dict[str, Any] = {
     "ahead": True,
     "carries": True,
     "tile": 8,
-    "blocks": False,
+    "grouped": "ragged_dot",
     "live": 0.9,
 }
 _GPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 0, "matmuls": 1, "whole": 7, "late": True}
 # Counted in steps of mT5 (mt5_xxl on 64 A100, mt5_base): with few tokens weights are most of the
 # memory.
-_GPU |= {"queued": True, "in_place": True, "live": 0.9}
+_GPU |= {"queued": True, "in_place": True, "live": 0.9, "grouped": "kernels"}
 HEADS = ("queries", "keys")
 BIASED = (18, 9.2, 2.5)
 """Slopes fitted to six encoders of 4 layers over d_model, heads, head_dim and d_ff (CPU,
@@ -199,7 +199,7 @@ def _rows(loop: LayerLoop, transients: Transients) -> Ints:
     if not loop.has_experts:
         return 0
     head = loop.accumulated * loop.trained.head_elements()
-    return row_bytes(loop, head, blocks=transients.blocks)
+    return row_bytes(loop, head, transients.grouped)
 
 
 def biased_attention_bytes(loop: LayerLoop, transients: Transients) -> Ints:

@@ -12,6 +12,7 @@ from jaxscale.ops.experts.grouped_matmul import (
 )
 
 ROWS, GROUPS, D, F = 40, 5, 6, 7
+INTERPRETED = {"kernels": {"interpret": True}}  # arguments of an implementation
 SIZES = ([0, 5, 0, 11, 1], [17, 0, 0, 0, 0], [0, 0, 0, 0, 0], [8, 8, 8, 8, 8], [0, 1, 0, 0, 39])
 
 
@@ -23,23 +24,28 @@ def test_groups_of_any_size_are_multiplied_by_their_own_matrix(implementation):
     x, dy = rng.normal(size=(ROWS, D)), rng.normal(size=(ROWS, F))
     w = rng.normal(size=(GROUPS, D, F))
 
+    how = INTERPRETED.get(implementation, {})
+
     @jax.jit
     def run(x, w, dy, sizes):
         return (
-            grouped_matmul(x, w, sizes, implementation),
-            grouped_matmul(x, w.swapaxes(1, 2), sizes, implementation, transposed=True),
-            grouped_weight_gradient(x, dy, sizes, implementation),
+            grouped_matmul(x, w, sizes, implementation, **how),
+            grouped_matmul(x, w.swapaxes(1, 2), sizes, implementation, transposed=True, **how),
+            grouped_weight_gradient(x, dy, sizes, implementation, **how),
         )
 
     for sizes in SIZES:
         used, group = sum(sizes), np.repeat(np.arange(GROUPS), sizes)
-        x[used:], dy[used:] = (1e30, 1e30) if implementation == "blocks" else (0, 0)
+        x[used:], dy[used:] = (0, 0) if implementation == "ragged_dot" else (np.inf, np.nan)
         wanted = np.einsum("rd,rdf->rf", x[:used], w[group])
         gradient = np.zeros_like(w)
         np.add.at(gradient, group, np.einsum("rd,rf->rdf", x[:used], dy[:used]))
         y, transposed, dw = run(x, w, dy, jnp.array(sizes, jnp.int32))
         np.testing.assert_allclose(y[:used], wanted, atol=1e-12)
         np.testing.assert_allclose(transposed[:used], wanted, atol=1e-12)
+        if implementation == "kernels":
+            assert not np.any(y[used:])
+            assert not np.any(transposed[used:])
         np.testing.assert_allclose(dw, gradient, atol=1e-12)
         x, dy = rng.normal(size=(ROWS, D)), rng.normal(size=(ROWS, F))
 
@@ -49,7 +55,8 @@ def test_weight_gradients_of_long_groups_are_accumulated_in_float32(implementati
     """4,096 rows of a bfloat16 one: a running sum in bfloat16 would stop at 256."""
     ones = jnp.ones((4096, 1), jnp.bfloat16)
     sizes = jnp.array([4096, 0], jnp.int32)
-    assert grouped_weight_gradient(ones, ones, sizes, implementation)[0, 0, 0] == 4096
+    how = INTERPRETED.get(implementation, {})
+    assert grouped_weight_gradient(ones, ones, sizes, implementation, **how)[0, 0, 0] == 4096
 
 
 def rounding(array, kind, axis):
@@ -81,14 +88,15 @@ def test_errors_of_8_bits_are_those_of_rounding(implementation, dtype, kinds):
     w = rng.normal(size=(GROUPS, D, F)) * np.exp(rng.normal(size=(GROUPS, 1, 1)))
     equal = implementation == "equal groups"
     which = IMPLEMENTATIONS[0] if equal else implementation
+    how = INTERPRETED.get(which, {})
 
     @jax.jit
     def run(x, w, dy, sizes):
         sizes = None if equal else sizes
         return (
-            grouped_matmul(x, w, sizes, which, dtype=dtype),
-            grouped_matmul(dy, w, sizes, which, transposed=True, dtype=dtype),
-            grouped_weight_gradient(x, dy, sizes, which, num_groups=GROUPS, dtype=dtype),
+            grouped_matmul(x, w, sizes, which, dtype=dtype, **how),
+            grouped_matmul(dy, w, sizes, which, transposed=True, dtype=dtype, **how),
+            grouped_weight_gradient(x, dy, sizes, which, num_groups=GROUPS, dtype=dtype, **how),
         )
 
     for sizes in SIZES[3:4] if equal else SIZES:
