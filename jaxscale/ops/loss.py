@@ -26,6 +26,7 @@ from jaxscale.ops.loss_over_vocabulary import (
     on_ranks,
     over_columns,
     own_columns,
+    ranks_of,
     scatter_chunk,
     scatter_tokens,
     time_ranks,
@@ -74,6 +75,7 @@ class _Static(NamedTuple):
     transposed: bool
     ids: tuple[int, ...]
     form: LossForm
+    columns: int  # of the head on a rank of tensor
 
 
 def cross_entropy(
@@ -124,7 +126,10 @@ def cross_entropy(
         accumulation_dtype=jnp.promote_types(form.accumulation_dtype, _softmax_dtype(x_BTD)),
         scatters=form.scatters and bool(form.spread and form.spread.time),
     )
-    static = _Static(vocab_size, soft_cap, z_loss, transposed, ids, form)
+    columns = head.shape[0 if transposed else 1]
+    if form.spread and form.spread.axis:
+        columns //= ranks_of([form.spread.axis])
+    static = _Static(vocab_size, soft_cap, z_loss, transposed, ids, form, columns)
     return _loss(static, LossArrays(x_BTD, head, bias_V, rows_KD, targets_BT, weights_BT))
 
 
@@ -329,7 +334,8 @@ def _narrow(arrays: LossArrays) -> LossArrays:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(static: _Static, arrays: LossArrays):
     local = functools.partial(_local_loss, static)
-    return on_ranks(static.form.spread, local, transposed=static.transposed)(_narrow(arrays))
+    run = on_ranks(static.form.spread, local, static.columns, transposed=static.transposed)
+    return run(_narrow(arrays))
 
 
 def _local_loss(static: _Static, arrays: LossArrays):
@@ -351,11 +357,10 @@ def _on_this_rank(
 ) -> tuple[LossArrays, Columns, tuple[Array, ...]]:
     """The arrays with this rank's columns, their tokens, and the chunks of x, targets and weights;
     of x without the tokens of other ranks of context."""
-    form, dim = static.form, 0 if static.transposed else 1
-    columns = arrays.head.shape[dim]
-    arrays = own_columns(form.spread, arrays, transposed=static.transposed)
-    share = arrays.head.shape[dim]
-    own = columns_of(form.spread, share, columns, static.vocab_size)
+    form = static.form
+    arrays = own_columns(form.spread, arrays, static.columns, transposed=static.transposed)
+    share = arrays.head.shape[0 if static.transposed else 1]
+    own = columns_of(form.spread, share, static.columns, static.vocab_size)
     x_BTD = gather_tokens(form.spread, arrays.x_BTD)
     weights_BT = arrays.weights_BT.astype(_softmax_dtype(x_BTD))
     x_JCD, *others_JC = _chunks(form, share, x_BTD, arrays.targets_BT, weights_BT)
@@ -366,7 +371,7 @@ def _loss_forward(static: _Static, arrays: LossArrays):
     form = static.form
     summed = head_gradient_spec(form.spread, form.scatters)
     local = functools.partial(_local_gradients, static)
-    run = on_ranks(form.spread, local, transposed=static.transposed, summed=summed)
+    run = on_ranks(form.spread, local, static.columns, transposed=static.transposed, summed=summed)
     sums, gradients = run(_narrow(arrays))
     trained = arrays.head, arrays.bias_V, arrays.rows_KD
     # The backward pass needs only the types of these; as residuals the arrays would stay alive.
@@ -376,11 +381,7 @@ def _loss_forward(static: _Static, arrays: LossArrays):
 def _local_gradients(static: _Static, arrays: LossArrays):
     """(loss, nll) and the gradients of x, the head as [D, V], the bias and the rows, on one
     rank."""
-    form, x_BTD, columns = (
-        static.form,
-        arrays.x_BTD,
-        arrays.head.shape[0 if static.transposed else 1],
-    )
+    form, x_BTD = static.form, arrays.x_BTD
     shape_BT, dtype = arrays.targets_BT.shape, form.accumulation_dtype
     arrays, own, chunks = _on_this_rank(static, arrays)
     head, bias_V, rows_KD = arrays.head, arrays.bias_V, arrays.rows_KD
@@ -419,9 +420,9 @@ def _local_gradients(static: _Static, arrays: LossArrays):
         step, (zero, zero, head_start, bias_start, rows_start), chunks, unroll=form.unroll
     )
     loss, nll, grad_head_DV, grad_bias_V, grad_rows_KD = carry
-    grad_head_DV = whole_columns(form.spread, grad_head_DV, columns, scatters=form.scatters)
+    grad_head_DV = whole_columns(form.spread, grad_head_DV, static.columns, scatters=form.scatters)
     if grad_bias_V is not None:
-        grad_bias_V = whole_columns(form.spread, grad_bias_V, columns, scatters=False)
+        grad_bias_V = whole_columns(form.spread, grad_bias_V, static.columns, scatters=False)
     if axes := column_axes(form.spread):  # each rank has the contribution of its columns
         grad_rows_KD = jax.lax.psum(grad_rows_KD, axes)
     grad_x_ND = grad_x_JCD.reshape(-1, x_BTD.shape[-1])[: math.prod(shape_BT)]

@@ -11,7 +11,7 @@ Letters as in `loss.py`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,12 +34,18 @@ class LossArrays(NamedTuple):
 
 
 def on_ranks(
-    spread: Spread | None, local: Callable, *, transposed: bool, summed: PartitionSpec | None = None
+    spread: Spread | None,
+    local: Callable,
+    columns: int,
+    *,
+    transposed: bool,
+    summed: PartitionSpec | None = None,
 ) -> Callable[[LossArrays], Any]:
     """Runs `local`, which returns (loss, nll) or these and gradients, on each rank's part of the
     arrays.
 
     Args:
+      columns: of a rank of tensor.
       transposed: whether the head is [V, D].
       summed: the spec of the head's gradient; None without gradients.
     """
@@ -48,10 +54,15 @@ def on_ranks(
     everywhere, bias = PartitionSpec(), PartitionSpec(spread.axis)
     tokens, rows = PartitionSpec(None, spread.time), PartitionSpec(None, spread.features)
     head = spread.weight(2, o=1 if transposed else 0)
+    own_bias = bias
+    if columns % ranks_of(spread.time) == 0:
+        own = column_axes(spread)
+        head, own_bias = PartitionSpec(spread.features, own), PartitionSpec(own)
+        head = PartitionSpec(*reversed(head)) if transposed else head
     results: Any = (everywhere, everywhere)
     if summed is not None:
         results = results, (spread.stream, summed, bias, rows)
-    specs = LossArrays(spread.stream, head, bias, rows, tokens, tokens)
+    specs = LossArrays(spread.stream, head, own_bias, rows, tokens, tokens)
     return spread.manual(local, (specs,), results)
 
 
@@ -67,16 +78,23 @@ def column_axes(spread: Spread | None) -> tuple[str, ...]:
     return tuple(filter(None, (spread.axis, *spread.time))) if spread else ()
 
 
+def ranks_of(axes: Sequence[str]) -> int:
+    """The number of ranks of some mesh axes, manual or automatic."""
+    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes)
+
+
 def time_ranks(spread: Spread | None) -> int:
     """The number of ranks that divide a sequence."""
-    return math.prod(map(jax.lax.axis_size, spread.time)) if spread else 1
+    return ranks_of(spread.time) if spread else 1
 
 
-def own_columns(spread: Spread | None, arrays: LossArrays, *, transposed: bool) -> LossArrays:
-    """This rank's columns of the head and the bias, which enter sharded over tensor only; zeros
-    where context does not divide them."""
+def own_columns(
+    spread: Spread | None, arrays: LossArrays, columns: int, *, transposed: bool
+) -> LossArrays:
+    """This rank's columns of the head and the bias, with zeros after them where context does not
+    divide them: they are then sharded over tensor only before."""
     ranks = time_ranks(spread)
-    if ranks == 1:
+    if columns % ranks == 0:
         return arrays
     assert spread is not None
 

@@ -183,17 +183,37 @@ class Zero:
         def one(axes, shard):
             weight = shard.astype(weight_dtype(axes, self.compute_dtype))
             dim = sharded_dim(axes)
+            columns = "loss_vocab" in axes
             over = [
-                *("context",) * (self.gathers and self.sizes["context"] > 1),
+                *("context",) * (self.gathers and self.sizes["context"] > 1 and not columns),
                 *("pipeline",) * ("outer_embed" in axes),
                 *("fsdp",) * (self.gathers and self.sizes["fsdp"] > 1),
             ]
-            if dim is None or not over:
+            if dim is not None and over:
+                weight = jax.lax.all_gather(weight, tuple(over), axis=dim, tiled=True)
+            if not columns:
                 return weight
-            return jax.lax.all_gather(weight, tuple(over), axis=dim, tiled=True)
+            split = axes.index("loss_vocab")
+            return jax.lax.all_to_all(weight, "context", split, dim, tiled=True)
 
         given = ArrayLayout(self.state_rules, blocked=True)
         return self._manually(one, axes, shards, given, ArrayLayout(self.replicated_rules))
+
+    def divide_columns(self, axes: Tree, head: Tree) -> Tree:
+        """The axes with which `gather` gives each rank of context its columns of the head, all of
+        their features; the loss divides the columns so (`ops.loss_over_vocabulary`)."""
+        context = self.sizes["context"]
+        if not self.gathers or context == 1:
+            return axes
+
+        def one(axes, x):
+            columns = x.shape[-1 if axes[-1] == "vocab" else 0]
+            ranks = self.sizes["tensor"] * context
+            if "vocab" not in axes or sharded_dim(axes) is None or columns % ranks:
+                return axes
+            return tuple("loss_vocab" if name == "vocab" else name for name in axes)
+
+        return jax.tree.map(one, axes, head, is_leaf=is_axes)
 
     def gather_part(self, shards: Tree, part: str) -> Tree:
         """`gather` of the parameters outside the layers, or of one layer of a stack."""
