@@ -84,6 +84,8 @@ def spread_lookup(
 
     def local_gradient(indices_BT: jax.Array, dx_BTD: jax.Array) -> jax.Array:
         share = num_rows
+        if rows is not None:
+            dx_BTD = jax.lax.all_gather(dx_BTD, rows, axis=1, tiled=True)
         if scatters:
             # Exchanged before the sum: a rank sums its features of all tokens. The sums of its
             # tokens would be float32 [V, D], the largest array of a step with a long context, and
@@ -92,7 +94,6 @@ def spread_lookup(
             indices_BT = jax.lax.all_gather(indices_BT, together, axis=1, tiled=True)
         if rows is not None:
             share //= jax.lax.axis_size(rows)
-            dx_BTD = jax.lax.all_gather(dx_BTD, rows, axis=1, tiled=True)
             indices_BT, mine_BT1 = own(indices_BT, share, rows)
             dx_BTD = jnp.where(mine_BT1, dx_BTD, 0)
         sums_VD = _sum_uses(share, indices_BT, dx_BTD)
