@@ -4,7 +4,8 @@ python tools/aot_peer.py [--environment DIR] [--fresh]
 
 MaxText has a separate environment, made by `python tools/bench/peers.py --install`, and compiles
 with its `train_compile` and the same libtpu, because from one libtpu to the next the same program
-may need a third less. Our temporaries are those of tools/aot_table.json. XLA's cost analysis counts
+may need a third less. PYTHONPATH=DIR chooses another libtpu than the installed one, for ours and
+MaxText's. Our bytes are those of tools/aot_table.json. XLA's cost analysis counts
 the body of a loop once, so the estimate is of programs with unrolled loops: ours are compiled with
 4 and 6 layers and extrapolated linearly. Results are kept in tools/aot_peer.json.
 """
@@ -16,6 +17,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -30,15 +32,18 @@ ENVIRONMENT = pathlib.Path.home() / ".cache" / "jaxscale" / "peers" / "maxtext"
 BEGIN, END = "<!-- aot peer -->", "<!-- end of aot peer -->"
 MINIMAL = "save:query,key,value,attention_out,mlp_gate,mlp_up"
 NUM_LAYERS, SHALLOW, DEEP = 32, 4, 6
-ESTIMATE = "estimate"
+ESTIMATE, PROCESSOR = "estimate", "processor_seconds"
 
 
 class Case(NamedTuple):
-    """A step of both, with 4 sequences of 4,096 tokens a chip."""
+    """A step of both."""
 
     text: str
     ours: str  # its name in the table
-    settings: str  # MaxText's
+    settings: str  # MaxText's, with `SEQUENCES` unless it sets them
+
+
+SEQUENCES = {"max_target_length": "4096", "per_device_batch_size": "4"}
 
 
 CASES = (
@@ -71,7 +76,58 @@ CASES = (
         "compile_topology=v5p-1024 model_name=llama2-70b remat_policy=full "
         "ici_fsdp_parallelism=128 ici_tensor_parallelism=4 allow_split_physical_axes=true",
     ),
+    Case(
+        "mixtral_8x7b, 64 v5p, fsdp 64, no token dropped",
+        "mixtral_8x7b v5p:4x4x4 4 remat=full expert=1",
+        "compile_topology=v5p-128 model_name=mixtral-8x7b remat_policy=full "
+        "ici_fsdp_parallelism=64",
+    ),
+    Case(
+        "the same, capacity 1.25",
+        "mixtral_8x7b v5p:4x4x4 4 remat=full expert=1 model.capacity_factor=1.25",
+        "compile_topology=v5p-128 model_name=mixtral-8x7b remat_policy=full "
+        "ici_fsdp_parallelism=64 sparse_matmul=false megablox=false capacity_factor=1.25",
+    ),
+    Case(
+        "the same, fsdp 8 x expert 8, no token dropped",
+        "mixtral_8x7b v5p:4x4x4 4 remat=full expert=8",
+        "compile_topology=v5p-128 model_name=mixtral-8x7b remat_policy=full "
+        "ici_fsdp_parallelism=8 ici_expert_parallelism=8 allow_split_physical_axes=true",
+    ),
+    Case(
+        "deepseek_v3, 512 v5p, fsdp 64 x expert 8",
+        "deepseek_v3 v5p:8x8x8 1 remat=full expert=8",
+        "compile_topology=v5p-1024 model_name=deepseek3-671b remat_policy=full "
+        "per_device_batch_size=1 ici_fsdp_parallelism=64 ici_expert_parallelism=8",
+    ),
+    Case(
+        "qwen3_30b_a3b, 64 v5p, fsdp 64",
+        "qwen3_30b_a3b v5p:4x4x4 4 remat=full expert=1",
+        "compile_topology=v5p-128 model_name=qwen3-30b-a3b remat_policy=full "
+        "ici_fsdp_parallelism=64",
+    ),
+    Case(
+        "llama3_8b, 64 v5p, fsdp 8 x context 8, 32,768 tokens",
+        "llama3_8b v5p:4x4x4 0.125 remat=full context=8 data.seq_len=32768",
+        "compile_topology=v5p-128 model_name=llama3.1-8b remat_policy=full "
+        "max_target_length=32768 per_device_batch_size=0.125 ici_fsdp_parallelism=8 "
+        "ici_context_parallelism=8 allow_split_physical_axes=true",
+    ),
+    Case(
+        "the same, 131,072 tokens",
+        "llama3_8b v5p:4x4x4 0.125 remat=full context=8 data.seq_len=131072",
+        "compile_topology=v5p-128 model_name=llama3.1-8b remat_policy=full "
+        "max_target_length=131072 per_device_batch_size=0.125 ici_fsdp_parallelism=8 "
+        "ici_context_parallelism=8 allow_split_physical_axes=true",
+    ),
+    Case(
+        "gemma2_9b, 64 v6e, fsdp 64, 8,192 tokens",
+        "gemma2_9b v6e:8x8 1 remat=full",
+        "compile_topology=v6e-64 model_name=gemma2-9b remat_policy=full "
+        "max_target_length=8192 per_device_batch_size=1 ici_fsdp_parallelism=64",
+    ),
 )
+SIZES = ("argument_bytes", "temp_bytes")
 WRITTEN_OUT = f"{CASES[0].settings} scan_layers=false"
 
 
@@ -95,7 +151,8 @@ def main() -> int:
     kept = kept if kept.get("libtpu") == version else {"libtpu": version}
     for case in CASES:
         if case.settings not in kept:
-            kept[case.settings] = maxtext(options.environment, case.settings)["temp_bytes"]
+            numbers = maxtext(options.environment, case.settings)
+            kept[case.settings] = {name: numbers[name] for name in (*SIZES, PROCESSOR)}
             KEPT.write_text(json.dumps(kept, indent=1) + "\n")
     if ESTIMATE not in kept:
         theirs = maxtext(options.environment, WRITTEN_OUT)["optimal_seconds"]
@@ -105,11 +162,13 @@ def main() -> int:
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     PAGE.write_text(f"{before}{BEGIN}\n{table(compiled, kept)}\n{END}{after}")
-    return int(any(ours > theirs for theirs, ours in pairs(compiled, kept)))
+    sizes, seconds = pairs(compiled, kept)
+    return int(any(ours > theirs for theirs, ours in [*sizes, seconds]))
 
 
 def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
-    """Temporaries in bytes, and XLA's estimate in seconds, of MaxText's step.
+    """Arguments and temporaries in bytes, XLA's estimate in seconds, and the processor seconds of
+    the compilation, of MaxText's step.
 
     Raises:
       RuntimeError: it did not compile; with the end of its output.
@@ -119,6 +178,7 @@ def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
     spec = importlib.util.find_spec("libtpu")
     assert spec, "its version was found"
     assert spec.submodule_search_locations
+    given = SEQUENCES | dict(setting.split("=", 1) for setting in settings.split())
     libtpu = pathlib.Path(spec.submodule_search_locations[0])
     with tempfile.TemporaryDirectory() as folder:
         # Only libtpu is ours: MaxText uses the JAX of its environment.
@@ -129,10 +189,8 @@ def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
             "-m",
             "maxtext.trainers.pre_train.train_compile",
             str(package / "configs" / "base.yml"),
-            *settings.split(),
+            *(f"{name}={value}" for name, value in given.items()),
             "compile_topology_num_slices=1",
-            "max_target_length=4096",
-            "per_device_batch_size=4",
             "enable_checkpointing=false",
             "run_name=peer",
             f"base_output_directory={folder}/out",
@@ -142,15 +200,21 @@ def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
             "JAX_PLATFORMS": "cpu",
             "DECOUPLE_GCLOUD": "TRUE",
         }
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         done = subprocess.run(command, env=surroundings, cwd=folder, capture_output=True, text=True)
+        processor = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     printed = done.stdout + done.stderr
-    memory = re.search(r"[( ]temp_size_in_bytes=(\d+)", printed)
+    arguments, temporaries = (
+        re.search(rf"[( ]{name}_size_in_bytes=(\d+)", printed) for name in ("argument", "temp")
+    )
     seconds = re.search(r"'optimal_seconds': ([\d.e+-]+)", printed)
-    if not memory:
+    if not (arguments and temporaries):
         raise RuntimeError(f"MaxText did not compile {settings}: {printed[-500:]}")
     return {
-        "temp_bytes": float(memory[1]),
+        "argument_bytes": float(arguments[1]),
+        "temp_bytes": float(temporaries[1]),
         "optimal_seconds": float(seconds[1]) if seconds else float("nan"),
+        PROCESSOR: processor,
     }
 
 
@@ -183,22 +247,36 @@ def of_all_layers(shallow: float, deep: float) -> float:
     return shallow + (NUM_LAYERS - SHALLOW) / (DEEP - SHALLOW) * (deep - shallow)
 
 
-def pairs(compiled: Mapping[str, Any], kept: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """MaxText's and our numbers: bytes of each case, and seconds."""
-    sizes = [(kept[case.settings], compiled[case.ours]["temp_bytes"]) for case in CASES]
-    return [*sizes, tuple(kept[ESTIMATE])]
+def pairs(
+    compiled: Mapping[str, Any], kept: Mapping[str, Any]
+) -> tuple[list[tuple[float, float]], tuple[float, float]]:
+    """MaxText's and our numbers: arguments and temporaries of each case, in bytes, and the estimate
+    in seconds."""
+    sizes = [
+        tuple(sum(numbers[name] for name in SIZES) for numbers in both)
+        for both in ((kept[case.settings], compiled[case.ours]) for case in CASES)
+    ]
+    return sizes, tuple(kept[ESTIMATE])
 
 
 def table(compiled: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
     """The comparison in Markdown."""
-    *sizes, seconds = pairs(compiled, kept)
-    rows = [
-        f"| {case.text} | {theirs / 1e9:.2f} | {ours / 1e9:.2f} |"
-        for case, (theirs, ours) in zip(CASES, sizes)
+    sizes, seconds = pairs(compiled, kept)
+    rows = []
+    for case, (theirs, ours) in zip(CASES, sizes):
+        both = kept[case.settings], compiled[case.ours]
+        cells = [" / ".join(f"{numbers[name] / 1e9:.2f}" for numbers in both) for name in SIZES]
+        processor = " / ".join(f"{numbers[PROCESSOR]:.0f}" for numbers in both)
+        rows.append(f"| {case.text} | {' | '.join(cells)} | {ours / theirs:.2f} | {processor} |")
+    estimate = " / ".join(f"{value:.3f}" for value in seconds)
+    head = [
+        "| MaxText / jaxscale | arguments, GB | temporaries, GB | ratio of both "
+        "| compilation, processor s |",
+        "|---|---|---|---|---|",
     ]
-    estimate = " | ".join(f"{value:.3f}" for value in seconds)
-    last = f"| estimate of the first, loops unrolled, s | {estimate} |"
-    return "\n".join(["| temporaries, GB | MaxText | jaxscale |", "|---|---|---|", *rows, last])
+    ratio = seconds[1] / seconds[0]
+    last = f"\nEstimate of the first, loops unrolled: {estimate} s, ratio {ratio:.2f}."
+    return "\n".join([*head, *rows, last])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import argparse
 import importlib.metadata
 import json
 import pathlib
+import resource
 import subprocess
 import sys
 import tempfile
@@ -145,6 +146,14 @@ CASES = (
         "remat=keep:2 pipeline=4 microbatches=16 schedule=1f1b",
         listed=False,
     ),
+    Case("mixtral_8x7b", "v5p:4x4x4", 4, "remat=full expert=1"),
+    Case("mixtral_8x7b", "v5p:4x4x4", 4, "remat=full expert=1 model.capacity_factor=1.25"),
+    Case("mixtral_8x7b", "v5p:4x4x4", 4, "remat=full expert=8"),
+    Case("deepseek_v3", "v5p:8x8x8", 1, "remat=full expert=8"),
+    Case("qwen3_30b_a3b", "v5p:4x4x4", 4, "remat=full expert=1"),
+    Case("llama3_8b", "v5p:4x4x4", 0.125, "remat=full context=8 data.seq_len=32768"),
+    Case("llama3_8b", "v5p:4x4x4", 0.125, "remat=full context=8 data.seq_len=131072"),
+    Case("gemma2_9b", "v6e:8x8", 1, "remat=full"),
 )
 
 
@@ -207,11 +216,14 @@ def compiled(case: Case) -> dict[str, Any]:
             "--skip_memory_check",
             *(f"--config.{key}={value}" for key, value in settings.items()),
         ]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        processor = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
         if not written.exists():
             return {"refusal": (run.stderr.strip().splitlines() or ["no message"])[-1]}
         numbers = json.loads(written.read_text())
     about = {"config": case.model, "global_batch_size": batch, "others": others}
+    about["processor_seconds"] = processor
     if platform_of(case.topology) == "tpu":
         about["libtpu"] = importlib.metadata.version("libtpu")
     return about | {key: numbers[key] for key in numbers if key != "buffers"}

@@ -48,9 +48,9 @@ def _traffic(config: Config, *, of_experts: bool) -> list[ZeroTraffic]:
     compute, reduced = itemsize(model.compute_dtype), itemsize(config.optimizer.reduced_in)
     arrays = [one for one in model_trace(model).parameters if ("experts" in one.axes) == of_experts]
     # A tied head reads the embedding and has a separate gradient of it.
-    tied = [array for array in arrays if model.tied_embeddings and array.name == "tokens"]
+    tied = [(array, 1) for array in arrays if model.tied_embeddings and array.name == "tokens"]
     outer = [(array, 1) for array in arrays if array.part != "layers"]
-    once = outer + [(array, 1) for array in tied]
+    once = outer + tied
     layer = [array for array in arrays if array.part == "layers"]
     stacks = [(array, layers if array.part == "layers" else 1) for array in arrays]
 
@@ -68,19 +68,29 @@ def _traffic(config: Config, *, of_experts: bool) -> list[ZeroTraffic]:
         # If gathered weights are kept, a tied head uses the gathered embedding.
         kept = not zero_stage.gathers_each_pass(stage)
         passes = [(array, 1) for array in layer for _ in range(layers if kept else 2 * layers - 1)]
-        times, read = (1, outer) if kept else (count, once)
+        times, read, head = (1, outer, []) if kept else (count, once, [])
+        if layout.context > 1 and not kept:
+            # The head's columns are divided over context, after the gather.
+            read, head = (outer, tied) if tied else _without_head(outer)
         reduces = count if zero_stage.scatters(stage) else 1
         made, parts = over_embed(visits), layout.context
         whole = over_embed(left, wanted=False)
         rows = [
             ("weights of layers", "all-gather", zero, over_embed(passes), times, compute, 1),
             ("weights of the rest", "all-gather", zero, over_embed(read), times, compute, 1),
+            ("the head's", "all-gather", scattered, head, times, compute, layout.context),
             ("gradients", "reduce-scatter", scattered, made, reduces, reduced, parts),
             ("gradient shards", "all-reduce", ("data",), over_embed(left), 1, reduced, ranks),
             ("whole gradients", "all-reduce", ("data", *scattered), whole, 1, reduced, 1),
         ]
     found = [_collective(layout, *row) for row in rows]
     return [one for one in found if one.axes and one.arrays]
+
+
+def _without_head(outer: list[Sent]) -> tuple[list[Sent], list[Sent]]:
+    """All arrays without the matrix of an untied head, and that."""
+    head = [item for item in outer if item[0].part == "head" and "vocab" in item[0].axes]
+    return [item for item in outer if item not in head], head
 
 
 def _collective(

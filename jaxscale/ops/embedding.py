@@ -58,8 +58,8 @@ def spread_lookup(
       time: the mesh axes that shard the result's T, the slowest first; they divide it.
       axes: every mesh axis that is automatic here.
       features: the mesh axis that shards D in all arrays.
-      scatters: whether the table's gradient is reduce-scattered along D over the other axes of
-        `time`, which divide D, as the optimizer's state is sharded.
+      scatters: whether the table's gradient is sharded along D over the other axes of `time`, which
+        divide D, as the optimizer's state is.
     """
     num_rows, table_dtype = table_VD.shape[0], table_VD.dtype
     together = tuple(axis for axis in time if axis != rows)  # shard the indices
@@ -85,14 +85,19 @@ def spread_lookup(
     def local_gradient(indices_BT: jax.Array, dx_BTD: jax.Array) -> jax.Array:
         share = num_rows
         if rows is not None:
-            share //= jax.lax.axis_size(rows)
             dx_BTD = jax.lax.all_gather(dx_BTD, rows, axis=1, tiled=True)
+        if scatters:
+            # Exchanged before the sum: a rank sums its features of all tokens. The sums of its
+            # tokens would be float32 [V, D], the largest array of a step with a long context, and
+            # the bytes of their reduction as many.
+            dx_BTD = jax.lax.all_to_all(dx_BTD, together, split_axis=2, concat_axis=1, tiled=True)
+            indices_BT = jax.lax.all_gather(indices_BT, together, axis=1, tiled=True)
+        if rows is not None:
+            share //= jax.lax.axis_size(rows)
             indices_BT, mine_BT1 = own(indices_BT, share, rows)
             dx_BTD = jnp.where(mine_BT1, dx_BTD, 0)
         sums_VD = _sum_uses(share, indices_BT, dx_BTD)
-        if scatters:
-            sums_VD = jax.lax.psum_scatter(sums_VD, together, scatter_dimension=1, tiled=True)
-        elif together:
+        if together and not scatters:
             sums_VD = jax.lax.psum(sums_VD, together)
         return sums_VD.astype(table_dtype)
 

@@ -16,14 +16,21 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxscale.ops.loss_over_vocabulary import (
+    Columns,
     LossArrays,
-    first_id,
+    column_axes,
+    columns_of,
+    gather_chunks,
     gather_tokens,
     head_gradient_spec,
     on_ranks,
     over_columns,
-    over_time,
+    own_columns,
+    ranks_of,
+    scatter_chunk,
     scatter_tokens,
+    time_ranks,
+    whole_columns,
 )
 from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.ops.tensor_parallel import Spread
@@ -36,7 +43,7 @@ class LossForm(NamedTuple):
     """The form of the computation, which affects only rounding, speed and memory."""
 
     chunk_tokens: int | None = None
-    """Tokens of a chunk; None is `loss_chunk_tokens`."""
+    """Tokens of a chunk, without tokens of other ranks of context; None is `loss_chunk_tokens`."""
 
     platform: str = ""
     """Of the devices: on GPUs a chunk has at least as many tokens as features; on CPUs targets'
@@ -47,19 +54,15 @@ class LossForm(NamedTuple):
 
     spread: Spread | None = None
     """Sharding of x and the head: x as `spread.stream`, V over `spread.axis`, which divides it, and
-    D over `spread.features`, over which logits are summed. Tokens stay on their rank of
-    `spread.time`, over which the head's gradient is summed once, at the end."""
+    D over `spread.features`, over which logits are summed. The loss divides the columns over
+    `spread.time`, too."""
 
     scatters: bool = False
-    """Whether that sum is reduce-scattered along D, as the optimizer's state is sharded."""
+    """Whether the head's gradient is sharded along D over `spread.time`, as the optimizer's state
+    is; else every rank gets all of its columns."""
 
     unroll: bool = False
     """Whether the loop over chunks is unrolled."""
-
-    @property
-    def ranks(self) -> str | None:
-        """The mesh axis that shards the head's columns."""
-        return self.spread.axis if self.spread else None
 
 
 PLAIN_FORM = LossForm()
@@ -72,6 +75,7 @@ class _Static(NamedTuple):
     transposed: bool
     ids: tuple[int, ...]
     form: LossForm
+    columns: int  # of the head on a rank of tensor
 
 
 def cross_entropy(
@@ -95,10 +99,10 @@ def cross_entropy(
     backward pass only scales them. Matmuls take inputs in the type of `x_BTD` and accumulate in
     float32 or wider, as does the softmax.
 
-    With the head's columns sharded over tensor, each rank computes its logits of every token (arXiv
-    1909.08053, section 3). Per chunk, three numbers of each token are reduced over ranks: maximum,
-    sum and target's logit. The gradient of x is reduce-scattered once, after all chunks, in the
-    type of x as between layers.
+    With the head's columns sharded over tensor or context, each rank computes its logits of every
+    token (arXiv 1909.08053, section 3). Per chunk, three numbers of each token are reduced over
+    ranks: maximum, sum and target's logit. The gradient of x is reduce-scattered in the type of x,
+    as between layers; over tensor once, after all chunks.
 
     Args:
       head: [D, V], or [V, D] when `transposed` (tied embedding). Columns from `vocab_size` on are
@@ -122,7 +126,10 @@ def cross_entropy(
         accumulation_dtype=jnp.promote_types(form.accumulation_dtype, _softmax_dtype(x_BTD)),
         scatters=form.scatters and bool(form.spread and form.spread.time),
     )
-    static = _Static(vocab_size, soft_cap, z_loss, transposed, ids, form)
+    columns = head.shape[0 if transposed else 1]
+    if form.spread and form.spread.axis:
+        columns //= ranks_of([form.spread.axis])
+    static = _Static(vocab_size, soft_cap, z_loss, transposed, ids, form, columns)
     return _loss(static, LossArrays(x_BTD, head, bias_V, rows_KD, targets_BT, weights_BT))
 
 
@@ -197,29 +204,38 @@ def _matmul(contract: str, *operands: Array) -> Array:
 
 
 def _chunk_loss(
-    static: _Static, arrays: LossArrays, x_CD: Array, targets_C: Array, weights_C: Array
+    static: _Static,
+    arrays: LossArrays,
+    own: Columns,
+    x_CD: Array,
+    targets_C: Array,
+    weights_C: Array,
 ):
     """The loss and nll of one chunk, and a function for the gradient of its logits."""
-    form, columns = static.form, arrays.head.shape[0 if static.transposed else 1]
-    first = first_id(form.spread, columns)
+    form = static.form
     added = None if arrays.rows_KD is None else (arrays.rows_KD, static.ids)
     raw_CV = capped_CV = _project(
-        x_CD, arrays.head, arrays.bias_V, static.transposed, added, first, form.spread
+        x_CD, arrays.head, arrays.bias_V, static.transposed, added, own.first, form.spread
     )
     if static.soft_cap:
         capped_CV = static.soft_cap * jnp.tanh(raw_CV / static.soft_cap)
-    ranks = form.ranks
-    ids_V = first + jnp.arange(columns, dtype=targets_C.dtype)
-    is_target_CV = ids_V == targets_C[:, None]
-    padded = columns * (jax.lax.axis_size(ranks) if ranks else 1) > static.vocab_size
-    is_real_V = ids_V < static.vocab_size if padded else None
+    divided = bool(column_axes(form.spread))
+    number_V = jnp.arange(raw_CV.shape[-1], dtype=targets_C.dtype)
+    targets_C -= jnp.asarray(own.first, targets_C.dtype)
+    is_real_V = number_V < own.real if own.real is not None else None
     # The targets' logits are gathered on CPUs, where comparing all columns takes longer than the
     # exponentials. Elsewhere the comparison is fused into a pass over the logits. With sharded
     # columns another rank may have the target's.
-    looks_up = form.platform == "cpu" and not ranks
+    looks_up = form.platform == "cpu" and not divided
+    is_target_CV = number_V == targets_C[:, None]
+    if divided and is_real_V is not None:  # padding has the numbers of another rank's tokens
+        is_target_CV &= is_real_V
     places = jnp.arange(targets_C.size), targets_C
     if _has_kernel(static, raw_CV):
-        log_z_C, target_C = _reduced_by_kernel(static, raw_CV, targets_C)
+        end = raw_CV.shape[-1] if own.real is None else own.real
+        log_z_C, target_C = loss_kernel.log_z_and_target(
+            raw_CV, targets_C.astype(jnp.int32), end, soft_cap=static.soft_cap
+        )
     elif form.platform == "gpu":
         log_z_C, target_C = _reduced_at_once(capped_CV, is_target_CV, is_real_V)
     else:
@@ -266,16 +282,6 @@ def _has_kernel(static: _Static, raw_CV: Array) -> bool:
     )
 
 
-def _reduced_by_kernel(static: _Static, raw_CV: Array, targets_C: Array) -> tuple[Array, Array]:
-    """log Z and the target's logit of each token from one pass over uncapped logits."""
-    columns = raw_CV.shape[-1]
-    first = first_id(static.form.spread, columns)
-    end = jnp.clip(static.vocab_size - first, 0, columns)
-    return loss_kernel.log_z_and_target(
-        raw_CV, (targets_C - first).astype(jnp.int32), end, soft_cap=static.soft_cap
-    )
-
-
 def _reduced_at_once(
     logits_CV: Array, is_target_CV: Array, is_real_V: Array | None
 ) -> tuple[Array, Array]:
@@ -299,11 +305,16 @@ def _reduced_at_once(
     return most_C + jnp.log(total_C), target_C
 
 
-def _chunks(form: LossForm, vocab: int, *arrays_BT: Array) -> list[Array]:
+def _chunks(form: LossForm, columns: int, *arrays_BT: Array) -> list[Array]:
     """[B, T, ...] -> [chunks, C, ...], x first; the last chunk is padded with zeros, weight zero
-    included."""
+    included.
+
+    Args:
+      columns: of the head on this rank, for which a chunk has the tokens of all ranks of context.
+    """
     features = arrays_BT[0].shape[-1] if form.platform == "gpu" else 0
-    most = form.chunk_tokens or int(loss_chunk_tokens(vocab, features))
+    most = int(loss_chunk_tokens(columns, features)) // time_ranks(form.spread)
+    most = form.chunk_tokens or max(most, 1)
     flat = [array.reshape(-1, *array.shape[2:]) for array in arrays_BT]
     size = _chunk_size(flat[0].shape[0], most)
     missing = -flat[0].shape[0] % size
@@ -323,31 +334,44 @@ def _narrow(arrays: LossArrays) -> LossArrays:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(static: _Static, arrays: LossArrays):
     local = functools.partial(_local_loss, static)
-    return on_ranks(static.form.spread, local, transposed=static.transposed)(_narrow(arrays))
+    run = on_ranks(static.form.spread, local, static.columns, transposed=static.transposed)
+    return run(_narrow(arrays))
 
 
 def _local_loss(static: _Static, arrays: LossArrays):
     """The loss and nll on one rank."""
     form, dtype = static.form, _softmax_dtype(arrays.x_BTD)
-    weights_BT = arrays.weights_BT.astype(dtype)
-    vocab = arrays.head.shape[0 if static.transposed else 1]
+    arrays, own, chunks = _on_this_rank(static, arrays)
 
     def step(sums, chunk):
-        loss, nll, _ = _chunk_loss(static, arrays, *chunk)
+        x_CD = gather_chunks(form.spread, chunk[0], axis=0)
+        loss, nll, _ = _chunk_loss(static, arrays, own, x_CD, *chunk[1:])
         return (sums[0] + loss, sums[1] + nll), None
 
     zero = jnp.zeros((), dtype)
+    return jax.lax.scan(step, (zero, zero), chunks, unroll=form.unroll)[0]
+
+
+def _on_this_rank(
+    static: _Static, arrays: LossArrays
+) -> tuple[LossArrays, Columns, tuple[Array, ...]]:
+    """The arrays with this rank's columns, their tokens, and the chunks of x, targets and weights;
+    of x without the tokens of other ranks of context."""
+    form = static.form
+    arrays = own_columns(form.spread, arrays, static.columns, transposed=static.transposed)
+    share = arrays.head.shape[0 if static.transposed else 1]
+    own = columns_of(form.spread, share, static.columns, static.vocab_size)
     x_BTD = gather_tokens(form.spread, arrays.x_BTD)
-    chunks = _chunks(form, vocab, x_BTD, arrays.targets_BT, weights_BT)
-    sums, _ = jax.lax.scan(step, (zero, zero), chunks, unroll=form.unroll)
-    return over_time(form.spread, sums)
+    weights_BT = arrays.weights_BT.astype(_softmax_dtype(x_BTD))
+    x_JCD, *others_JC = _chunks(form, share, x_BTD, arrays.targets_BT, weights_BT)
+    return arrays, own, (x_JCD, *(gather_chunks(form.spread, x, axis=1) for x in others_JC))
 
 
 def _loss_forward(static: _Static, arrays: LossArrays):
     form = static.form
     summed = head_gradient_spec(form.spread, form.scatters)
     local = functools.partial(_local_gradients, static)
-    run = on_ranks(form.spread, local, transposed=static.transposed, summed=summed)
+    run = on_ranks(form.spread, local, static.columns, transposed=static.transposed, summed=summed)
     sums, gradients = run(_narrow(arrays))
     trained = arrays.head, arrays.bias_V, arrays.rows_KD
     # The backward pass needs only the types of these; as residuals the arrays would stay alive.
@@ -357,64 +381,52 @@ def _loss_forward(static: _Static, arrays: LossArrays):
 def _local_gradients(static: _Static, arrays: LossArrays):
     """(loss, nll) and the gradients of x, the head as [D, V], the bias and the rows, on one
     rank."""
-    form, (x_BTD, head, bias_V, rows_KD, targets_BT, weights_BT) = static.form, arrays
+    form, x_BTD = static.form, arrays.x_BTD
+    shape_BT, dtype = arrays.targets_BT.shape, form.accumulation_dtype
+    arrays, own, chunks = _on_this_rank(static, arrays)
+    head, bias_V, rows_KD = arrays.head, arrays.bias_V, arrays.rows_KD
     matmul = functools.partial(jnp.einsum, preferred_element_type=_softmax_dtype(x_BTD))
-    weights_BT = weights_BT.astype(_softmax_dtype(x_BTD))
-    shape_DV = head.shape[::-1] if static.transposed else head.shape
-    x_BTD = gather_tokens(form.spread, x_BTD)
-    x_JCD, targets_JC, weights_JC = _chunks(form, shape_DV[1], x_BTD, targets_BT, weights_BT)
-    # x is transposed once for the head's gradient, [D, C] x [C, V]: XLA:CPU's matmul is two to
-    # three times slower if it contracts the first dimension of its left operand.
-    x_JDC = jnp.swapaxes(x_JCD, 1, 2)
 
     def step(carry, chunk):
-        x_CD, x_DC, targets_C, weights_C = chunk
-        if form.platform == "gpu":
+        x_CD, targets_C, weights_C = chunk
+        x_CD = gather_chunks(form.spread, x_CD, axis=0)
+        x_DC = x_CD.T
+        if form.platform != "tpu":
             # XLA for GPUs may fuse the slice of a larger array into a matmul, whose kernel it then
-            # does not autotune: on an H200 the three matmuls took 15 % longer.
+            # does not autotune: on an H200 the three matmuls took 15 % longer. XLA:CPU's matmul is
+            # two to three times slower if it contracts the first dimension of its left operand.
             x_CD, x_DC = map(jax.lax.optimization_barrier, (x_CD, x_DC))
         loss_sum, nll_sum, grad_head_DV, grad_bias_V, grad_rows_KD = carry
-        loss, nll, logits_gradient = _chunk_loss(static, arrays, x_CD, targets_C, weights_C)
+        loss, nll, logits_gradient = _chunk_loss(static, arrays, own, x_CD, targets_C, weights_C)
         grad_CV = logits_gradient()
         grad_x_CD = matmul("CV,VD->CD" if static.transposed else "CV,DV->CD", grad_CV, head)
         grad_head_DV += matmul("DC,CV->DV", x_DC, grad_CV)
         if bias_V is not None:
             grad_bias_V += jnp.sum(grad_CV.astype(grad_bias_V.dtype), axis=0)
         if rows_KD is not None:
-            first = first_id(form.spread, grad_CV.shape[-1])
-            grad_CK = _matmul("CV,KV->CK", grad_CV, _is_token(static.ids, first, grad_CV))
+            grad_CK = _matmul("CV,KV->CK", grad_CV, _is_token(static.ids, own.first, grad_CV))
             grad_CK = grad_CK.astype(x_CD.dtype)
             grad_x_CD += matmul("CK,KD->CD", grad_CK, rows_KD.astype(x_CD.dtype))
             grad_rows_KD += matmul("CK,CD->KD", grad_CK, x_CD)
         sums = (loss_sum + loss, nll_sum + nll, grad_head_DV, grad_bias_V, grad_rows_KD)
-        return sums, grad_x_CD.astype(x_CD.dtype)
+        return sums, scatter_chunk(form.spread, grad_x_CD.astype(x_CD.dtype))
 
     zero = jnp.zeros((), _softmax_dtype(x_BTD))
-    head_start = jnp.zeros(shape_DV, form.accumulation_dtype)
+    head_start = jnp.zeros(head.shape[::-1] if static.transposed else head.shape, dtype)
     bias_start, rows_start = (
-        None if x is None else jnp.zeros(x.shape, form.accumulation_dtype)
-        for x in (bias_V, rows_KD)
+        None if x is None else jnp.zeros(x.shape, dtype) for x in (bias_V, rows_KD)
     )
     carry, grad_x_JCD = jax.lax.scan(
-        step,
-        (zero, zero, head_start, bias_start, rows_start),
-        (x_JCD, x_JDC, targets_JC, weights_JC),
-        unroll=form.unroll,
+        step, (zero, zero, head_start, bias_start, rows_start), chunks, unroll=form.unroll
     )
     loss, nll, grad_head_DV, grad_bias_V, grad_rows_KD = carry
-    # Sums over ranks follow the loop, so that each is one collective and not one per chunk.
-    if form.scatters:
-        time = form.spread.time if form.spread else ()
-        grad_head_DV = jax.lax.psum_scatter(grad_head_DV, time, scatter_dimension=0, tiled=True)
-    else:
-        grad_head_DV = over_time(form.spread, grad_head_DV)
-    if form.ranks:  # each rank has the contribution of its columns
-        grad_rows_KD = jax.lax.psum(grad_rows_KD, form.ranks)
-    loss, nll, grad_bias_V, grad_rows_KD = over_time(
-        form.spread, (loss, nll, grad_bias_V, grad_rows_KD)
-    )
-    grad_x_ND = grad_x_JCD.reshape(-1, x_BTD.shape[-1])[: targets_BT.size]
-    grad_x_BTD = scatter_tokens(form.spread, grad_x_ND.reshape(x_BTD.shape))
+    grad_head_DV = whole_columns(form.spread, grad_head_DV, static.columns, scatters=form.scatters)
+    if grad_bias_V is not None:
+        grad_bias_V = whole_columns(form.spread, grad_bias_V, static.columns, scatters=False)
+    if axes := column_axes(form.spread):  # each rank has the contribution of its columns
+        grad_rows_KD = jax.lax.psum(grad_rows_KD, axes)
+    grad_x_ND = grad_x_JCD.reshape(-1, x_BTD.shape[-1])[: math.prod(shape_BT)]
+    grad_x_BTD = scatter_tokens(form.spread, grad_x_ND.reshape(*shape_BT, -1))
     return (loss, nll), (grad_x_BTD, grad_head_DV, grad_bias_V, grad_rows_KD)
 
 

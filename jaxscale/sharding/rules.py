@@ -39,6 +39,7 @@ WEIGHTS: Rules = {
     "lora_tokens": (),  # trained rows of a frozen table
     "mlp": ("tensor",),
     "vocab": ("tensor",),
+    "loss_vocab": ("tensor",),  # of the head, whose columns ranks of context divide in the loss
     "positions": (),
     "buckets": (),
     "token_types": (),
@@ -80,6 +81,7 @@ REPLICATED_WEIGHTS: Rules = {
     **WEIGHTS,
     "embed": ("tensor_rows",),
     "outer_embed": ("tensor_rows", "pipeline"),
+    "loss_vocab": ("tensor", "context"),
 }
 """The rules of a tree that a ZeRO stage replicates over fsdp, expert and context, and of weights in
 use."""

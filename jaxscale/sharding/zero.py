@@ -196,13 +196,34 @@ class Zero:
         def one(axes, shard):
             weight = shard.astype(weight_dtype(axes, self.compute_dtype))
             dim = sharded_dim(axes)
-            if dim is None:
+            columns = "loss_vocab" in axes
+            left = (TENSOR_ROWS, "context") if columns else (TENSOR_ROWS,)
+            over = () if dim is None else self._axes_of(axes)[dim]
+            over = tuple(axis for axis in over if axis not in left)
+            weight = jax.lax.all_gather(weight, over, axis=dim, tiled=True) if over else weight
+            if not columns:
                 return weight
-            over = tuple(axis for axis in self._axes_of(axes)[dim] if axis != TENSOR_ROWS)
-            return jax.lax.all_gather(weight, over, axis=dim, tiled=True) if over else weight
+            split = axes.index("loss_vocab")
+            return jax.lax.all_to_all(weight, "context", split, dim, tiled=True)
 
         given = ArrayLayout(self.state_rules, blocked=True)
         return self._manually(one, axes, shards, given, ArrayLayout(self.replicated_rules))
+
+    def divide_columns(self, axes: Tree, head: Tree) -> Tree:
+        """The axes with which `gather` gives each rank of context its columns of the head, all of
+        their features; the loss divides the columns so (`ops.loss_over_vocabulary`)."""
+        context = self.sizes["context"]
+        if not self.gathers or context == 1:
+            return axes
+
+        def one(axes, x):
+            columns = x.shape[-1 if axes[-1] == "vocab" else 0]
+            ranks = self.sizes["tensor"] * context
+            if "vocab" not in axes or sharded_dim(axes) is None or columns % ranks:
+                return axes
+            return tuple("loss_vocab" if name == "vocab" else name for name in axes)
+
+        return jax.tree.map(one, axes, head, is_leaf=is_axes)
 
     def gather_part(self, shards: Tree, part: str) -> Tree:
         """`gather` of the parameters outside the layers, or of one layer of a stack."""

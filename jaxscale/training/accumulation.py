@@ -373,7 +373,8 @@ def _gather_head(model: Model, zero: Zero, params: Tree, embed: Tree) -> Tree:
     if zero.keeps:
         head = zero.gather(params["head"], zero.axes["head"])
         return head_params(model, {"embed": embed, "head": head})
-    return zero.gather(head_params(model, params), head_params(model, zero.axes))
+    at_rest, axes = (head_params(model, tree) for tree in (params, zero.axes))
+    return zero.gather(at_rest, zero.divide_columns(axes, at_rest))
 
 
 def _head_pass(

@@ -105,33 +105,60 @@ def num_params(engine, part=None):
     return sum(leaf.size for leaf in jax.tree.leaves(part or engine.abstract_state.params))
 
 
+def loss_bytes():
+    """Kind of collective -> bytes of the loss, each rank of which has columns of the head: tokens
+    out and their gradients back, targets and weights, and three numbers of a token."""
+    tokens, width = SEQUENCES * SEQ_LEN, compiled(context=4)[0].config.model.d_model
+    stream = 4 * tokens * width
+    return {
+        "all-gather": stream + 2 * 4 * tokens,
+        "reduce-scatter": stream,
+        "all-reduce": 3 * 4 * tokens,
+    }
+
+
+def head_bytes(engine):
+    """Of the head's gradient, which is not summed over ranks."""
+    return 4 * engine.abstract_state.params["head"]["output"].size
+
+
 @pytest.mark.proof
-def test_a_ring_gathers_nothing_and_sums_each_gradient_once():
+def test_a_ring_gathers_no_keys_and_sums_each_gradient_once():
     engine, _ = compiled(context=4)
-    found = context_bytes(context=4)
-    assert set(found) == {"collective-permute", "all-reduce"}
-    assert found["all-reduce"] == pytest.approx(4 * num_params(engine), abs=64)
+    found, loss = context_bytes(context=4), loss_bytes()
+    assert set(found) == {"collective-permute", *loss}
+    head = head_bytes(engine)
+    summed = 4 * num_params(engine) - head
+    assert found["all-reduce"] == pytest.approx(summed + loss["all-reduce"], abs=64)
+    assert found["all-gather"] == pytest.approx(head + loss["all-gather"], abs=64)
+    assert found["reduce-scatter"] == pytest.approx(loss["reduce-scatter"], abs=64)
 
 
 @pytest.mark.proof
 def test_state_is_gathered_once_a_pass():
     """Sharded over context, a layer's weights are gathered for its forward and its backward pass,
-    the last layer's once; embedding and head once. Nothing else is."""
+    the last layer's once; embedding and head once. Nothing else is, except by the loss, and the
+    tokens of whose rows the embedding's gradient is summed."""
     engine, _ = compiled(context=4, zero_stage=3)
     found = context_bytes(context=4, zero_stage=3)
     layers = engine.abstract_state.params["layers"]
     layer = num_params(engine, layers) // engine.config.model.num_layers
-    assert found["all-gather"] == pytest.approx(4 * (num_params(engine) + layer), abs=64)
+    weights, indices = 4 * (num_params(engine) + layer), 4 * SEQUENCES * SEQ_LEN
+    expected = weights + indices + loss_bytes()["all-gather"]
+    assert found["all-gather"] == pytest.approx(expected, abs=64)
 
 
 @pytest.mark.proof
 def test_gathering_gathers_keys_alone():
     """Beside the keys of whole sequences, in the forward pass (and again where it is repeated) and
-    in the backward pass, and the sums of their gradients, only gradients of weights."""
+    in the backward pass, and the sums of their gradients, only gradients of weights, and what the
+    loss exchanges."""
     engine, _ = compiled(context=2, context_method="gather")
-    found = context_bytes(context=2, context_method="gather")
+    found, loss = context_bytes(context=2, context_method="gather"), loss_bytes()
     each = 4 * (2 * 2 * 16 + 1)  # bytes of keys, values and the segment of a token
     keys = SEQUENCES * SEQ_LEN * each
-    assert set(found) == {"all-gather", "reduce-scatter", "all-reduce"}
-    assert found["all-gather"] <= 6 * keys
-    assert found["all-reduce"] == pytest.approx(4 * num_params(engine), abs=64)
+    assert set(found) == set(loss)
+    head = head_bytes(engine)
+    assert found["all-gather"] <= 6 * keys + head + loss["all-gather"]
+    summed = 4 * num_params(engine) - head
+    assert found["all-reduce"] == pytest.approx(summed + loss["all-reduce"], abs=64)

@@ -1,7 +1,8 @@
-"""The benchmark against MaxText: it gets our sizes, and ratios are of neighbouring steps. MaxText
-itself is not run here."""
+"""The benchmark against MaxText and PyTorch: they get our sizes, and ratios are of neighbouring
+steps. Neither is run here."""
 
 import importlib
+import json
 import pathlib
 
 import pytest
@@ -30,6 +31,10 @@ def test_the_peer_is_given_our_model(peers):
     given = peers.maxtext_settings(config, "minimal", "/tmp/out")
     assert {"base_emb_dim=256", "base_num_decoder_layers=8", "vocab_size=32000"} <= set(given)
     assert {"dtype=bfloat16", "per_device_batch_size=8", "remat_policy=minimal"} <= set(given)
+    sizes, option = peers.torch_arguments(config, "torch compiled")
+    found = json.loads(sizes.removeprefix("--sizes="))
+    assert (found["d_model"], found["num_layers"], found["vocab_size"]) == (256, 8, 32_000)
+    assert (found["compute_dtype"], found["batch"], option) == ("bfloat16", 8, "--compile")
 
 
 @pytest.mark.parametrize(
@@ -40,6 +45,8 @@ def test_what_is_not_translated_is_refused(peers, setting, refused):
     config = configs.load("configs/bench_8x256.py", [setting])
     with pytest.raises(ValueError, match=refused):
         peers.maxtext_settings(config, "full", "/tmp/out")
+    with pytest.raises(ValueError, match=refused):
+        peers.torch_arguments(config, "torch eager")
 
 
 def test_ratios_are_of_the_fastest_peer_and_of_neighbouring_steps(peers):

@@ -1,10 +1,12 @@
-"""python tools/bench/peers.py [--install] [--environment DIR] [--dtypes NAME ...] [--json FILE]
+"""python tools/bench/peers.py [--install] [--environments DIR] [--dtypes NAME ...] [--json FILE]
 
-Compares train steps and start-up on a CPU with MaxText's: the same sizes of model and batch, AdamW
-with float32 state, synthetic tokens, no checkpoints. MaxText has a separate environment, made by
-`--install` (2.4 GB), and runs its train command (`peer_maxtext.py`) with each remat policy of
-`--remat`. All subjects of a round run together with interleaved steps, and a ratio is the median
-over neighbouring steps, so that other load on the machine affects all equally.
+Compares train steps and start-up on a CPU with MaxText's and PyTorch's: the same sizes of model and
+batch, AdamW with float32 state, synthetic tokens, no checkpoints. Each peer has a separate
+environment below `--environments`, made by `--install`. MaxText (2.4 GB) runs its train command
+(`peer_maxtext.py`) with each remat policy of `--remat`; PyTorch runs a plain trainer
+(`peer_torch.py`), eager and compiled. All subjects of a round run together with interleaved steps,
+and a ratio is the median over neighbouring steps, so that other load on the machine affects all
+equally.
 """
 
 import argparse
@@ -42,7 +44,10 @@ from jaxscale.config import Config  # noqa: E402
 from jaxscale.config.model import ModelConfig  # noqa: E402
 from jaxscale.training.tracing.traces import model_trace  # noqa: E402
 
-PACKAGE = "maxtext[tpu]==0.2.5"
+PACKAGES = {"maxtext": "maxtext[tpu]==0.2.5", "torch": "torch>=2.13"}
+"""Peer, which is the name of its environment -> what is installed there."""
+TORCH = {"torch eager": [], "torch compiled": ["--compile"]}
+"""Subject -> options of `peer_torch.py`."""
 CONFIG = "configs/bench_8x256.py"
 
 
@@ -50,17 +55,24 @@ def main(argv: Sequence[str]) -> int:
     """Returns 1 if a subject failed."""
     parser = argparse.ArgumentParser(
         prog="python tools/bench/peers.py",
-        description="Compares train steps and start-up with MaxText's.",
+        description="Compares train steps and start-up with MaxText's and PyTorch's.",
         epilog="Any leaf of the config can be set: --config.data.seq_len=256",
     )
     parser.add_argument("--config", metavar="FILE", default=CONFIG)
-    parser.add_argument("--install", action="store_true", help=f"first installs {PACKAGE} in DIR")
     parser.add_argument(
-        "--environment",
+        "--peers", nargs="+", metavar="NAME", choices=PACKAGES, default=list(PACKAGES)
+    )
+    parser.add_argument(
+        "--install",
+        action="store_true",
+        help=f"first installs {' and '.join(PACKAGES.values())} below DIR",
+    )
+    parser.add_argument(
+        "--environments",
         metavar="DIR",
         type=pathlib.Path,
-        default=pathlib.Path.home() / ".cache" / "jaxscale" / "peers" / "maxtext",
-        help="the virtual environment of MaxText",
+        default=pathlib.Path.home() / ".cache" / "jaxscale" / "peers",
+        help="the folder of the peers' virtual environments, maxtext and torch",
     )
     parser.add_argument("--dtypes", nargs="+", metavar="NAME", default=["float32", "bfloat16"])
     parser.add_argument(
@@ -85,17 +97,20 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = command_line.parse(parser, argv)
     with command_line.refusals():
         configs.load(options.config)
-    python = options.environment / "bin" / "python"
-    if options.install:
-        install(options.environment)
-    if not python.exists():
-        parser.error(f"{python} does not exist; --install makes it, or name another --environment")
+    for peer in options.peers:
+        if options.install:
+            install(options.environments / peer, PACKAGES[peer])
+        python = python_of(options.environments / peer)
+        if not python.exists():
+            parser.error(
+                f"{python} does not exist; --install makes it, or name another --environments"
+            )
     failed = False
     for dtype in options.dtypes:
         settings = [*overrides, "layout.data=1", f"model.compute_dtype={dtype}"]
         print(f"\n{options.config}, {dtype}\n{COLUMNS}", flush=True)
         try:
-            records = run_case(python, options, settings)
+            records = run_case(options, settings)
         except (RuntimeError, ValueError) as error:
             print(f"failed: {error}")
             failed = True
@@ -109,19 +124,23 @@ def main(argv: Sequence[str]) -> int:
     return int(failed)
 
 
-def install(environment: pathlib.Path) -> None:
-    """Makes a virtual environment with MaxText."""
+def install(environment: pathlib.Path, package: str) -> None:
+    """Makes a virtual environment with a package."""
     venv.create(environment, with_pip=True)
-    python = str(environment / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "--quiet", PACKAGE], check=True)
+    command = [str(python_of(environment)), "-m", "pip", "install", "--quiet", package]
+    subprocess.run(command, check=True)
 
 
-def run_case(
-    python: pathlib.Path, options: argparse.Namespace, settings: Sequence[str]
-) -> list[dict[str, Any]]:
+def python_of(environment: pathlib.Path) -> pathlib.Path:
+    """The interpreter of a virtual environment."""
+    return environment / "bin" / "python"
+
+
+def run_case(options: argparse.Namespace, settings: Sequence[str]) -> list[dict[str, Any]]:
     """The records of a compute type, ours first."""
     config = configs.load(options.config, settings)
-    names = [OURS, *(f"maxtext {remat}" for remat in options.remat)]
+    of_peer = {"maxtext": [f"maxtext {remat}" for remat in options.remat], "torch": list(TORCH)}
+    names = [OURS, *(name for peer in options.peers for name in of_peer[peer])]
     rounds = []
     for _ in range(options.repeats):
         with contextlib.ExitStack() as stack:
@@ -130,10 +149,16 @@ def run_case(
             for name in names:
                 command, path = command_of(OURS, options.config, settings), str(ROOT)
                 if name != OURS:
-                    given = maxtext_settings(config, name.removeprefix("maxtext "), folder)
-                    program = str(ROOT / "tools/bench/peer_maxtext.py")
+                    peer, _, form = name.partition(" ")
+                    given = (
+                        torch_arguments(config, name)
+                        if peer == "torch"
+                        else maxtext_settings(config, form, folder)
+                    )
+                    program = str(ROOT / f"tools/bench/peer_{peer}.py")
+                    python = str(python_of(options.environments / peer))
                     # Without -P Python would import modules from the program's folder.
-                    command, path = [str(python), "-P", program, *given], ""
+                    command, path = [python, "-P", program, *given], ""
                 subject = Subject(name, command, 1, path)
                 subjects.append(stack.enter_context(contextlib.closing(subject)))
             check_same_model(config, subjects)
@@ -151,11 +176,8 @@ def maxtext_settings(config: Config, remat: str, folder: str) -> list[str]:
     Raises:
       ValueError: a model option or an optimizer without a translation.
     """
+    check_translated(config)
     model, data, optimizer = config.model, config.data, config.optimizer
-    if ModelConfig(**{name: getattr(model, name) for name in SIZES}) != model:
-        raise ValueError(f"peers: of the model only {', '.join(SIZES)} are translated")
-    if optimizer.name != "adamw":
-        raise ValueError(f"peers: optimizer.name = {optimizer.name} is not translated; set adamw")
     given = {
         "run_name": "peer",
         "base_output_directory": folder,
@@ -184,6 +206,40 @@ def maxtext_settings(config: Config, remat: str, folder: str) -> list[str]:
         "gradient_clipping_threshold": optimizer.clip_norm,
     }
     return [f"{name}={value}" for name, value in given.items()]
+
+
+def torch_arguments(config: Config, name: str) -> list[str]:
+    """The arguments of `peer_torch.py` for our config.
+
+    Raises:
+      ValueError: as `maxtext_settings`.
+    """
+    check_translated(config)
+    model, data, optimizer = config.model, config.data, config.optimizer
+    given = {name: getattr(model, name) for name in SIZES} | {
+        "vocab_size": model.padded_vocab_size,
+        "seq_len": data.seq_len,
+        "batch": data.global_batch_size,
+        "learning_rate": optimizer.learning_rate,
+        "b1": optimizer.b1,
+        "b2": optimizer.b2,
+        "weight_decay": optimizer.weight_decay,
+        "clip_norm": optimizer.clip_norm,
+    }
+    return [f"--sizes={json.dumps(given)}", *TORCH[name]]
+
+
+def check_translated(config: Config) -> None:
+    """Checks that the peers have the model and the optimizer.
+
+    Raises:
+      ValueError: a model option or an optimizer without a translation.
+    """
+    model, optimizer = config.model, config.optimizer
+    if ModelConfig(**{name: getattr(model, name) for name in SIZES}) != model:
+        raise ValueError(f"peers: of the model only {', '.join(SIZES)} are translated")
+    if optimizer.name != "adamw":
+        raise ValueError(f"peers: optimizer.name = {optimizer.name} is not translated; set adamw")
 
 
 def check_same_model(config: Config, subjects: Sequence[Subject]) -> None:

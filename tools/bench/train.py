@@ -260,7 +260,7 @@ def run_case(
 
 
 COLUMNS = (
-    f"{'subject':11} {'tokens/s':>9} {'s/step':>7} {'CPU s':>7} {'start s':>8} {'compile':>8} "
+    f"{'subject':14} {'tokens/s':>9} {'s/step':>7} {'CPU s':>7} {'start s':>8} {'compile':>8} "
     f"{'resident':>9} {'compiled':>9} {'device':>9}  speed"
 )
 
@@ -268,8 +268,9 @@ COLUMNS = (
 def row(record: dict[str, Any]) -> str:
     """A record as a line of the table."""
     if "error" in record:
-        return f"{record['subject']:11} failed: {record['error'].strip().splitlines()[-1]}"
-    compiled_bytes = record["argument_bytes"] + record["temp_bytes"]
+        return f"{record['subject']:14} failed: {record['error'].strip().splitlines()[-1]}"
+    # PyTorch does not say what a step needs.
+    compiled_bytes = record.get("argument_bytes", 0) + record.get("temp_bytes", 0)
     sizes = (record["peak_resident_bytes"], compiled_bytes, record["peak_device_bytes"])
     speed = ""
     if "mfu" in record:
@@ -280,7 +281,7 @@ def row(record: dict[str, Any]) -> str:
             f"({record['cpu_ratio']:.2f} by CPU time)"
         )
     return (
-        f"{record['subject']:11} {record['tokens_per_second']:9,.0f} {record['step_seconds']:7.3f} "
+        f"{record['subject']:14} {record['tokens_per_second']:9,.0f} {record['step_seconds']:7.3f} "
         f"{record['step_cpu_seconds']:7.2f} {record['start_seconds']:8.1f} "
         f"{record['phases']['compile']:8.1f} "
         + " ".join(f"{size / 1e9:6.2f} GB" if size else f"{'-':>9}" for size in sizes)

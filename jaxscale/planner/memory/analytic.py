@@ -188,11 +188,12 @@ def _head(
     norm."""
     logits = 1.5 if transients.in_place else transients.logits  # float32 arrays
     features = shape.d_model if transients.in_place else 0
-    vocab = shape.vocab / np.asarray(parallelism.tensor)
-    chunks = np.ceil(step.tokens / loss_chunk_tokens(vocab, features))
+    context = np.asarray(parallelism.context)
+    vocab = np.ceil(shape.vocab / (np.asarray(parallelism.tensor) * context))
+    chunks = np.ceil(step.tokens / np.maximum(loss_chunk_tokens(vocab, features) // context, 1))
     streams = 5 * parallelism.tensor + np.where(step.group > 1, 2 * step.group, 0)
-    matrices = (WIDE + step.gathers * NARROW + (step.group > 1) * WIDE) * step.head
-    each = logits * WIDE * step.tokens * vocab
+    matrices = (WIDE / context + step.gathers * NARROW + (step.group > 1) * WIDE) * step.head
+    each = logits * WIDE * step.tokens * context * vocab
     return each / chunks + matrices + streams * step.stream
 
 

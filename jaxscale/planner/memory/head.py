@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.planner.memory.layer_loop import LayerLoop, stream_bytes
 from jaxscale.planner.memory.transients import Transients
@@ -12,14 +14,16 @@ from jaxscale.training.tracing.traces import model_trace
 def head_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """Logits of a chunk, the output matrix with its gradient, and the stream."""
     layout = loop.layout
-    vocab = model_trace(loop.model).vocab_rows // layout.tensor_columns
+    # Ranks of context divide the columns, for the tokens of all of them.
+    vocab = -(-model_trace(loop.model).vocab_rows // (layout.tensor_columns * layout.context))
     matrix = loop.parameters.head_elements()
-    gradient = loop.trained.head_elements()
+    gradient = loop.trained.head_elements() // layout.context
     features = loop.width if transients.in_place else 0  # as in `training.kernels` on a GPU
-    chunks = -(-loop.tokens // loss_chunk_tokens(vocab, features))
-    logits = loop.tokens * vocab // chunks
+    each = loss_chunk_tokens(vocab, features) // layout.context
+    chunks = -(-loop.tokens // np.maximum(each, 1))
+    logits = loop.tokens * layout.context * vocab // chunks
     together = loop.group > 1
-    # Input, normalised, transposed, and its gradient; gathered over tensor.
+    # Input, normalised, and its gradient; gathered over tensor.
     stream = 5 * loop.compute * loop.tokens * loop.width // layout.tensor_rows
     stream = stream + select(together, 2 * loop.group * stream_bytes(loop))
     group_sum = select(together, loop.accumulated * gradient)

@@ -182,10 +182,14 @@ class LayerLoop:
         return self.trained.elements(self.part)
 
     @property
+    def context_shards(self) -> Ints:
+        """Ranks of context over which gradients are sharded before the step reduces them."""
+        return select(zero_stage.shards_state(self.layout.zero_stage), self.layout.context, 1)
+
+    @property
     def unreduced(self) -> Ints:
         """Elements of a layer's gradient, which the compiler reduces over context."""
-        shards = zero_stage.shards_state(self.layout.zero_stage)
-        return self.gradients // select(shards, self.layout.context, 1)
+        return self.gradients // self.context_shards
 
     def saved(self, remat: str, *, piped: bool = False) -> StackSaved:
         """Values that a layer saves under a policy; in a pipeline whose table recomputes passes,

@@ -274,8 +274,8 @@ def _outer_gradients(loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients of head and embedding; with several passes over the layers both are among the
     accumulators. `late` ones are live whole, before reduction."""
     head = loop.accumulated * loop.trained.head_elements(loop.scatters)
-    whole = loop.accumulated * loop.trained.head_elements()
-    embed = loop.trained.elements("embed")
+    whole = loop.accumulated * (loop.trained.head_elements() // loop.context_shards)
+    embed = loop.trained.elements("embed") // loop.context_shards
     if not transients.late:
         return select(loop.single, head + max(loop.compute, 4) * embed)
     # On a TPU, whose loop carries gradients, the head's are reduced earlier.
