@@ -5,6 +5,7 @@ They run inside the `shard_map` in which pipeline, data and fsdp are manual.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -130,21 +131,30 @@ def evaluation_kernels(kernels: Kernels) -> Kernels:
     return dataclasses.replace(kernels, dispatch=everything)
 
 
-def attention_name(layout: Layout, model: ModelSettings, data: DataConfig, platform: str) -> str:
+def attention_name(
+    layout: Layout, model: ModelSettings, data: DataConfig, platform: str, generation: str = ""
+) -> str:
     """The attention implementation of a run.
+
+    Args:
+      generation: of the device, by `device_generation`.
 
     Raises:
       ValueError: the implementation that is set cannot honour the settings.
     """
     check_spread_attention(layout, model.attention)
     spread = spreads_attention(layout)
+    # An encoder-decoder has queries and keys of both lengths: blocks have to divide either.
+    seq_len = math.gcd(data.seq_len, data.target_len)
     return choose(
         model.attention,
         platform,
         dtype=model.compute_dtype,
         head_dim=model.head_dim,
         # With ring or gather a kernel attends to one pair of chunks (`context_chunks.py`).
-        seq_len=data.seq_len // (2 * layout.context if spread else 1),
+        seq_len=seq_len // (2 * layout.context if spread else 1),
+        value_dim=model.value_dim,
+        generation=generation,
         uses=model.attention_uses,
         causal=model.causal,
         one_document=data.one_document,
@@ -167,11 +177,15 @@ def check_matmul_device(matmul_dtype: str, device: Any) -> None:
     """
     if not matmul_dtype or device.platform == "cpu":
         return
+    check_matmul_units(matmul_dtype, device_generation(device), device.device_kind)
+
+
+def device_generation(device: Any) -> str:
+    """The target of a device's kernels, as in `hardware.csv`."""
     chip = find_chip(device.device_kind)
     # A GPU missing from hardware.csv is known by its compute capability.
     capability = str(getattr(device, "compute_capability", "")).replace(".", "")
-    generation = chip.generation if chip else f"sm{capability}"
-    check_matmul_units(matmul_dtype, generation, device.device_kind)
+    return chip.generation if chip else f"sm{capability}"
 
 
 def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable[..., jax.Array]:

@@ -69,6 +69,7 @@ class ModelSettings:
     capacity_factor = 0.0
     dense_layers = 0
     kv_rank = 0
+    value_dim = 0  # features of a head's values; 0 is head_dim
     dropped_token = -1  # the id whose embedding is zero
 
     def __post_init__(self) -> None:

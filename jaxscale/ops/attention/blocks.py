@@ -94,7 +94,7 @@ def block_size(q_BTNH: Array) -> int:
     return next(sizes, 64)
 
 
-def start(q: Array, sinks_N: Array | None = None) -> Softmax:
+def start(q: Array, value_dim: int, sinks_N: Array | None = None) -> Softmax:
     """The softmax before any key, with sinks if given; `q` as in `Queries`, or one block of it."""
     wide, rows = _wide(q), q.shape[:-1]
     if sinks_N is None:
@@ -102,7 +102,7 @@ def start(q: Array, sinks_N: Array | None = None) -> Softmax:
     else:
         high = jnp.broadcast_to(sinks_N.astype(wide).reshape(*rows[-3:-1], 1), rows)
         total = jnp.ones(rows, wide)
-    return Softmax(jnp.zeros(q.shape, wide), high, total)
+    return Softmax(jnp.zeros((*rows, value_dim), wide), high, total)
 
 
 def attend(
@@ -279,10 +279,8 @@ def gradients(
             sums = Sums(grad_q_IBKGtH.at[i].add(grad_q_BKGtH), grad_bias_bN)
             return sums, grad_k_BKsH, grad_v_BKsH
 
-        zero_BKsH = jnp.zeros(k_BKsH.shape, wide)
-        sums, grad_k_BKsH, grad_v_BKsH = jax.lax.fori_loop(
-            begin, end, query_block, (sums, zero_BKsH, zero_BKsH)
-        )
+        zeros = (jnp.zeros(x.shape, wide) for x in (k_BKsH, v_BKsH))
+        sums, grad_k_BKsH, grad_v_BKsH = jax.lax.fori_loop(begin, end, query_block, (sums, *zeros))
         return sums, (grad_k_BKsH.astype(dtype), grad_v_BKsH.astype(dtype))
 
     visible_IJ = visible(queries.segments, keys.segments, offset=offset, scoring=scoring)

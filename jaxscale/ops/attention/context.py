@@ -63,7 +63,8 @@ def _forward(static: _Static, given: AttentionArrays) -> tuple[Array, Array]:
         more = blocks.attend(*seen, offset=offset, scoring=static.scoring)
         return put(softmax, more, h), sums
 
-    softmax, _ = visit_pairs(static.chunks, keys, visit, blocks.start(queries.q, given.sinks_N), ())
+    start = blocks.start(queries.q, given.v_BSKH.shape[-1], given.sinks_N)
+    softmax, _ = visit_pairs(static.chunks, keys, visit, start, ())
     out_hIBKGtH, log_z_hIBKGt = blocks.finish_softmax(
         softmax, given.q_BTNH.dtype, blind=given.segments_BS is not None
     )

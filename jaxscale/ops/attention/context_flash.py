@@ -19,20 +19,16 @@ from jaxscale.ops.attention import flash
 from jaxscale.ops.attention.blocks import AttentionArrays, Scoring
 from jaxscale.ops.attention.context_chunks import Chunks, halves, visit_pairs
 from jaxscale.ops.attention.flash_kernels import HIDDEN, Settings
-from jaxscale.ops.attention.platform_kernels import flash_block
 
 
 def context_flash(
     *arrays: Any, axis: str, method: str, scoring: Scoring, interpret: bool = False
 ) -> Array:
-    """`context.context_attention`, without cross attention and bias."""
+    """`context.context_attention`."""
     given = AttentionArrays(*arrays).widened()
-    assert given.segments_BS is given.bias_bN is None, "refused by `attention.check`"
-    chunk = given.q_BTNH.shape[1] // 2
-    block = flash_block(chunk, given.q_BTNH.shape[3])
-    settings = Settings(scoring, block, interpret, of_pair=True)
-    static = _Static(Chunks(axis, method, scoring.causal, chunk), settings)
-    return _attention(static, *given[:4], given.sinks_N)
+    chunks = Chunks(axis, method, scoring.causal, given.q_BTNH.shape[1] // 2)
+    settings = flash.flash_settings(given, scoring, interpret, chunks=2)
+    return _attention(_Static(chunks, settings), given)
 
 
 class _Static(NamedTuple):
@@ -48,84 +44,75 @@ class _Keys(NamedTuple):
     segments: Array
 
 
+def _keys(given: AttentionArrays) -> _Keys:
+    segments_BS = given.segments_BT if given.segments_BS is None else given.segments_BS
+    return _Keys(*map(halves, (given.k_BSKH, given.v_BSKH, segments_BS)))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, *given: Array | None) -> Array:
-    return _forward_rule(static, *given)[0]
+def _attention(static: _Static, given: AttentionArrays) -> Array:
+    return _forward_rule(static, given)[0]
 
 
-def _forward_rule(static: _Static, q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N):
-    q_hBTNH, segments_hBT = halves(q_BTNH), halves(segments_BT)
-    wide = flash.wide_type(q_BTNH)
+def _forward_rule(static: _Static, given: AttentionArrays):
+    q_hBTNH, segments_hBT = halves(given.q_BTNH), halves(given.segments_BT)
+    wide = flash.wide_type(q_hBTNH)
     numbers_hBNT = (*q_hBTNH.shape[:2], q_hBTNH.shape[3], q_hBTNH.shape[2])
     none = jnp.full(numbers_hBNT, HIDDEN, wide)
     # A sink acts as a key with value zero, before the others.
-    log_z_hBNT = none if sinks_N is None else jnp.broadcast_to(sinks_N[:, None], none.shape)
+    log_z_hBNT = none if given.sinks_N is None else none.at[:].set(given.sinks_N[:, None])
 
     def visit(carry, sums, keys, h, c, offset):
-        out_BTNH, log_z_BNT = at(carry, h)
-        k_BSKH, v_BSKH, segments_BS = at(keys, c)
-        more_BTNH, more_BNT = flash.flash_output(
-            static.settings,
-            at(q_hBTNH, h),
-            k_BSKH,
-            v_BSKH,
-            at(segments_hBT, h),
-            segments_BS,
-            offset=offset,
-            out_dtype=wide,
+        out_BTNV, log_z_BNT = at(carry, h)
+        k_BSKH, v_BSKV, segments_BS = at(keys, c)
+        pair = AttentionArrays(at(q_hBTNH, h), k_BSKH, v_BSKV, at(segments_hBT, h), segments_BS)
+        pair = pair._replace(bias_bN=given.bias_bN)
+        more_BTNV, more_BNT = flash.flash_output(
+            static.settings, pair, offset=offset, out_dtype=wide
         )
         new_BNT = jnp.logaddexp(log_z_BNT, more_BNT)
         old_share, share = (
             jnp.swapaxes(jnp.exp(part_BNT - new_BNT), 1, 2)[..., None]
             for part_BNT in (log_z_BNT, more_BNT)
         )
-        return put(carry, (out_BTNH * old_share + more_BTNH * share, new_BNT), h), sums
+        return put(carry, (out_BTNV * old_share + more_BTNV * share, new_BNT), h), sums
 
-    keys = _Keys(*map(halves, (k_BSKH, v_BSKH, segments_BT)))
-    start = jnp.zeros(q_hBTNH.shape, wide), log_z_hBNT
-    (out_hBTNH, log_z_hBNT), _ = visit_pairs(static.chunks, keys, visit, start, ())
-    out_BTNH = jnp.concatenate(list(out_hBTNH.astype(q_BTNH.dtype)), axis=1)
-    out_BTNH, log_z_hBNT = checkpoint_name((out_BTNH, log_z_hBNT), "attention")
-    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, out_BTNH, log_z_hBNT)
+    start = jnp.zeros((*q_hBTNH.shape[:-1], given.v_BSKH.shape[-1]), wide), log_z_hBNT
+    (out_hBTNV, log_z_hBNT), _ = visit_pairs(static.chunks, _keys(given), visit, start, ())
+    out_BTNV = jnp.concatenate(list(out_hBTNV.astype(q_hBTNH.dtype)), axis=1)
+    out_BTNV, log_z_hBNT = checkpoint_name((out_BTNV, log_z_hBNT), "attention")
+    return out_BTNV, (given, out_BTNV, log_z_hBNT)
 
 
-def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
-    q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, out_BTNH, log_z_hBNT = residuals
+def _backward_rule(static: _Static, residuals, grad_BTNV: Array):
+    given, out_BTNV, log_z_hBNT = residuals
     wide = log_z_hBNT.dtype
-    grad_hBTNH = halves(grad_BTNH)
-    inner_hBNT = jax.vmap(flash.flash_inner)(halves(out_BTNH), grad_hBTNH)
-    queries = (halves(q_BTNH), halves(segments_BT), grad_hBTNH, log_z_hBNT, inner_hBNT)
+    grad_hBTNV = halves(grad_BTNV)
+    inner_hBNT = jax.vmap(flash.flash_inner)(halves(out_BTNV), grad_hBTNV)
+    queries = (halves(given.q_BTNH), halves(given.segments_BT), grad_hBTNV, log_z_hBNT, inner_hBNT)
 
-    def visit(grads_hBTNH, key_sums, keys, h, c, offset):
-        q_BTNH, segments_BT, *others = at(queries, h)
-        k_BSKH, v_BSKH, segments_BS = at(keys, c)
-        more_BTNH, *key_more = flash.flash_gradients(
-            static.settings,
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            segments_BT,
-            segments_BS,
-            *others,
-            offset=offset,
-            out_dtype=wide,
-        )
-        grads_hBTNH = put(grads_hBTNH, at(grads_hBTNH, h) + more_BTNH, h)
-        return grads_hBTNH, put(key_sums, add(at(key_sums, c), tuple(key_more)), c)
+    def visit(sums, key_sums, keys, h, c, offset):
+        (grads_hBTNH, bias_bN), (q_BTNH, segments_BT, *others) = sums, at(queries, h)
+        k_BSKH, v_BSKV, segments_BS = at(keys, c)
+        pair = AttentionArrays(q_BTNH, k_BSKH, v_BSKV, segments_BT, segments_BS, given.bias_bN)
+        more = flash.flash_gradients(static.settings, pair, *others, offset=offset, out_dtype=wide)
+        grads_hBTNH = put(grads_hBTNH, at(grads_hBTNH, h) + more.q_BTNH, h)
+        bias_bN = None if bias_bN is None else bias_bN + more.bias_bN
+        key_more = more.k_BSKH, more.v_BSKH
+        return (grads_hBTNH, bias_bN), put(key_sums, add(at(key_sums, c), key_more), c)
 
-    keys = _Keys(*map(halves, (k_BSKH, v_BSKH, segments_BT)))
+    keys = _keys(given)
     zeros = tuple(jnp.zeros(x.shape, wide) for x in (keys.k, keys.v))
-    start = jnp.zeros(grad_hBTNH.shape, wide)
-    grad_q_hBTNH, key_grads = visit_pairs(static.chunks, keys, visit, start, zeros)
+    start = jnp.zeros(queries[0].shape, wide), jax.tree.map(jnp.zeros_like, given.bias_bN)
+    (grad_q_hBTNH, bias_bN), key_grads = visit_pairs(static.chunks, keys, visit, start, zeros)
     grads = (
         jnp.concatenate(list(grad), axis=1).astype(x.dtype)
-        for grad, x in zip((grad_q_hBTNH, *key_grads), (q_BTNH, k_BSKH, v_BSKH))
+        for grad, x in zip((grad_q_hBTNH, *key_grads), given)
     )
-    sinks = None
-    if sinks_N is not None:
-        both = (jnp.concatenate(list(x), axis=2) for x in (log_z_hBNT, inner_hBNT))
-        sinks = flash.flash_sink_gradient(sinks_N, *both)
-    return (*grads, None, sinks)
+    both = (jnp.concatenate(list(x), axis=2) for x in (log_z_hBNT, inner_hBNT))
+    sinks_N = flash.flash_sink_gradient(given.sinks_N, *both)
+    no_gradient: Any = None  # of segments
+    return (AttentionArrays(*grads, no_gradient, bias_bN=bias_bN, sinks_N=sinks_N),)
 
 
 _attention.defvjp(_forward_rule, _backward_rule)
