@@ -16,9 +16,14 @@ from jaxscale.compiled.hlo import Instruction, Program
 UNKNOWN_CYCLES = 2.0**60
 """The compiler writes 2**63 - 1 for unknown cycles."""
 
-ATTENTION_MATMULS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
-FLASH_MATMULS = {"flash_forward": 2, "flash_query_gradients": 3, "flash_key_gradients": 4}
-"""Pallas kernel without declared FLOPs (on TPUs, on GPUs) -> its matmuls of queries and keys."""
+ATTENTION_MATMULS = {"splash_mha_fwd": (1, 1), "splash_mha_dq": (2, 1), "splash_mha_dkv": (2, 2)}
+FLASH_MATMULS = {
+    "flash_forward": (1, 1),
+    "flash_query_gradients": (2, 1),
+    "flash_key_gradients": (2, 2),
+}
+"""Pallas kernel without declared FLOPs (on TPUs, on GPUs) -> its matmuls of all queries and keys:
+as wide as a head's queries, and as its values."""
 
 RAGGED_DOT = 'ragged_dot_tiling="'
 """An attribute of all XLA kernels of `ragged_dot` on TPUs. Their names are the compiler's, and the
@@ -184,15 +189,17 @@ def _kernel_flops(instruction: Instruction, named: Mapping[str, Instruction]) ->
     if target.startswith("__cudnn$fmha") or found or splash:
         # Integer tables of the mask precede the operands; some kernels also have vectors.
         arrays = [hlo.arrays(named[name].shape)[0] for name in instruction.operands]
-        query, key = [dims for dtype, dims in arrays if "f" in dtype and len(dims) > 2][:2]
+        query, key, value = [dims for dtype, dims in arrays if "f" in dtype and len(dims) > 2][:3]
         if found:  # [batch, time, heads, head_dim]
-            matmuls, keys = FLASH_MATMULS[found[1]] * (0.5 + 0.5 * bool(found[2])), key[1]
+            matmuls, share, keys = FLASH_MATMULS[found[1]], 0.5 + 0.5 * bool(found[2]), key[1]
         elif splash:  # [..., heads, time, head_dim]; causal
-            matmuls, keys = ATTENTION_MATMULS[splash] * 0.5, key[-2]
+            matmuls, share, keys = ATTENTION_MATMULS[splash], 0.5, key[-2]
         else:  # [batch, heads, time, head_dim] or [batch, time, heads, head_dim]
-            matmuls = (2 + 3 * ("Backward" in target)) / (1 + ("CAUSAL" in instruction.rest))
+            matmuls = (3, 2) if "Backward" in target else (1, 1)
+            share = 1 / (1 + ("CAUSAL" in instruction.rest))
             keys = max(key[1:3])  # there are more keys than heads
-        return matmuls * 2.0 * math.prod(query) * keys
+        features = matmuls[0] * query[-1] + matmuls[1] * value[-1]
+        return share * 2.0 * math.prod(query[:-1]) * keys * features
     declared = instruction.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
     return float(declared) if declared else None
 

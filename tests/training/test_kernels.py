@@ -117,9 +117,11 @@ def test_attention_says_how_keys_arrive():
         ("llama32_1b", ["data.objective=causal_across_documents", "layout.context=2"], "flash"),
         ("llama32_1b", ["model.attention=cudnn"], "cudnn"),
         ("llama32_1b", ["model.compute_dtype=float32"], "blockwise"),
-        ("llama32_1b", ["model.head_dim=96"], "cudnn"),
+        ("llama32_1b", ["model.head_dim=96"], "flash"),
         ("bert_base", [], "cudnn"),
-        ("mt5_base", [], "blockwise"),
+        ("mt5_base", [], "flash"),
+        ("mt5_base", ["data.target_len=40"], "blockwise"),
+        ("deepseek_v3", [], "flash"),
     ],
 )
 def test_attention_on_gpus_goes_by_what_documents_hide(base, settings, kernel):

@@ -122,10 +122,18 @@ def test_heads_that_do_not_divide_are_refused():
 
 
 @pytest.mark.proof
-def test_the_kernels_for_gpus_are_the_reference():
-    """Chunks of three blocks; a document may end in any."""
-    case = {"sinks": 1, "sliding_window": 50, "soft_cap": 0.7}
-    assert_close(*parity(case, spread(2, "ring", flash=True), time=192), 1e-12)
+@pytest.mark.parametrize(
+    ("method", "time", "case"),
+    [
+        ("ring", 192, {"sinks": 1, "sliding_window": 50, "soft_cap": 0.7}),
+        ("gather", 64, {"buckets": 8, "max_distance": 25, "value_dim": 16}),
+        ("ring", 64, {"causal": False, "key_time": 128}),
+    ],
+    ids=["sinks, window, capped", "bias, wide values", "cross"],
+)
+def test_the_kernels_for_gpus_are_the_reference(method, time, case):
+    """Chunks of several blocks; a document may end in any."""
+    assert_close(*parity(case, spread(2, method, flash=True), time=time), 1e-12)
 
 
 @pytest.mark.proof
