@@ -5,6 +5,7 @@ They run inside the `shard_map` in which pipeline, data and fsdp are manual.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +37,8 @@ from jaxscale.sharding.resolve import automatic_axes, constrain
 from jaxscale.sharding.rules import ACTIVATIONS, WEIGHTS, Rules, spreads_attention
 from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec, manually
 
-with epy.lazy_imports():  # half a second, and only a GPU needs it
-    from jaxscale.ops.attention import context_flash
+with epy.lazy_imports():  # half a second each, and only a GPU or a TPU needs it
+    from jaxscale.ops.attention import context_flash, splash
 
 ATTENTION_SCOPE = "attention_kernel"
 """The named scope of attention from queries, keys and values to the heads' outputs."""
@@ -143,8 +144,9 @@ def attention_name(layout: Layout, model: ModelSettings, data: DataConfig, platf
         platform,
         dtype=model.compute_dtype,
         head_dim=model.head_dim,
-        # With ring or gather a kernel attends to one pair of chunks (`context_chunks.py`).
-        seq_len=data.seq_len // (2 * layout.context if spread else 1),
+        # With ring or gather a kernel attends to chunks (`context_chunks.py`). An encoder-decoder
+        # has sequences of two lengths.
+        seq_len=math.gcd(data.seq_len, data.target_len) // (2 * layout.context if spread else 1),
         uses=model.attention_uses,
         causal=model.causal,
         one_document=data.one_document,
@@ -189,8 +191,7 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
         given = AttentionArrays(*arrays)
         scoring = score_settings(*given[:2], given.segments_BS, given.bias_bN, **settings)
         if spreads_attention(layout):
-            flash = implementation == "flash"
-            kernel = context_flash.context_flash if flash else context_attention
+            kernel = _context_kernel(implementation)
             local = functools.partial(
                 kernel, axis="context", method=layout.context_method, scoring=scoring
             )
@@ -208,6 +209,15 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
             return _manual(layout, local, specs, queries)(*given)
 
     return attend
+
+
+def _context_kernel(implementation: str) -> Callable[..., jax.Array]:
+    match implementation:
+        case "flash":
+            return context_flash.context_flash
+        case "splash":
+            return splash.splash_attention
+    return context_attention
 
 
 def _manual(layout: Layout, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
