@@ -37,8 +37,8 @@ from jaxscale.sharding.resolve import automatic_axes, constrain
 from jaxscale.sharding.rules import ACTIVATIONS, WEIGHTS, Rules, spreads_attention
 from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec, manually
 
-with epy.lazy_imports():  # half a second, and only a GPU needs it
-    from jaxscale.ops.attention import context_flash
+with epy.lazy_imports():  # half a second each, and only a GPU or a TPU needs it
+    from jaxscale.ops.attention import flash, splash
 
 ATTENTION_SCOPE = "attention_kernel"
 """The named scope of attention from queries, keys and values to the heads' outputs."""
@@ -144,15 +144,14 @@ def attention_name(
     """
     check_spread_attention(layout, model.attention)
     spread = spreads_attention(layout)
-    # An encoder-decoder has queries and keys of both lengths: blocks have to divide either.
-    seq_len = math.gcd(data.seq_len, data.target_len)
     return choose(
         model.attention,
         platform,
         dtype=model.compute_dtype,
         head_dim=model.head_dim,
-        # With ring or gather a kernel attends to one pair of chunks (`context_chunks.py`).
-        seq_len=seq_len // (2 * layout.context if spread else 1),
+        # With ring or gather a kernel attends to chunks (`context_chunks.py`). An encoder-decoder
+        # has sequences of two lengths.
+        seq_len=math.gcd(data.seq_len, data.target_len) // (2 * layout.context if spread else 1),
         value_dim=model.value_dim,
         generation=generation,
         uses=model.attention_uses,
@@ -203,8 +202,7 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
         given = AttentionArrays(*arrays)
         scoring = score_settings(*given[:2], given.segments_BS, given.bias_bN, **settings)
         if spreads_attention(layout):
-            flash = implementation == "flash"
-            kernel = context_flash.context_flash if flash else context_attention
+            kernel = _context_kernel(implementation)
             local = functools.partial(
                 kernel, axis="context", method=layout.context_method, scoring=scoring
             )
@@ -222,6 +220,15 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
             return _manual(layout, local, specs, queries)(*given)
 
     return attend
+
+
+def _context_kernel(implementation: str) -> Callable[..., jax.Array]:
+    match implementation:
+        case "flash":
+            return flash.flash_attention
+        case "splash":
+            return splash.splash_attention
+    return context_attention
 
 
 def _manual(layout: Layout, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:

@@ -10,7 +10,7 @@ from jaxscale.choices import check_at_least, check_choice
 DTYPES = ("float64", "float32", "bfloat16")
 MATMUL_DTYPES = ("", "float8", "int8")
 ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "flash", "splash")
-SPREAD_ATTENTIONS = ("blockwise", "flash")
+SPREAD_ATTENTIONS = ("blockwise", "flash", "splash")
 """Kernels that support sequences sharded over several ranks; "auto" selects one."""
 
 

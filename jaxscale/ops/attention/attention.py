@@ -21,9 +21,10 @@ from jaxscale.ops.attention import platform_kernels
 from jaxscale.ops.attention.blocks import AttentionArrays, Scoring, in_reach
 from jaxscale.ops.attention.blockwise import blockwise_attention
 from jaxscale.ops.attention.relative_bias import relative_buckets
+from jaxscale.ops.sizes import LANES
 
-with epy.lazy_imports():  # half a second, and only a GPU needs it
-    from jaxscale.ops.attention import flash
+with epy.lazy_imports():  # half a second each, and only a GPU or a TPU needs it
+    from jaxscale.ops.attention import flash, splash
 
 PLATFORM_KERNELS = {"gpu": ("cudnn", "flash"), "tpu": ("splash",)}
 """Platform -> its kernels: "auto" selects the first that honours the run's settings, or
@@ -95,6 +96,9 @@ def attention(
         case "flash":
             return flash.flash_attention(*given, scoring=scoring)
         case "splash":
+            # JAX's kernel for what it has: its speed is known.
+            if any(x is not None for x in given[4:]) or q_BTNH.shape[1] % LANES:
+                return splash.splash_attention(*given, scoring=scoring)
             return platform_kernels.splash(q_BTNH, k_BSKH, v_BSKH, mask_BT, scoring)
         case "blockwise":
             return blockwise_attention(*given, scoring=scoring)
@@ -250,7 +254,7 @@ LACKS = {
     "blockwise": (),
     "cudnn": ("soft_cap", "bias", "cross", "sinks"),
     "flash": (),
-    "splash": ("bias", "cross", "sinks"),
+    "splash": (),
 }
 """Implementation -> the features of `USES` that it lacks."""
 

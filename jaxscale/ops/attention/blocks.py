@@ -20,6 +20,9 @@ from jaxscale.ops.array_stack import at
 from jaxscale.ops.attention import relative_bias
 from jaxscale.ops.sizes import BLOCK_SCORES
 
+HIDDEN = -1e30
+"""The score of a hidden key in a kernel: its exponential is zero relative to any other's."""
+
 
 class Scoring(NamedTuple):
     """Scoring and visibility of keys: settings of a layer, fixed at compile time.
@@ -50,9 +53,14 @@ class AttentionArrays(NamedTuple):
     bias_bN: Array | None = None  # the table of T5's relative position bias (`relative_bias.py`)
     sinks_N: Array | None = None  # one logit per head in the softmax's denominator, without a value
 
+    @property
+    def wide(self) -> jnp.dtype:
+        """The type of scores and sums: float32 or wider."""
+        return _wide(self.q_BTNH)
+
     def widened(self) -> "AttentionArrays":
         """Casts bias and sinks to the type of the scores, in which their gradients are summed."""
-        bias_bN, sinks_N = (None if x is None else x.astype(_wide(self.q_BTNH)) for x in self[5:])
+        bias_bN, sinks_N = (None if x is None else x.astype(self.wide) for x in self[5:])
         return self._replace(bias_bN=bias_bN, sinks_N=sinks_N)
 
 
@@ -368,7 +376,18 @@ def visible(
     """Whether any query of block i may see a key of block j, [I, J]; may be true in excess."""
     block = segments_JBs.shape[-1]
     i, j = jnp.arange(len(segments_IBt))[:, None], jnp.arange(len(segments_JBs))
-    distance_IJ = offset + (i - j) * block
+    return visible_at(offset + (i - j) * block, segments_IBt, segments_JBs, scoring)
+
+
+def visible_at(
+    distance_IJ: Array, segments_IBt: Array, segments_JBs: Array, scoring: Scoring
+) -> Array:
+    """`visible` for blocks anywhere in a sequence.
+
+    Args:
+      distance_IJ: position of a block's first query minus that of a block's first key.
+    """
+    block = segments_JBs.shape[-1]
     visible_IJ = distance_IJ > -block if scoring.causal else jnp.bool(True)
     if scoring.window:
         visible_IJ &= distance_IJ - block + 1 < scoring.window

@@ -21,100 +21,64 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 from jaxscale.ops.attention import flash_kernels, relative_bias
 from jaxscale.ops.attention.blocks import AttentionArrays, Scoring, visible, visible_ranges
+from jaxscale.ops.attention.context_chunks import Chunks, Starts
 from jaxscale.ops.attention.flash_kernels import FlashArrays, Settings
+from jaxscale.ops.attention.kernel_attention import AttentionKernel, attend_with_kernel
 from jaxscale.ops.attention.platform_kernels import flash_block, flash_width
 
 
-def flash_attention(*arrays: Any, scoring: Scoring, interpret: bool = False) -> Array:
-    """Attention within segments, [B, T, N, V]; arguments as in `attention.attention`.
+def flash_attention(
+    *arrays: Any, scoring: Scoring, axis: str = "", method: str = "", interpret: bool = False
+) -> Array:
+    """`attention.attention`, [B, T, N, V], or `context.context_attention` over `axis`.
 
     Its residuals are its arguments, the output and one number per query and head; the last two have
     the checkpoint name "attention". On several devices call it inside a `shard_map` over all mesh
     axes.
+
+    Args:
+      arrays: the fields of `AttentionArrays`.
+      axis, method: as in `context_attention`; "" for whole sequences. Each pair of chunks is one
+        kernel call.
     """
     given = AttentionArrays(*arrays).widened()
-    return _attention(flash_settings(given, scoring, interpret), given)
-
-
-def flash_settings(
-    given: AttentionArrays, scoring: Scoring, interpret: bool, *, chunks: int = 1
-) -> Settings:
-    """The kernels' settings for sequences of which they see one of `chunks` at a time."""
-    head_dim, value_dim = given.k_BSKH.shape[-1], given.v_BSKH.shape[-1]
-    time = math.gcd(given.q_BTNH.shape[1] // chunks, given.k_BSKH.shape[1] // chunks)
-    block = flash_block(time, head_dim)
-    return Settings(scoring, block, head_dim, value_dim, interpret, of_pair=chunks > 1)
-
-
-def wide_type(q_BTNH: Array) -> jnp.dtype:
-    """The type of scores and sums: float32 or wider."""
-    return jnp.promote_types(q_BTNH.dtype, jnp.float32)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings: Settings, given: AttentionArrays) -> Array:
-    return _forward_rule(settings, given)[0]
-
-
-def _forward_rule(settings: Settings, given: AttentionArrays):
-    out_BTNV, log_z_BNT = checkpoint_name(flash_output(settings, given), "attention")
-    return out_BTNV, (given, out_BTNV, log_z_BNT)
-
-
-def _backward_rule(settings: Settings, residuals, grad_BTNV: Array):
-    given, out_BTNV, log_z_BNT = residuals
-    inner_BNT = flash_inner(out_BTNV, grad_BTNV)
-    grads = flash_gradients(settings, given, grad_BTNV, log_z_BNT, inner_BNT)
-    return (grads._replace(sinks_N=flash_sink_gradient(given.sinks_N, log_z_BNT, inner_BNT)),)
-
-
-_attention.defvjp(_forward_rule, _backward_rule)
-
-
-def flash_inner(out_BTNV: Array, grad_BTNV: Array) -> Array:
-    """The inner product of each query's output and its gradient, [B, N, T]."""
-    wide = wide_type(out_BTNV)
-    return jnp.einsum("BTNV,BTNV->BNT", out_BTNV.astype(wide), grad_BTNV.astype(wide))
-
-
-def flash_sink_gradient(sinks_N: Array | None, log_z_BNT: Array, inner_BNT: Array) -> Array | None:
-    """The gradient of the sinks, [N]: a sink acts as a key with value zero."""
-    if sinks_N is None:
-        return None
-    return -jnp.sum(jnp.exp(sinks_N[:, None] - log_z_BNT) * inner_BNT, axis=(0, 2))
+    lengths = [x.shape[1] // (2 if axis else 1) for x in given[:2]]
+    sizes = [x.shape[3] for x in given[1:3]]
+    block = flash_block(math.gcd(*lengths), sizes[0])
+    settings = Settings(scoring, block, *sizes, interpret, of_pair=bool(axis))
+    chunks = Chunks(axis, method, scoring.causal, *lengths) if axis else None
+    return attend_with_kernel(
+        AttentionKernel(flash_output, flash_gradients, settings), chunks, given
+    )
 
 
 def flash_output(
     settings: Settings,
     given: AttentionArrays,
-    *,
-    offset: Array | int = 0,
+    starts: Starts,
     out_dtype: DTypeLike | None = None,
 ) -> tuple[Array, Array]:
     """The output, and log(sum(exp(score))), [B, N, T] in float32 or wider; for a query without
-    visible keys they are zero and `flash_kernels.HIDDEN`.
+    visible keys they are zero and `blocks.HIDDEN`.
 
     Args:
-      given: widened.
-      offset: position of the first query minus that of the first key.
       out_dtype: of the output; None is that of the queries.
     """
     batch, time, heads, _ = given.q_BTNH.shape
-    arrays, seen_BIJ = _arrays(settings, given, offset)
+    arrays, seen_BIJ = _arrays(settings, given, starts.offset)
     arrays = arrays._replace(
         ranges=_ranges(seen_BIJ), sinks_N=given.sinks_N, biases_NL=_biases(settings, given)
     )
     specs, (_, outputs, numbers) = _specs_of_queries(settings, arrays)
     shapes = [
         ((batch, time, heads, settings.value_dim), out_dtype or given.q_BTNH.dtype),
-        ((batch, heads, time), wide_type(given.q_BTNH)),
+        ((batch, heads, time), given.wide),
     ]
     return _call(
         flash_kernels.flash_forward,
@@ -128,24 +92,21 @@ def flash_output(
 def flash_gradients(
     settings: Settings,
     given: AttentionArrays,
+    starts: Starts,
     grad_BTNV: Array,
     log_z_BNT: Array,
     inner_BNT: Array,
-    *,
-    offset: Array | int = 0,
     out_dtype: DTypeLike | None = None,
-) -> AttentionArrays:
-    """The gradients of queries, keys, values and biases; None for the others.
+) -> tuple[Array, Array, Array, Array | None]:
+    """The gradients of queries, keys, values and the table of a bias.
 
     Args:
-      given: widened.
       grad_BTNV: of the output.
       log_z_BNT: over all keys of the queries, of which these may be a part.
       inner_BNT: sum(output * grad) over V, with the output of all keys.
-      offset: as in `flash_output`.
-      out_dtype: of the gradients except the biases'; None is that of the queries.
+      out_dtype: of the first three gradients; None is that of the queries.
     """
-    arrays, seen_BIJ = _arrays(settings, given, offset)
+    arrays, seen_BIJ = _arrays(settings, given, starts.offset)
     arrays = arrays._replace(
         biases_NL=_biases(settings, given),
         grad=grad_BTNV,
@@ -154,9 +115,7 @@ def flash_gradients(
     )
     out_dtype = out_dtype or given.q_BTNH.dtype
     grad_q_BTNH, bias_bN = _query_gradients(settings, given, arrays, seen_BIJ, out_dtype)
-    grad_k_BSKH, grad_v_BSKV = _key_gradients(settings, arrays, seen_BIJ, out_dtype)
-    no_gradient: Any = None  # of segments
-    return AttentionArrays(grad_q_BTNH, grad_k_BSKH, grad_v_BSKV, no_gradient, bias_bN=bias_bN)
+    return grad_q_BTNH, *_key_gradients(settings, arrays, seen_BIJ, out_dtype), bias_bN
 
 
 def _query_gradients(
@@ -226,9 +185,7 @@ def _key_gradients(
     return _call(flash_kernels.flash_key_gradients, settings, grid, (specs, arrays), results)
 
 
-def _arrays(
-    settings: Settings, given: AttentionArrays, offset: Array | int
-) -> tuple[FlashArrays, Array]:
+def _arrays(settings: Settings, given: AttentionArrays, offset: Array) -> tuple[FlashArrays, Array]:
     """What all kernels read, without ranges; and whether any query of block i may see a key of
     block j, [B, I, J]."""
     segments_BS = given.segments_BT if given.segments_BS is None else given.segments_BS
@@ -237,10 +194,9 @@ def _arrays(
         blocks = (x.reshape(-1, 1, settings.block) for x in (segments_T, segments_S))
         return visible(*blocks, offset=offset, scoring=settings.scoring)
 
-    offset_1 = jnp.asarray(offset, jnp.int32).reshape(1)
-    tokens = (*given[:3], given.segments_BT, segments_BS)
+    tokens = (*given[:4], segments_BS)
     seen_BIJ = jax.vmap(of_row)(given.segments_BT, segments_BS)
-    return FlashArrays(None, offset_1, *tokens), seen_BIJ
+    return FlashArrays(None, offset.astype(jnp.int32).reshape(1), *tokens), seen_BIJ
 
 
 def _biases(settings: Settings, given: AttentionArrays) -> Array | None:

@@ -14,10 +14,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxscale.ops.attention.blocks import Scoring, in_reach
-
-HIDDEN = -1e30
-"""The score of a hidden key: its exponential is zero relative to any other's."""
+from jaxscale.ops.attention.blocks import HIDDEN, Scoring, in_reach
 
 
 class Settings(NamedTuple):

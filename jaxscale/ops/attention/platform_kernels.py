@@ -31,6 +31,11 @@ FLASH_ELEMENTS = 64 * 128
 """The maximum number of elements of a block of queries."""
 
 
+SPLASH_BLOCKS = (512, 384, 256, LANES, 64, 32, 16)
+"""Candidates for the queries (and keys) of a block on TPUs; JAX's kernel takes multiples of `LANES`
+only."""
+
+
 def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT: Array | None, scoring: Scoring) -> Array:
     """cuDNN's flash attention; with causality, blocks above the diagonal are skipped.
 
@@ -139,7 +144,7 @@ def splash(
         mask = splash_attention.LocalMask((time, time), (before, after), offset=0)
     else:
         mask = splash_attention.FullMask((time, time))
-    block = next(size for size in (512, 384, 256, LANES) if time % size == 0)
+    block = splash_block(time)
     kernel = splash_attention.make_splash_mha_single_device(
         splash_attention.MultiHeadMask([mask] * num_heads),
         block_sizes=splash_attention.BlockSizes(
@@ -218,13 +223,13 @@ def flash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
             "change either"
         )
     if not flash_block(seq_len, head_dim):
-        least = FLASH_BLOCKS[-1]
-        return (
-            f"needs data.seq_len and data.target_len to be multiples of {least} (of {2 * least} x "
-            f"layout.context if that is above 1), and would attend to a multiple of {seq_len} "
-            "tokens at a time; change either"
-        )
+        return _indivisible(FLASH_BLOCKS[-1], seq_len)
     return ""
+
+
+def splash_block(time: int) -> int:
+    """Queries (and keys) of a block of splash attention; 0 if none divides the sequence."""
+    return next((size for size in SPLASH_BLOCKS if time % size == 0), 0)
 
 
 def splash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
@@ -236,6 +241,14 @@ def splash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
             f"computes in bfloat16 or float32 and model.compute_dtype = {dtype.name!r}; "
             "change either"
         )
-    if seq_len % LANES:
-        return f"needs data.seq_len to be a multiple of {LANES}, and it is {seq_len}; change either"
+    if not splash_block(seq_len):
+        return _indivisible(SPLASH_BLOCKS[-1], seq_len)
     return ""
+
+
+def _indivisible(least: int, time: int) -> str:
+    return (
+        f"needs data.seq_len (and data.target_len) to be a multiple of {least} (of {2 * least} x "
+        f"layout.context if that is above 1), and would attend to {time} tokens at a time; change "
+        "either"
+    )

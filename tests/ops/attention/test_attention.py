@@ -601,7 +601,7 @@ def test_auto_on_gpus_is_cudnn_where_documents_hide_no_earlier_token(no_packing)
         ("flash", "cpu", {}, "needs an NVIDIA GPU and the platform is cpu"),
         ("flash", "gpu", {"dtype": "float32"}, "model.compute_dtype = 'float32'"),
         ("flash", "gpu", {"head_dim": 264}, "model.head_dim to be at most 256, and it is 264"),
-        ("flash", "gpu", {"seq_len": 40}, "multiples of 16 .* to a multiple of 40 tokens"),
+        ("flash", "gpu", {"seq_len": 40}, "a multiple of 16 .* to 40 tokens"),
         (
             "cudnn",
             "gpu",

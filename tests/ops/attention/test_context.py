@@ -14,7 +14,7 @@ from jaxscale.ops.attention import blocks
 from jaxscale.ops.attention.attention import attention, score_settings
 from jaxscale.ops.attention.context import context_attention
 from jaxscale.ops.attention.context_chunks import balanced_order
-from jaxscale.ops.attention.context_flash import context_flash
+from jaxscale.ops.attention.flash import flash_attention
 from jaxscale.ops.attention.ulysses import ulysses_attention
 from tests.ops.attention.test_attention import (
     arguments,
@@ -30,11 +30,11 @@ ULYSSES = "ulysses"
 
 
 def spread(ranks, method, *, block=None, flash=False):
-    """`context_attention`, or the kernels of `context_flash` on a CPU, as a function of whole
+    """`context_attention`, or the kernels of `flash` on a CPU, as a function of whole
     sequences in their own order."""
     kernel = functools.partial(context_attention, block=block, method=method)
     if flash:
-        kernel = functools.partial(context_flash, interpret=True, method=method)
+        kernel = functools.partial(flash_attention, interpret=True, method=method)
     mesh = jax.make_mesh(
         (ranks,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
     )
