@@ -48,11 +48,11 @@ def flash_attention(
         kernel call.
     """
     given = AttentionArrays(*arrays).widened()
-    lengths = [x.shape[1] // (2 if axis else 1) for x in given[:2]]
-    sizes = [x.shape[3] for x in given[1:3]]
-    block = flash_block(math.gcd(*lengths), sizes[0])
-    settings = Settings(scoring, block, *sizes, interpret, of_pair=bool(axis))
-    chunks = Chunks(axis, method, scoring.causal, *lengths) if axis else None
+    queries, keys = (x.shape[1] // (2 if axis else 1) for x in given[:2])
+    head_dim, value_dim = (x.shape[3] for x in given[1:3])
+    block = flash_block(math.gcd(queries, keys), head_dim)
+    settings = Settings(scoring, block, head_dim, value_dim, interpret, of_pair=bool(axis))
+    chunks = Chunks(axis, method, scoring.causal, queries, keys) if axis else None
     return attend_with_kernel(
         AttentionKernel(flash_output, flash_gradients, settings), chunks, given
     )
@@ -129,25 +129,24 @@ def _query_gradients(
     batch, time, heads, _ = arrays.q.shape
     num_blocks = time // settings.block
     arrays = arrays._replace(ranges=_ranges(seen_BIJ))
-    shapes = [(arrays.q.shape, out_dtype)]
-    order = width = None
-    if given.bias_bN is not None:
-        order, first = relative_bias.in_order(len(given.bias_bN), **settings.scoring.bucketing)
-        arrays = arrays._replace(buckets_L=jnp.asarray(relative_bias.bucket_line(first)))
-        width = flash_width(len(order))
-        shapes.append(((batch, heads, num_blocks, width), arrays.log_z_BNT.dtype))
-    specs, (queries, _, _) = _specs_of_queries(settings, arrays)
-    sums = pl.BlockSpec((None, None, None, width), lambda i, n, b: (b, n, i, 0))
-    grad_q_BTNH, *sums_BNIp = _call(
-        flash_kernels.flash_query_gradients,
-        settings,
-        (num_blocks, heads, batch),
-        (specs, arrays),
-        ([queries, sums][: len(shapes)], shapes),
+    call = functools.partial(
+        _call, flash_kernels.flash_query_gradients, settings, (num_blocks, heads, batch)
     )
     if given.bias_bN is None:
+        specs, (queries, _, _) = _specs_of_queries(settings, arrays)
+        (grad_q_BTNH,) = call((specs, arrays), ([queries], [(arrays.q.shape, out_dtype)]))
         return grad_q_BTNH, None
-    sums_pN = jnp.sum(sums_BNIp[0], axis=(0, 2)).T
+    order, first = relative_bias.in_order(len(given.bias_bN), **settings.scoring.bucketing)
+    arrays = arrays._replace(buckets_L=jnp.asarray(relative_bias.bucket_line(first)))
+    specs, (queries, _, _) = _specs_of_queries(settings, arrays)
+    width = flash_width(len(order))
+    sums = pl.BlockSpec((None, None, None, width), lambda i, n, b: (b, n, i, 0))
+    shapes = [
+        (arrays.q.shape, out_dtype),
+        ((batch, heads, num_blocks, width), arrays.log_z_BNT.dtype),
+    ]
+    grad_q_BTNH, sums_BNIp = call((specs, arrays), ([queries, sums], shapes))
+    sums_pN = jnp.sum(sums_BNIp, axis=(0, 2)).T
     return grad_q_BTNH, jnp.zeros_like(given.bias_bN).at[order].set(sums_pN[: len(order)])
 
 

@@ -57,7 +57,7 @@ def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT: Array | None, scoring: Scoring) -
         window = (scoring.window - 1, 0)  # keys before and after the query's position
     if v_BSKH.shape[-1] != k_BSKH.shape[-1]:
         # The public function (jax 0.12) refuses values of another size than the keys'.
-        return dot_product_attention(
+        out_BTNV = dot_product_attention(
             q_BTNH,
             k_BSKH,
             v_BSKH,
@@ -66,6 +66,7 @@ def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT: Array | None, scoring: Scoring) -
             mask_type=MaskType.CAUSAL if scoring.causal else MaskType.NO_MASK,
             sliding_window_length=scoring.window if window else None,
         )
+        return cast(Array, out_BTNV)
     return jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,

@@ -457,8 +457,9 @@ def on_cpu(monkeypatch):
 
 @pytest.fixture
 def cudnn_anywhere(monkeypatch):
-    """Lets cuDNN's attention be lowered on a machine that does not have the library."""
+    """Lets cuDNN's attention be lowered on a machine that has neither the library nor a GPU."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91500)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
 
 
 @pytest.mark.usefixtures("cudnn_anywhere")
@@ -550,6 +551,19 @@ def test_cudnn_lowers_to_its_kernels_and_keeps_no_mask():
     for program, kernel in ((causal, "CAUSAL"), (both_ways, "NO_MASK")):
         assert f'"mask_type": "{kernel}"' in program
     assert '"fmha_scale": 1.5' in both_ways
+
+
+@pytest.mark.usefixtures("cudnn_anywhere")
+def test_cudnn_pads_no_values_that_are_narrower_than_keys():
+    args = jax.eval_shape(
+        lambda: arguments(128, 2, 2, dtype=jnp.bfloat16, head_dim=192, value_dim=128)
+    )
+    run = functools.partial(attention, implementation="cudnn", one_document=True, scale=0.1)
+    text = with_gradients(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    for kernel in ("fmhaSoftmax(", "fmhaSoftmaxBackward("):
+        assert text.count(f"@__cudnn${kernel}") == 1
+    assert "stablehlo.pad" not in text
+    assert jax.eval_shape(run, *args).shape == (2, 128, 2, 128)
 
 
 def test_auto_is_the_platforms_kernel_where_it_honours_the_settings():
