@@ -105,7 +105,7 @@ def test_attention_says_how_keys_arrive():
     config = make_config(LLAMA, {})
     assert attention_text(config.layout, attention_of(config, "cpu")) == "blockwise"
     config = make_config(LLAMA, {"context": 2, "context_method": "gather"})
-    assert attention_text(config.layout, attention_of(config, "tpu")) == "blockwise, by gather"
+    assert attention_text(config.layout, attention_of(config, "cpu")) == "blockwise, by gather"
 
 
 @pytest.mark.parametrize(
@@ -130,14 +130,14 @@ def test_attention_on_gpus_goes_by_what_documents_hide(base, settings, kernel):
 
 def test_whole_sequences_have_any_kernel():
     config = make_config(LLAMA | {"head_dim": 128}, {"context": 2, "context_method": "ulysses"})
-    kernel = {"attention": "splash", "compute_dtype": "bfloat16"}
+    kernel = {"attention": "cudnn", "compute_dtype": "bfloat16"}
     model = dataclasses.replace(config.model, **kernel)
     data = dataclasses.replace(config.data, seq_len=256)
     config = dataclasses.replace(config, model=model, data=data)
-    assert attention_of(config, "tpu") == "splash"
+    assert attention_of(config, "gpu") == "cudnn"
     layout = dataclasses.replace(config.layout, context_method="ring")
     with pytest.raises(ValueError, match=r"or layout.context_method = 'ulysses'"):
-        attention_of(dataclasses.replace(config, layout=layout), "tpu")
+        attention_of(dataclasses.replace(config, layout=layout), "gpu")
 
 
 @pytest.mark.proof(

@@ -25,6 +25,9 @@ FIRST, LAST, MASKED, OPEN = 1, 2, 4, 8
 """Flags of a visit: the first and last of its result's block; some keys are hidden, or none. A
 visit with neither of the latter computes nothing."""
 
+NN, NT = ((1,), (0,)), ((1,), (1,))
+"""The contracted dimensions of a matmul, and of one with the second operand transposed."""
+
 SUBLANES = 8
 """Rows of a TPU's vector register."""
 
@@ -189,7 +192,7 @@ def _on_visit(visit: Array, attend: Any) -> None:
 def _scores(settings: SplashSettings, given: SplashArrays, wide: Any) -> tuple[Array, Array | None]:
     """Scores [s, t], and the tanh that caps them."""
     scoring, tanh_st = settings.scoring, None
-    scores_st = _dot(given.k[...], given.q[...].T, wide)
+    scores_st = _dot(given.k[...], given.q[...], wide, NT)
     if scoring.scale != 1:
         scores_st = scores_st * scoring.scale
     if scoring.soft_cap:
@@ -211,7 +214,7 @@ def _score_gradients(
         # After the exponential: for a row without visible keys log_z is HIDDEN, and exp(score -
         # HIDDEN) is infinite.
         p_st = jnp.where(_mask(settings, given, visit, by_keys), p_st, 0)
-    grad_p_st = _dot(given.v[...], given.grad[...].T, wide)
+    grad_p_st = _dot(given.v[...], given.grad[...], wide, NT)
     grad_score_st = p_st * (grad_p_st - given.inner[...])
     grad_st = grad_score_st if tanh_st is None else grad_score_st * (1 - tanh_st * tanh_st)
     return p_st, grad_st if scoring.scale == 1 else grad_st * scoring.scale, grad_score_st
@@ -256,5 +259,5 @@ def _sum_diagonals(block_st: Array, width: int) -> Array:
     return rows[:1]
 
 
-def _dot(x: Array, y: Array, wide: Any) -> Array:
-    return jnp.dot(x, y, preferred_element_type=wide)
+def _dot(x: Array, y: Array, wide: Any, contracted: tuple = NN) -> Array:
+    return jax.lax.dot_general(x, y, (contracted, ((), ())), preferred_element_type=wide)

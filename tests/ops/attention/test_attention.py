@@ -578,13 +578,13 @@ def test_auto_is_the_platforms_kernel_where_it_honours_the_settings():
     assert choose("auto", "gpu", **{**settings, "head_dim": 192}) == "flash"
     assert choose("auto", "gpu", **{**settings, "head_dim": 288}) == "blockwise"
     assert choose("auto", "gpu", **settings, spread=True) == "flash"
-    assert choose("auto", "tpu", **settings, spread=True) == "blockwise"
+    assert choose("auto", "tpu", **settings, spread=True) == "splash"
     assert choose("auto", "tpu", **{**settings, "seq_len": 100}) == "blockwise"
     assert choose("reference", "tpu", **settings) == "reference"
     assert choose("auto", "gpu", **settings, uses=["soft_cap", "sinks"]) == "flash"
     assert choose("auto", "gpu", **settings, uses=["bias", "cross"]) == "flash"
     assert choose("auto", "tpu", **settings, uses=["soft_cap"]) == "splash"
-    assert choose("auto", "tpu", **settings, uses=["soft_cap", "cross"]) == "blockwise"
+    assert choose("auto", "tpu", **settings, uses=["soft_cap", "cross", "bias"]) == "splash"
     assert choose("blockwise", "tpu", **settings, uses=["bias", "cross"]) == "blockwise"
 
 
@@ -610,7 +610,7 @@ def test_auto_on_gpus_is_cudnn_where_documents_hide_no_earlier_token(no_packing)
         ("cudnn", "gpu", {"seq_len": 33}, "data.seq_len, and it is 33"),
         ("splash", "gpu", {}, "needs a TPU and the platform is gpu"),
         ("splash", "tpu", {"dtype": "float64"}, "model.compute_dtype = 'float64'"),
-        ("splash", "tpu", {"seq_len": 200}, "data.seq_len .* multiple of 128, and it is 200"),
+        ("splash", "tpu", {"seq_len": 200}, "a multiple of 16 .* to 200 tokens"),
         ("triton", "gpu", {}, "model.attention = 'triton' is not known"),
         ("flash", "cpu", {}, "needs an NVIDIA GPU and the platform is cpu"),
         ("flash", "gpu", {"dtype": "float32"}, "model.compute_dtype = 'float32'"),
@@ -629,7 +629,7 @@ def test_auto_on_gpus_is_cudnn_where_documents_hide_no_earlier_token(no_packing)
             "no soft cap .* reference, blockwise, flash, splash",
         ),
         ("cudnn", "gpu", {"uses": ["cross"]}, "has no cross attention"),
-        ("splash", "tpu", {"uses": ["bias"]}, "no relative position bias.* reference, blockwise"),
+        ("flash", "gpu", {"uses": ["cross"]}, "no cross attention.* blockwise, splash"),
     ],
 )
 def test_a_kernel_that_cannot_honour_the_settings_is_refused(
@@ -654,7 +654,7 @@ def test_a_kernel_that_cannot_honour_the_settings_is_refused(
     [
         ("triton", {}, "'triton' is not known"),
         ("cudnn", {"soft_cap": 30.0}, "'cudnn' has no soft cap of scores, .* 'auto'"),
-        ("splash", {"buckets": 8}, "'splash' has no relative position bias"),
+        ("flash", {"buckets": 8}, "'flash' has no relative position bias"),
         ("blockwise", {"key_time": 6}, "cross attention with causal order"),
         ("blockwise", {"key_time": 6, "causal": False, "sliding_window": 2}, "with a window"),
         (

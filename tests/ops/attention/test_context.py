@@ -14,7 +14,7 @@ from jaxscale.ops.attention import blocks
 from jaxscale.ops.attention.attention import attention, score_settings
 from jaxscale.ops.attention.context import context_attention
 from jaxscale.ops.attention.context_chunks import balanced_order
-from jaxscale.ops.attention.flash import flash_attention
+from jaxscale.ops.attention.splash import splash_attention
 from jaxscale.ops.attention.ulysses import ulysses_attention
 from tests.ops.attention.test_attention import (
     arguments,
@@ -29,12 +29,17 @@ METHODS = ("ring", "gather")
 ULYSSES = "ulysses"
 
 
-def spread(ranks, method, *, block=None, flash=False):
-    """`context_attention`, or the kernels of `flash` on a CPU, as a function of whole
-    sequences in their own order."""
-    kernel = functools.partial(context_attention, block=block, method=method)
-    if flash:
-        kernel = functools.partial(flash_attention, interpret=True, method=method)
+def spread(ranks, method, *, block=None, kernel="blockwise"):
+    """`context_attention`, or a platform's kernels on a CPU, as a function of whole sequences in
+    their own order."""
+    kernel = functools.partial(
+        {
+            "blockwise": functools.partial(context_attention, block=block),
+            "flash": functools.partial(flash_attention, interpret=True),
+            "splash": functools.partial(splash_attention, block=block, interpret=True),
+        }[kernel],
+        method=method,
+    )
     mesh = jax.make_mesh(
         (ranks,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
     )
@@ -133,13 +138,13 @@ def test_heads_that_do_not_divide_are_refused():
 )
 def test_the_kernels_for_gpus_are_the_reference(method, time, case):
     """Chunks of several blocks; a document may end in any."""
-    assert_close(*parity(case, spread(2, method, flash=True), time=time), 1e-12)
+    assert_close(*parity(case, spread(2, method, kernel="flash"), time=time), 1e-12)
 
 
 @pytest.mark.proof
 def test_the_kernels_for_gpus_are_close_in_bfloat16():
     case = {"kv_heads": 1, "causal": False}
-    got, expected = parity(case, spread(2, "gather", flash=True), time=64, dtype=jnp.bfloat16)
+    got, expected = parity(case, spread(2, "gather", kernel="flash"), time=64, dtype=jnp.bfloat16)
     assert [value.dtype for value in got] == [jnp.bfloat16] * 4
     assert_close(got, expected, 12 * float(jnp.finfo(jnp.bfloat16).eps))
 
