@@ -629,7 +629,7 @@ def test_auto_on_gpus_is_cudnn_where_documents_hide_no_earlier_token(no_packing)
             "no soft cap .* reference, blockwise, flash, splash",
         ),
         ("cudnn", "gpu", {"uses": ["cross"]}, "has no cross attention"),
-        ("flash", "gpu", {"uses": ["cross"]}, "no cross attention.* blockwise, splash"),
+        ("cudnn", "gpu", {"uses": ["bias"]}, "no relative position bias.* flash, splash"),
     ],
 )
 def test_a_kernel_that_cannot_honour_the_settings_is_refused(

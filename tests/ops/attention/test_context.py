@@ -14,6 +14,7 @@ from jaxscale.ops.attention import blocks
 from jaxscale.ops.attention.attention import attention, score_settings
 from jaxscale.ops.attention.context import context_attention
 from jaxscale.ops.attention.context_chunks import balanced_order
+from jaxscale.ops.attention.flash import flash_attention
 from jaxscale.ops.attention.splash import splash_attention
 from jaxscale.ops.attention.ulysses import ulysses_attention
 from tests.ops.attention.test_attention import (
