@@ -38,6 +38,9 @@ from jaxscale.ops.attention.splash_kernels import (
     SplashSettings,
 )
 
+SEMANTICS = ("parallel", "parallel", "arbitrary", "arbitrary")
+"""Rows of the batch and heads may be divided between cores; visits have an order."""
+
 
 def splash_attention(
     *arrays: Any,
@@ -268,7 +271,12 @@ def _specs(settings: SplashSettings, given: AttentionArrays, by_keys: bool = Fal
         "segments_s": spec((None, None, 1, block), lambda b, n, k, i, j, _: (b, j, 0, 0)),
         "biases": spec(
             (None, None, 1, width),
-            lambda b, n, k, i, j, of: (n, splash_kernels.window(settings, *of[:2], i, j), 0, 0),
+            lambda b, n, k, i, j, of: (
+                n,
+                splash_kernels.window(settings, of[0], of[1], i, j),
+                0,
+                0,
+            ),
         ),
         "grad": queries(features),
         "log_z": numbers,
@@ -305,8 +313,6 @@ def _call(
         ),
         out_shape=[jax.ShapeDtypeStruct(*shape) for shape in results.values()],
         interpret=settings.interpret,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", *["arbitrary"] * (len(grid) - 2))
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=SEMANTICS[: len(grid)]),
         name=kernel.__name__ + whole,
     )(*given.values())
