@@ -6,8 +6,8 @@ Shapes: as in `flash.py`, T a rank's part of the sequence.
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 
 from jaxscale.ops.attention import flash
 from jaxscale.ops.attention.blocks import AttentionArrays, Scoring
@@ -31,19 +31,34 @@ def context_flash(
 
 
 def _output(
-    settings: Settings, given: AttentionArrays, starts: Starts, out_dtype: DTypeLike
+    settings: Settings, given: AttentionArrays, starts: Starts, before: tuple[Array, Array]
 ) -> tuple[Array, Array]:
-    return flash.flash_output(settings, *given[:5], offset=starts.offset, out_dtype=out_dtype)  # pyright: ignore[reportArgumentType]
+    """Results are combined, weighted by their shares of the softmax."""
+    out_BTNH, log_z_BNT = before
+    more_BTNH, more_BNT = flash.flash_output(
+        settings,
+        *given[:5],  # pyright: ignore[reportArgumentType]
+        offset=starts.offset,
+        out_dtype=given.wide,
+    )
+    new_BNT = jnp.logaddexp(log_z_BNT, more_BNT)
+    old_share, share = (
+        jnp.swapaxes(jnp.exp(part_BNT - new_BNT), 1, 2)[..., None]
+        for part_BNT in (log_z_BNT, more_BNT)
+    )
+    return out_BTNH * old_share + more_BTNH * share, new_BNT
 
 
 def _gradients(
-    settings: Settings,
-    given: AttentionArrays,
-    starts: Starts,
-    *results: Array,
-    out_dtype: DTypeLike,
+    settings: Settings, given: AttentionArrays, starts: Starts, *results_and_before: Array
 ) -> tuple:
     """With None for the table of a bias."""
+    *results, before = results_and_before
     tokens = (*given[:5], *results)
-    grads = flash.flash_gradients(settings, *tokens, offset=starts.offset, out_dtype=out_dtype)  # pyright: ignore[reportArgumentType]
-    return (*grads, None)
+    q_BTNH, *others = flash.flash_gradients(
+        settings,
+        *tokens,
+        offset=starts.offset,
+        out_dtype=given.wide,  # pyright: ignore[reportArgumentType]
+    )
+    return (before + q_BTNH, *others, None)
