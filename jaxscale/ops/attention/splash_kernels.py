@@ -92,8 +92,8 @@ def splash_forward(settings: SplashSettings, given: SplashArrays, *refs) -> None
         p_st = jnp.exp(scores_st - new_high_1t)
         high_ref[...] = new_high_1t
         total_ref[...] = total_ref[...] * shrink_1t + jnp.sum(p_st, axis=0, keepdims=True)
-        more_Ht = _dot(given.v[...].T, p_st.astype(given.v.dtype), wide)
-        sum_ref[...] = sum_ref[...] * shrink_1t + more_Ht
+        more_Vt = _dot(given.v[...].T, p_st.astype(given.v.dtype), wide)
+        sum_ref[...] = sum_ref[...] * shrink_1t + more_Vt
 
     _on_visit(visit, attend)
 
@@ -103,8 +103,8 @@ def splash_forward(settings: SplashSettings, given: SplashArrays, *refs) -> None
         # Rows without a visible key: -1e30 stands for -inf, with which exp(score - high) is nan.
         seen_1t = high_1t > HIDDEN / 2
         total_1t = jnp.where(seen_1t, total_1t, 1)
-        out_Ht = jnp.where(seen_1t, sum_ref[...] / total_1t, 0)
-        out_ref[...] = out_Ht.T.astype(out_ref.dtype)
+        out_Vt = jnp.where(seen_1t, sum_ref[...] / total_1t, 0)
+        out_ref[...] = out_Vt.T.astype(out_ref.dtype)
         log_z_ref[...] = jnp.where(seen_1t, high_1t + jnp.log(total_1t), HIDDEN)
 
 
