@@ -62,13 +62,14 @@ def flash_output(
     settings: Settings,
     given: AttentionArrays,
     starts: Starts,
-    out_dtype: DTypeLike | None = None,
+    before: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """The output, and log(sum(exp(score))), [B, N, T] in float32 or wider; for a query without
     visible keys they are zero and `blocks.HIDDEN`.
 
     Args:
-      out_dtype: of the output; None is that of the queries.
+      before: the results for other keys, with the output in float32 or wider. They are combined,
+        weighted by their shares of the softmax.
     """
     batch, time, heads, _ = given.q_BTNH.shape
     arrays, seen_BIJ = _arrays(settings, given, starts.offset)
@@ -77,16 +78,24 @@ def flash_output(
     )
     specs, (_, outputs, numbers) = _specs_of_queries(settings, arrays)
     shapes = [
-        ((batch, time, heads, settings.value_dim), out_dtype or given.q_BTNH.dtype),
+        ((batch, time, heads, settings.value_dim), given.wide if before else given.q_BTNH.dtype),
         ((batch, heads, time), given.wide),
     ]
-    return _call(
+    out_BTNV, log_z_BNT = _call(
         flash_kernels.flash_forward,
         settings,
         (time // settings.block, heads, batch),
         (specs, arrays),
         ([outputs, numbers], shapes),
     )
+    if before is None:
+        return out_BTNV, log_z_BNT
+    new_BNT = jnp.logaddexp(before[1], log_z_BNT)
+    old_share, share = (
+        jnp.swapaxes(jnp.exp(part_BNT - new_BNT), 1, 2)[..., None]
+        for part_BNT in (before[1], log_z_BNT)
+    )
+    return before[0] * old_share + out_BTNV * share, new_BNT
 
 
 def flash_gradients(
@@ -96,7 +105,7 @@ def flash_gradients(
     grad_BTNV: Array,
     log_z_BNT: Array,
     inner_BNT: Array,
-    out_dtype: DTypeLike | None = None,
+    before: Array | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """The gradients of queries, keys, values and the table of a bias.
 
@@ -104,7 +113,8 @@ def flash_gradients(
       grad_BTNV: of the output.
       log_z_BNT: over all keys of the queries, of which these may be a part.
       inner_BNT: sum(output * grad) over V, with the output of all keys.
-      out_dtype: of the first three gradients; None is that of the queries.
+      before: the queries' gradient from other keys, in float32 or wider, to which this adds; the
+        gradients then have its type.
     """
     arrays, seen_BIJ = _arrays(settings, given, starts.offset)
     arrays = arrays._replace(
@@ -113,8 +123,9 @@ def flash_gradients(
         log_z_BNT=log_z_BNT,
         inner_BNT=inner_BNT,
     )
-    out_dtype = out_dtype or given.q_BTNH.dtype
+    out_dtype = given.q_BTNH.dtype if before is None else given.wide
     grad_q_BTNH, bias_bN = _query_gradients(settings, given, arrays, seen_BIJ, out_dtype)
+    grad_q_BTNH = grad_q_BTNH if before is None else before + grad_q_BTNH
     return grad_q_BTNH, *_key_gradients(settings, arrays, seen_BIJ, out_dtype), bias_bN
 
 

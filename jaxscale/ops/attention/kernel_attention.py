@@ -1,7 +1,5 @@
-"""Attention by a kernel for some queries and some keys, on one device or over parts of a sequence.
-
-Over parts of a sequence the results of a query's calls are combined, weighted by their shares of
-the softmax.
+"""Attention by a kernel for some queries and some keys, on one device or over parts of a sequence,
+where each call starts from the results of the calls before.
 
 Shapes: B batch, T and S a rank's part of the sequence, N query heads, K key heads, H head_dim; h
 parts of T or S, b buckets of a relative position bias.
@@ -106,15 +104,8 @@ def _spread_output(
     log_z_hBNT = none_hBNT if sinks_N is None else none_hBNT.at[...].set(sinks_N[:, None])
 
     def visit(carry, sums, keys, h, c, starts):
-        out_BTNH, log_z_BNT = at(carry, h)
         part = _part(given, at(queries, h), at(keys, c))
-        more_BTNH, more_BNT = kernel.output(kernel.settings, part, starts, out_dtype=given.wide)
-        new_BNT = jnp.logaddexp(log_z_BNT, more_BNT)
-        old_share, share = (
-            jnp.swapaxes(jnp.exp(part_BNT - new_BNT), 1, 2)[..., None]
-            for part_BNT in (log_z_BNT, more_BNT)
-        )
-        return put(carry, (out_BTNH * old_share + more_BTNH * share, new_BNT), h), sums
+        return put(carry, kernel.output(kernel.settings, part, starts, at(carry, h)), h), sums
 
     start = jnp.zeros((*q_hBTNH.shape[:-1], given.v_BSKH.shape[3]), given.wide), log_z_hBNT
     (out_hBTNH, log_z_hBNT), _ = visit_pairs(chunks, _keys(chunks, given), visit, start, ())
@@ -126,19 +117,19 @@ def _spread_gradients(
     kernel: AttentionKernel, chunks: Chunks, given: AttentionArrays, results: tuple[Array, ...]
 ) -> tuple:
     queries = chunks.split(given.q_BTNH), chunks.split(given.segments_BT)
-    grad_BTNH, *numbers_BNT = results
+    cotangent_BTNH, *numbers_BNT = results
     outputs = (
-        chunks.split(grad_BTNH),
+        chunks.split(cotangent_BTNH),
         *(jnp.stack(jnp.split(x_BNT, len(queries[0]), axis=2)) for x_BNT in numbers_BNT),
     )
 
     def visit(carry, key_sums, keys, h, c, starts):
         grads_hBTNH, bias_bN = carry
         part = _part(given, at(queries, h), at(keys, c))
-        more_BTNH, *key_more, bias_more = kernel.gradients(
-            kernel.settings, part, starts, *at(outputs, h), out_dtype=given.wide
+        grad_BTNH, *key_more, bias_more = kernel.gradients(
+            kernel.settings, part, starts, *at(outputs, h), at(grads_hBTNH, h)
         )
-        grads_hBTNH = put(grads_hBTNH, at(grads_hBTNH, h) + more_BTNH, h)
+        grads_hBTNH = put(grads_hBTNH, grad_BTNH, h)
         key_sums = put(key_sums, add(at(key_sums, c), tuple(key_more)), c)
         return (grads_hBTNH, None if bias_bN is None else bias_bN + bias_more), key_sums
 

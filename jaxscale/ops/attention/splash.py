@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.typing import DTypeLike
 
 from jaxscale.ops.attention import relative_bias, splash_kernels
 from jaxscale.ops.attention.blocks import AttentionArrays, Scoring, in_reach, visible_at
@@ -37,6 +36,9 @@ from jaxscale.ops.attention.splash_kernels import (
     SplashArrays,
     SplashSettings,
 )
+
+SEMANTICS = ("parallel", "parallel", "arbitrary", "arbitrary")
+"""Rows of the batch and heads may be divided between cores; visits have an order."""
 
 
 def splash_attention(
@@ -70,26 +72,30 @@ def splash_output(
     settings: SplashSettings,
     given: AttentionArrays,
     starts: Starts,
-    out_dtype: DTypeLike | None = None,
+    before: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """The output, and log(sum(exp(score))), [B, N, T] in float32 or wider; for a query without
     visible keys they are zero and `blocks.HIDDEN`.
 
     Args:
-      out_dtype: of the output; None is that of the queries.
+      before: the results for other keys, with the output in float32 or wider: the kernel starts
+        from them, in their memory, so that nothing is left to combine.
     """
     (batch, time, heads, _), features = given.q_BTNH.shape, given.v_BSKH.shape[3]
     block, wide = settings.block, given.wide
     inputs, visits = _inputs(settings, given, starts)
-    specs = _specs(settings, given)
+    inputs = inputs._replace(sinks=given.sinks_N)
+    if before is not None:
+        out_BNTV, log_z_BNI1t = jnp.swapaxes(before[0], 1, 2), _in_rows(before[1], block)
+        inputs = inputs._replace(out=out_BNTV, log_z=log_z_BNI1t)
     out_BNTV, log_z_BNI1t = _call(
         splash_kernels.splash_forward,
         settings,
         (batch, heads, visits),
-        inputs._replace(sinks=given.sinks_N),
-        specs,
+        inputs,
+        _specs(settings, given),
         {
-            "grad": ((batch, heads, time, features), out_dtype or given.q_BTNH.dtype),
+            "out": ((batch, heads, time, features), wide if before else given.q_BTNH.dtype),
             "log_z": ((batch, heads, time // block, 1, block), wide),
         },
         [((features, block), wide), ((1, block), wide), ((1, block), wide)],
@@ -104,27 +110,30 @@ def splash_gradients(
     grad_BTNH: Array,
     log_z_BNT: Array,
     inner_BNT: Array,
-    out_dtype: DTypeLike | None = None,
-) -> tuple[Array, Array, Array, Array | None]:
+    before: Array | None = None,
+) -> tuple[Array | None, ...]:
     """The gradients of queries, keys, values and the table of a bias.
 
     Args:
       grad_BTNH: of the output.
       log_z_BNT: over all keys of the queries, of which these may be a part.
       inner_BNT: sum(output * grad) over V, with the output of all keys.
-      out_dtype: of the first three gradients; None is that of the queries.
+      before: the queries' gradient from other keys, in float32 or wider, to which the kernel adds
+        in its memory; the gradients then have its type.
     """
     (batch, _, heads, head_dim), (_, _, key_heads, features) = (
         x.shape for x in (given.q_BTNH, given.v_BSKH)
     )
-    block, wide, out_dtype = settings.block, given.wide, out_dtype or given.q_BTNH.dtype
+    block, wide = settings.block, given.wide
+    out_dtype = given.q_BTNH.dtype if before is None else wide
     results = {
         "grad": jnp.swapaxes(grad_BTNH, 1, 2),
         "log_z": _in_rows(log_z_BNT, block),
         "inner": _in_rows(inner_BNT, block),
     }
     inputs, visits = _inputs(settings, given, starts)
-    inputs = inputs._replace(**results)
+    grad_q_BNTH = None if before is None else jnp.swapaxes(before, 1, 2)
+    inputs = inputs._replace(**results, grad_q=grad_q_BNTH)
     of_biases = {}
     if given.bias_bN is not None:
         of_biases["lines"] = ((batch, *inputs.biases.shape[:2], inputs.biases.shape[3]), wide)
@@ -134,7 +143,7 @@ def splash_gradients(
         (batch, heads, visits),
         inputs,
         _specs(settings, given),
-        {"q": (inputs.q.shape, out_dtype), **of_biases},
+        {"grad_q": (inputs.q.shape, out_dtype), **of_biases},
         [((head_dim, block), wide)],
     )
     inputs, visits = _inputs(settings, given, starts, by_keys=True)
@@ -144,7 +153,7 @@ def splash_gradients(
         (batch, key_heads, visits, heads // key_heads),
         inputs._replace(**results),
         _specs(settings, given, by_keys=True),
-        {"k": (inputs.k.shape, out_dtype), "v": (inputs.v.shape, out_dtype)},
+        {"grad_k": (inputs.k.shape, out_dtype), "grad_v": (inputs.v.shape, out_dtype)},
         [((block, head_dim), wide), ((block, features), wide)],
     )
     grads = (jnp.swapaxes(x, 1, 2) for x in (grad_q_BNTH, grad_k_BKSH, grad_v_BKSV))
@@ -260,15 +269,25 @@ def _specs(settings: SplashSettings, given: AttentionArrays, by_keys: bool = Fal
         lambda width: spec((None, None, block, width), lambda b, n, k, i, j, _: (b, k, j, 0)),
     )
     numbers = spec((None, None, None, 1, block), lambda b, n, k, i, j, _: (b, n, i, 0, 0))
+    of_queries, of_keys = queries(given.q_BTNH.shape[3]), keys(given.q_BTNH.shape[3])
     return {
-        "q": queries(given.q_BTNH.shape[3]),
-        "k": keys(given.q_BTNH.shape[3]),
+        "q": of_queries,
+        "k": of_keys,
         "v": keys(features),
+        "grad_q": of_queries,
+        "grad_k": of_keys,
+        "grad_v": keys(features),
+        "out": queries(features),
         "segments_t": spec((None, None, 1, block), lambda b, n, k, i, j, _: (b, i, 0, 0)),
         "segments_s": spec((None, None, 1, block), lambda b, n, k, i, j, _: (b, j, 0, 0)),
         "biases": spec(
             (None, None, 1, width),
-            lambda b, n, k, i, j, of: (n, splash_kernels.window(settings, *of[:2], i, j), 0, 0),
+            lambda b, n, k, i, j, of: (
+                n,
+                splash_kernels.window(settings, of[0], of[1], i, j),
+                0,
+                0,
+            ),
         ),
         "grad": queries(features),
         "log_z": numbers,
@@ -294,6 +313,8 @@ def _call(
         kernel(settings, SplashArrays(**named), *refs[len(given) :])
 
     whole = "" if settings.scoring.causal else "_whole"
+    order = list(given)
+    in_place = {order.index(name): i for i, name in enumerate(results) if name in given}
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -304,9 +325,8 @@ def _call(
             scratch_shapes=[pltpu.VMEM(*shape) for shape in scratch],
         ),
         out_shape=[jax.ShapeDtypeStruct(*shape) for shape in results.values()],
+        input_output_aliases=in_place,
         interpret=settings.interpret,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", *["arbitrary"] * (len(grid) - 2))
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=SEMANTICS[: len(grid)]),
         name=kernel.__name__ + whole,
     )(*given.values())

@@ -57,8 +57,10 @@ class SplashArrays(NamedTuple):
     segments_s: Any = None
     biases: Any = None  # of a distance of blocks: that of query i and key j is at (i - j) % L
     grad: Any = None  # of the output
-    log_z: Any = None
+    log_z: Any = None  # of all keys; in the forward pass of others
     inner: Any = None
+    out: Any = None  # for other keys
+    grad_q: Any = None  # from other keys
 
 
 def splash_forward(settings: SplashSettings, given: SplashArrays, *refs) -> None:
@@ -71,6 +73,11 @@ def splash_forward(settings: SplashSettings, given: SplashArrays, *refs) -> None
 
     @pl.when(visit & FIRST != 0)
     def _() -> None:
+        if given.out is not None:  # acts as a key, too
+            high_ref[...] = given.log_z[...]
+            total_ref[...] = jnp.ones(total_ref.shape, wide)
+            sum_ref[...] = given.out[...].T
+            return
         high_ref[...] = jnp.full(high_ref.shape, high, wide)
         total_ref[...] = jnp.full(total_ref.shape, float(has_sink), wide)
         sum_ref[...] = jnp.zeros(sum_ref.shape, wide)
@@ -85,8 +92,8 @@ def splash_forward(settings: SplashSettings, given: SplashArrays, *refs) -> None
         p_st = jnp.exp(scores_st - new_high_1t)
         high_ref[...] = new_high_1t
         total_ref[...] = total_ref[...] * shrink_1t + jnp.sum(p_st, axis=0, keepdims=True)
-        more_Ht = _dot(given.v[...].T, p_st.astype(given.v.dtype), wide)
-        sum_ref[...] = sum_ref[...] * shrink_1t + more_Ht
+        more_Vt = _dot(given.v[...].T, p_st.astype(given.v.dtype), wide)
+        sum_ref[...] = sum_ref[...] * shrink_1t + more_Vt
 
     _on_visit(visit, attend)
 
@@ -96,8 +103,8 @@ def splash_forward(settings: SplashSettings, given: SplashArrays, *refs) -> None
         # Rows without a visible key: -1e30 stands for -inf, with which exp(score - high) is nan.
         seen_1t = high_1t > HIDDEN / 2
         total_1t = jnp.where(seen_1t, total_1t, 1)
-        out_Ht = jnp.where(seen_1t, sum_ref[...] / total_1t, 0)
-        out_ref[...] = out_Ht.T.astype(out_ref.dtype)
+        out_Vt = jnp.where(seen_1t, sum_ref[...] / total_1t, 0)
+        out_ref[...] = out_Vt.T.astype(out_ref.dtype)
         log_z_ref[...] = jnp.where(seen_1t, high_1t + jnp.log(total_1t), HIDDEN)
 
 
@@ -108,7 +115,8 @@ def splash_query_gradients(settings: SplashSettings, given: SplashArrays, *refs)
 
     @pl.when(visit & FIRST != 0)
     def _() -> None:
-        sum_ref[...] = jnp.zeros(sum_ref.shape, sum_ref.dtype)
+        none_Ht = jnp.zeros(sum_ref.shape, sum_ref.dtype)
+        sum_ref[...] = none_Ht if given.grad_q is None else given.grad_q[...].T
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:

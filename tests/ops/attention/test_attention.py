@@ -654,7 +654,7 @@ def test_a_kernel_that_cannot_honour_the_settings_is_refused(
     [
         ("triton", {}, "'triton' is not known"),
         ("cudnn", {"soft_cap": 30.0}, "'cudnn' has no soft cap of scores, .* 'auto'"),
-        ("flash", {"buckets": 8}, "'flash' has no relative position bias"),
+        ("cudnn", {"buckets": 8}, "'cudnn' has no relative position bias"),
         ("blockwise", {"key_time": 6}, "cross attention with causal order"),
         ("blockwise", {"key_time": 6, "causal": False, "sliding_window": 2}, "with a window"),
         (

@@ -29,7 +29,6 @@ def splash(*args, block=16, **settings):
 CASES: dict[str, dict] = {
     "sinks, window, capped": {"sinks": 1, "sliding_window": 20, "soft_cap": 0.7},
     "bias beyond its distance": {"buckets": 6, "max_distance": 11, "scale": 0.4, "block": 8},
-    "bias, both ways, capped": {"buckets": 8, "max_distance": 25, "causal": False, "soft_cap": 2.0},
     "cross": {"key_time": 32, "causal": False},
 }
 
@@ -45,7 +44,6 @@ def test_the_kernels_are_the_reference(case):
 
 SPREAD: dict[str, dict] = {
     "ring-sinks, window, capped": {"ranks": 4, "sinks": 1, "sliding_window": 14, "soft_cap": 0.7},
-    "ring-bias": {"ranks": 2, "buckets": 6, "max_distance": 15, "kv_heads": 1},
     "ring-cross": {"ranks": 2, "key_time": 32, "causal": False},
     "gather-causal": {"ranks": 4},
     "gather-bias, both ways": {"ranks": 2, "causal": False, "buckets": 8, "max_distance": 25},
@@ -63,14 +61,14 @@ def test_a_spread_sequence_is_the_reference(name):
 @pytest.mark.proof
 def test_bfloat16_is_close_to_float64_and_kept():
     case = {"kv_heads": 1, "causal": False, "sliding_window": 40}
-    got, expected = parity(case, spread(2, "ring", block=16, kernel="splash"), 64, jnp.bfloat16)
+    got, expected = parity(case, splash, 64, jnp.bfloat16)
     assert [value.dtype for value in got] == [jnp.bfloat16] * 4
     assert_close(got, expected, 12 * float(jnp.finfo(jnp.bfloat16).eps))
 
 
 def listed(seen, whole):
     """Row, column, and whether all keys are seen, of the visits that compute; and of the others."""
-    codes, count = _visits(jnp.asarray(seen, bool), jnp.asarray(whole, bool))
+    codes, count = jax.jit(_visits)(np.array(seen, bool), np.array(whole, bool))
     codes = np.asarray(codes)[: int(count)]
     flags = [int(code) % 2**COLUMN_BITS for code in codes]
     assert [flag & FIRST > 0 for flag in flags] == [
