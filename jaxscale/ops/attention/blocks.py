@@ -47,7 +47,7 @@ class AttentionArrays(NamedTuple):
 
     q_BTNH: Array
     k_BSKH: Array
-    v_BSKH: Array
+    v_BSKH: Array  # may have another number of features than keys
     segments_BT: Array
     segments_BS: Array | None = None  # the keys' in cross attention; None in self-attention
     bias_bN: Array | None = None  # the table of T5's relative position bias (`relative_bias.py`)

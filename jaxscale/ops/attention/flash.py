@@ -150,7 +150,7 @@ def _query_gradients(
     order, first = relative_bias.in_order(len(given.bias_bN), **settings.scoring.bucketing)
     arrays = arrays._replace(buckets_L=jnp.asarray(relative_bias.bucket_line(first)))
     specs, (queries, _, _) = _specs_of_queries(settings, arrays)
-    width = flash_width(len(order))
+    width = pl.next_power_of_2(len(order))
     sums = pl.BlockSpec((None, None, None, width), lambda i, n, b: (b, n, i, 0))
     shapes = [
         (arrays.q.shape, out_dtype),

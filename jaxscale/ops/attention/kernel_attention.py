@@ -79,6 +79,10 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
         *grads, bias_bN = kernel.gradients(kernel.settings, given, Starts.of_whole(), *results)
     else:
         *grads, bias_bN = _spread_gradients(kernel, chunks, given, results)
+    if bias_bN is not None:
+        # Ties the table's gradient to the queries': `pipeline.backward_split` would move it to W,
+        # which would call the kernel again.
+        *grads, bias_bN = jax.lax.optimization_barrier((*grads, bias_bN))
     sinks_N = None
     if given.sinks_N is not None:
         # A sink acts as a key with value zero.
