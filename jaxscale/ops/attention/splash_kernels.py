@@ -2,8 +2,8 @@
 
 A visit is a block of queries and a block of keys that it sees. Scores are transposed, [s, t]: the
 numbers of a query (maximum, sum, log-sum-exp) are then a row, which a TPU's vector unit reduces and
-broadcasts without moving values between lanes, and all matmuls are of the forms that its matrix
-unit reads directly, but for the transposed values and keys.
+broadcasts without moving values between lanes. Of the matmuls' operands only values (forward) and
+keys (queries' gradient) are transposed first.
 
 Scores, softmax and sums are in the type of `log_z`, float32 or wider.
 
@@ -164,8 +164,7 @@ def splash_key_gradients(settings: SplashSettings, given: SplashArrays, *refs) -
 
 
 def windows(settings: SplashSettings) -> int:
-    """The largest distance of blocks with biases of their own: beyond it all keys of a block are
-    at `max_distance` or further."""
+    """The distance of blocks from which on all keys of a block are at `max_distance` or further."""
     return -(-(settings.scoring.max_distance + settings.block - 1) // settings.block)
 
 
