@@ -77,6 +77,15 @@ STEPS = {
     "mt5_base a100-80, 512 sequences, 2 passes, stage 1": Compiled(
         "mt5_base", (*MT5, "layout.zero_stage=1", f"{PASSES}=2"), 6_614_874_780
     ),
+    "mt5_base a100-80, 512 sequences, 2 passes, stage 1, flash": Compiled(
+        "mt5_base", (*MT5[1:], "layout.zero_stage=1", f"{PASSES}=2"), round(6.153 * 2**30)
+    ),
+    "mt5_base h200, 512 sequences, 1 passes, stage 1, flash": Compiled(
+        "mt5_base", (*MT5[1:], "layout.zero_stage=1", f"{PASSES}=1"), round(4.856 * 2**30)
+    ),
+    "mt5_base h200, 512 sequences, 2 passes, stage 3, flash": Compiled(
+        "mt5_base", (*MT5[1:], "layout.zero_stage=3", f"{PASSES}=2"), round(4.749 * 2**30)
+    ),
     "gemma3_1b h200, 16 sequences, 1 passes, stage 3": Compiled(
         GEMMA, (f"{BATCH}=16", f"{PASSES}=1", "layout.zero_stage=3"), 5_528_746_876
     ),
