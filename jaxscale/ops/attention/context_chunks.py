@@ -136,6 +136,11 @@ def _ring(
         carry, more = step(carry, keys, r)
         return (carry, following, add(arriving, more)), None
 
+    if chunks.joint:
+        # One visit in the program, at the cost of sending keys once more: the compiler for TPUs
+        # takes seconds for each call of a kernel.
+        (carry, _, sums), _ = jax.lax.scan(between, (carry, keys, zeros), jnp.arange(ranks))
+        return carry, send(sums)
     following = send(keys)
     carry, sums = step(carry, keys, 0, (1, 1))
     (carry, keys, sums), _ = jax.lax.scan(

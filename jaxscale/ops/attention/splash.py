@@ -176,10 +176,11 @@ def _inputs(
     ]
 
     def visits_of_row(*segments: Array) -> tuple[Array, Array]:
-        rows = [x.reshape(-1, 1, block) for x in segments]
+        segments_I1t, segments_J1s = (x.reshape(-1, 1, block) for x in segments)
         distance_IJ = block * (placed[0][:, None] - placed[1])
-        seen, whole = (each(distance_IJ, *rows, settings.scoring) for each in (visible_at, _open))
-        return _visits(seen.T, whole.T) if by_keys else _visits(seen, whole)
+        where = (distance_IJ, segments_I1t, segments_J1s, settings.scoring)
+        seen_IJ, open_IJ = visible_at(*where), _open(*where)
+        return _visits(seen_IJ.T, open_IJ.T) if by_keys else _visits(seen_IJ, open_IJ)
 
     visits_BC, counts_B = jax.vmap(visits_of_row)(segments_BT, segments_BS)
     q_BNTH, k_BKSH, v_BKSV = (jnp.swapaxes(x, 1, 2) for x in given[:3])
@@ -201,14 +202,14 @@ def _in_rows(x_T: Array, block: int) -> Array:
     return x_T.reshape(*x_T.shape[:-1], -1, 1, block)
 
 
-def _visits(seen_RC: Array, whole_RC: Array) -> tuple[Array, Array]:
+def _visits(seen_RC: Array, open_RC: Array) -> tuple[Array, Array]:
     """The visits to blocks of a result (rows), in their order, and their number. A row that sees
     nothing has one, which writes its zeros."""
     rows, columns = seen_RC.shape
     blind_R1 = ~jnp.any(seen_RC, axis=1, keepdims=True)
     listed_RC = seen_RC | (blind_R1 & (jnp.arange(columns) == 0))
     codes_RC = jnp.arange(rows)[:, None] << ROW_BITS | jnp.arange(columns) << COLUMN_BITS
-    codes_RC |= jnp.where(seen_RC, jnp.where(whole_RC, OPEN, MASKED), 0)
+    codes_RC |= jnp.where(seen_RC, jnp.where(open_RC, OPEN, MASKED), 0)
     last = jnp.iinfo(jnp.int32).max
     codes = jnp.sort(
         jnp.where(listed_RC, codes_RC, last).astype(jnp.int32), axis=None, stable=False
