@@ -90,6 +90,7 @@ def flash_output(
     )
     if before is None:
         return out_BTNV, log_z_BNT
+    # In XLA, which passes over both outputs once for each pair of chunks.
     new_BNT = jnp.logaddexp(before[1], log_z_BNT)
     old_share, share = (
         jnp.swapaxes(jnp.exp(part_BNT - new_BNT), 1, 2)[..., None]
@@ -157,6 +158,7 @@ def _query_gradients(
         ((batch, heads, num_blocks, width), arrays.log_z_BNT.dtype),
     ]
     grad_q_BTNH, sums_BNIp = call((specs, arrays), ([queries, sums], shapes))
+    # No atomic additions: the order of the sums is deterministic.
     sums_pN = jnp.sum(sums_BNIp, axis=(0, 2)).T
     return grad_q_BTNH, jnp.zeros_like(given.bias_bN).at[order].set(sums_pN[: len(order)])
 
@@ -200,6 +202,7 @@ def _arrays(settings: Settings, given: AttentionArrays, offset: Array) -> tuple[
     block j, [B, I, J]."""
     segments_BS = given.segments_BT if given.segments_BS is None else given.segments_BS
 
+    # By row of the batch: ranges of blocks differ with the documents.
     def of_row(segments_T: Array, segments_S: Array) -> Array:
         blocks = (x.reshape(-1, 1, settings.block) for x in (segments_T, segments_S))
         return visible(*blocks, offset=offset, scoring=settings.scoring)
@@ -244,6 +247,7 @@ def _specs_of_queries(
         log_z_BNT=numbers,
         inner_BNT=numbers,
     )
+    # A spec for each array that there is: Pallas wants equal trees.
     absent = {name: None for name, x in arrays._asdict().items() if x is None}
     return specs._replace(**absent), (queries, outputs, numbers)
 
@@ -276,5 +280,6 @@ def _call(
         out_shape=[jax.ShapeDtypeStruct(*shape) for shape in shapes],
         interpret=settings.interpret,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        # FLOPs are counted by this name (`compiled.flops`).
         name=kernel.__name__ + "_whole" * settings.whole,
     )(arrays)

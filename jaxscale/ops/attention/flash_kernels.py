@@ -225,6 +225,7 @@ def _by_distance(line_ref: Any, distance: Array, block: int, *head: Any) -> Arra
 
     def near() -> Array:
         i_t, i_s = jnp.arange(block)[:, None], jnp.arange(block)[None]
+        # Neighbouring keys load neighbouring numbers of a line of a kilobyte, which is cached.
         return line_ref[*head, jnp.clip(i_s - i_t - distance, -furthest, furthest) + furthest]
 
     def far() -> Array:
@@ -244,6 +245,7 @@ def _add_by_bucket(given: FlashArrays, distance: Array, grad_ts: Array, sums_tp:
         return given.buckets_L[jnp.clip(position, -furthest, furthest) + furthest]
 
     def add(p: Array, sums_tp: Array) -> Array:
+        # Over keys alone: sums over queries, between warps, are left to the end of the kernel.
         sum_t = jnp.sum(jnp.where(buckets_ts == p, grad_ts, 0), axis=1)
         here = jnp.arange(sums_tp.shape[1])[None] == p
         return sums_tp + jnp.where(here, sum_t[:, None], 0)
