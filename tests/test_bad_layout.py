@@ -91,7 +91,7 @@ REFUSED = [
     ),
     # attention that cannot be had
     ("layout.context=2 model.attention=reference", "needs whole sequences on a device, and layout"),
-    ("layout.context=2 model.attention=splash", "or layout.context_method = 'ulysses'"),
+    ("layout.context=2 model.attention=reference", "or layout.context_method = 'ulysses'"),
     (
         "layout.context=4 layout.fsdp=2 layout.context_method=ulysses "
         "model.num_heads=6 model.num_kv_heads=2",

@@ -128,6 +128,11 @@ def compile_for(
                 "cuDNN's attention needs its library to compile (540 MB): uv sync --inexact "
                 "--extra aot-cudnn; or set model.attention = 'flash' or 'blockwise'"
             ) from error
+        if engine.attention == "cudnn" and isinstance(error, NotImplementedError):
+            raise ValueError(
+                f"{error} JAX looks at the GPU of this machine, not at the absent one; set "
+                "model.attention = 'flash'"
+            ) from error
         if not OUT_OF_MEMORY.search(str(error)):
             raise
         return _refused(machine, engine, str(error), time.perf_counter() - start)

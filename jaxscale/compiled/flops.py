@@ -16,9 +16,19 @@ from jaxscale.compiled.hlo import Instruction, Program
 UNKNOWN_CYCLES = 2.0**60
 """The compiler writes 2**63 - 1 for unknown cycles."""
 
-ATTENTION_MATMULS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
-FLASH_MATMULS = {"flash_forward": 2, "flash_query_gradients": 3, "flash_key_gradients": 4}
-"""Pallas kernel without declared FLOPs (on TPUs, on GPUs) -> its matmuls of queries and keys."""
+FLASH_MATMULS = {
+    "flash_forward": (1, 1),
+    "flash_query_gradients": (2, 1),
+    "flash_key_gradients": (2, 2),
+}
+KERNEL_MATMULS = FLASH_MATMULS | {
+    "splash_forward": (1, 1),
+    "splash_query_gradients": (2, 1),
+    "splash_key_gradients": (2, 2),
+}
+JAX_MATMULS = {"splash_mha_fwd": (1, 1), "splash_mha_dq": (2, 1), "splash_mha_dkv": (2, 2)}
+"""Pallas kernel without declared FLOPs (ours on GPUs and TPUs, JAX's on TPUs) -> its matmuls of all
+queries and keys: as wide as a head's queries, and as its values."""
 
 GROUPED_KERNEL = re.compile(r"/grouped_(?:rows|weights)_(\d+)/")
 """The name of a grouped matmul's kernel on GPUs, with the expected rows of all groups. The matrices
@@ -187,20 +197,23 @@ def _kernel_flops(instruction: Instruction, named: Mapping[str, Instruction]) ->
         arrays = (*map(named.get, instruction.operands), instruction)
         shapes = (hlo.arrays(one.shape)[0][1] for one in arrays if one)
         return 2.0 * int(grouped[1]) * math.prod(next(d[1:] for d in shapes if len(d) == 3))
-    found = re.search(r"/(flash_\w+?)(_whole)?/", instruction.op_name)
-    splash = next(filter(instruction.name.startswith, ATTENTION_MATMULS), "")
-    if target.startswith("__cudnn$fmha") or found or splash:
+    found = re.search(rf"\b({'|'.join(KERNEL_MATMULS)})(_whole)?[/)]", instruction.op_name)
+    of_jax = next(filter(instruction.name.startswith, JAX_MATMULS), "")
+    if target.startswith("__cudnn$fmha") or found or of_jax:
         # Integer tables of the mask precede the operands; some kernels also have vectors.
         arrays = [hlo.arrays(named[name].shape)[0] for name in instruction.operands]
-        query, key = [dims for dtype, dims in arrays if "f" in dtype and len(dims) > 2][:2]
-        if found:  # [batch, time, heads, head_dim]
-            matmuls, keys = FLASH_MATMULS[found[1]] * (0.5 + 0.5 * bool(found[2])), key[1]
-        elif splash:  # [..., heads, time, head_dim]; causal
-            matmuls, keys = ATTENTION_MATMULS[splash] * 0.5, key[-2]
+        query, key, value = [dims for dtype, dims in arrays if "f" in dtype and len(dims) > 2][:3]
+        if found:  # [batch, time, heads, head_dim] on GPUs, [..., heads, time, head_dim] on TPUs
+            matmuls, share = KERNEL_MATMULS[found[1]], 0.5 + 0.5 * bool(found[2])
+            keys = key[1 if found[1] in FLASH_MATMULS else -2]
+        elif of_jax:  # [..., heads, time, head_dim]; causal
+            matmuls, share, keys = JAX_MATMULS[of_jax], 0.5, key[-2]
         else:  # [batch, heads, time, head_dim] or [batch, time, heads, head_dim]
-            matmuls = (2 + 3 * ("Backward" in target)) / (1 + ("CAUSAL" in instruction.rest))
+            matmuls = (3, 2) if "Backward" in target else (1, 1)
+            share = 1 / (1 + ("CAUSAL" in instruction.rest))
             keys = max(key[1:3])  # there are more keys than heads
-        return matmuls * 2.0 * math.prod(query) * keys
+        features = matmuls[0] * query[-1] + matmuls[1] * value[-1]
+        return share * 2.0 * math.prod(query[:-1]) * keys * features
     declared = instruction.attribute(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
     return float(declared) if declared else None
 

@@ -75,18 +75,15 @@ class MultiHeadLatentAttention(nnx.Module):
         shape = (*k_plain_BTN.shape[:3], config.rope_head_dim)
         k_BTNH = jnp.concatenate((k_plain_BTN, jnp.broadcast_to(k_BT1R, shape)), axis=-1)
         q_BTNH, k_BTNH, v_BTNV = map(named, (q_BTNH, k_BTNH, v_BTNV), ("query", "key", "value"))
-        # The attention kernels need values as wide as keys.
-        v_BTNH = jnp.pad(v_BTNV, ((0, 0),) * 3 + ((0, config.head_dim - config.value_dim),))
         heads = ("batch", "seq", "heads", "head_dim")
-        o_BTNH = kernels.attend(
-            *(kernels.shard(x, heads) for x in (q_BTNH, k_BTNH, v_BTNH)),
+        o_BTNV = kernels.attend(
+            *(kernels.shard(x, heads) for x in (q_BTNH, k_BTNH, v_BTNV)),
             batch.segments,
             sliding_window=config.window(kind),
             causal=config.causal,
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap,
         )
-        o_BTNV = o_BTNH[..., : config.value_dim]
         return named(kernels.rows(o_BTNV, self.out[...]), "attention_out")
 
     def _compressed(

@@ -38,6 +38,7 @@ from jaxscale.training.gradients import make_gradients, make_loss, pipeline_buff
 from jaxscale.training.kernels import (
     attention_name,
     attention_text,
+    device_generation,
     evaluation_kernels,
     make_kernels,
 )
@@ -171,8 +172,9 @@ def make_engine(
     """
     check_engine_arguments(config, mesh, model, optimizer, rules)
     check_engine_settings(config, mesh)
-    layout, platform = config.layout, mesh.devices.flat[0].platform
-    attention = attention_name(layout, config.model, config.data, platform)
+    layout, device = config.layout, mesh.devices.flat[0]
+    platform, generation = device.platform, device_generation(device)
+    attention = attention_name(layout, config.model, config.data, platform, generation)
     models = _make_models(config, model, attention, platform, rules, unroll_loops)
     built = models.built
     check_expert_ranks(layout, built)

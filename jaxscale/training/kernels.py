@@ -5,6 +5,7 @@ They run inside the `shard_map` in which pipeline, data and fsdp are manual.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +37,8 @@ from jaxscale.sharding.resolve import automatic_axes, constrain
 from jaxscale.sharding.rules import ACTIVATIONS, WEIGHTS, Rules, spreads_attention
 from jaxscale.sharding.specs import REPLICATED, kernel_spec, kernel_vector_spec, manually
 
-with epy.lazy_imports():  # half a second, and only a GPU needs it
-    from jaxscale.ops.attention import context_flash
+with epy.lazy_imports():  # half a second each, and only a GPU or a TPU needs it
+    from jaxscale.ops.attention import flash, splash
 
 EXPERT_MATMULS = {"cpu": "blocks", "gpu": "kernels", "tpu": "ragged_dot"}
 """Platform -> its grouped matmul (`ops.experts.grouped_matmul`), in every type."""
@@ -131,8 +132,13 @@ def evaluation_kernels(kernels: Kernels) -> Kernels:
     return dataclasses.replace(kernels, dispatch=everything)
 
 
-def attention_name(layout: Layout, model: ModelSettings, data: DataConfig, platform: str) -> str:
+def attention_name(
+    layout: Layout, model: ModelSettings, data: DataConfig, platform: str, generation: str = ""
+) -> str:
     """The attention implementation of a run.
+
+    Args:
+      generation: of the device, by `device_generation`.
 
     Raises:
       ValueError: the implementation that is set cannot honour the settings.
@@ -144,8 +150,11 @@ def attention_name(layout: Layout, model: ModelSettings, data: DataConfig, platf
         platform,
         dtype=model.compute_dtype,
         head_dim=model.head_dim,
-        # With ring or gather a kernel attends to one pair of chunks (`context_chunks.py`).
-        seq_len=data.seq_len // (2 * layout.context if spread else 1),
+        # With ring or gather a kernel attends to chunks (`context_chunks.py`). An encoder-decoder
+        # has sequences of two lengths.
+        seq_len=math.gcd(data.seq_len, data.target_len) // (2 * layout.context if spread else 1),
+        value_dim=model.value_dim,
+        generation=generation,
         uses=model.attention_uses,
         causal=model.causal,
         one_document=data.one_document,
@@ -168,11 +177,15 @@ def check_matmul_device(matmul_dtype: str, device: Any) -> None:
     """
     if not matmul_dtype or device.platform == "cpu":
         return
+    check_matmul_units(matmul_dtype, device_generation(device), device.device_kind)
+
+
+def device_generation(device: Any) -> str:
+    """The target of a device's kernels, as in `hardware.csv`."""
     chip = find_chip(device.device_kind)
     # A GPU missing from hardware.csv is known by its compute capability.
     capability = str(getattr(device, "compute_capability", "")).replace(".", "")
-    generation = chip.generation if chip else f"sm{capability}"
-    check_matmul_units(matmul_dtype, generation, device.device_kind)
+    return chip.generation if chip else f"sm{capability}"
 
 
 def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable[..., jax.Array]:
@@ -190,8 +203,7 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
         given = AttentionArrays(*arrays)
         scoring = score_settings(*given[:2], given.segments_BS, given.bias_bN, **settings)
         if spreads_attention(layout):
-            flash = implementation == "flash"
-            kernel = context_flash.context_flash if flash else context_attention
+            kernel = _context_kernel(implementation)
             local = functools.partial(
                 kernel, axis="context", method=layout.context_method, scoring=scoring
             )
@@ -209,6 +221,15 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
             return _manual(layout, local, specs, queries)(*given)
 
     return attend
+
+
+def _context_kernel(implementation: str) -> Callable[..., jax.Array]:
+    match implementation:
+        case "flash":
+            return flash.flash_attention
+        case "splash":
+            return splash.splash_attention
+    return context_attention
 
 
 def _manual(layout: Layout, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:

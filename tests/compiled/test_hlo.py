@@ -195,15 +195,18 @@ ENTRY %main (a: s8[64,32], b: f8e5m2[64,32], c: f8e4m3fn[32,16], q: bf16[2,64,32
   %w = bf16[32,16] parameter(4)
   %e = s8[2,32,16] parameter(5)
   %t = s32[2] parameter(6)
+  %v = bf16[2,64,16] parameter(7)
   %one = bf16[64,16] dot(%b, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   %two = bf16[64,16] dot(%b, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   %three = (bf16[64,16], s8[4]) custom-call(%b, %c), custom_call_target="__cublas$lt$matmul$f8", backend_config={"lhs_contracting_dimensions":["1"]}
   %four = s32[64,16] custom-call(%t, %a, %e), custom_call_target="tpu_custom_call", frontend_attributes={ragged_dot_tiling="64,32,16"}, backend_config={"cost_estimate":{"flops":"65536"}}
-  %splash_mha_fwd.1 = bf16[2,64,32] custom-call(%a, %a, %q, %q), custom_call_target="tpu_custom_call"
+  %splash_mha_fwd.1 = bf16[2,64,32] custom-call(%a, %a, %q, %q, %v), custom_call_target="tpu_custom_call"
+  %five = bf16[2,64,32] custom-call(%t, %q, %q, %v), custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/transpose(jvp(splash_query_gradients_whole))/pallas_call"}
   ROOT %r = bf16[64,16] add(%one, %two)
 }
 """)  # noqa: E501
-    matmul, attention = 2 * 64 * 32 * 16, 0.5 * 2 * 2 * 2 * 64 * 32 * 64
+    matmul, pairs = 2 * 64 * 32 * 16, 2 * 2 * 64 * 64
+    attention = 0.5 * pairs * (32 + 16) + pairs * (2 * 32 + 16)
     each = [computation_costs(program, own)["main"] for own in (instruction_flops, narrow_flops)]
     assert each == [4 * matmul + attention, 3 * matmul]
 

@@ -105,7 +105,7 @@ def test_attention_says_how_keys_arrive():
     config = make_config(LLAMA, {})
     assert attention_text(config.layout, attention_of(config, "cpu")) == "blockwise"
     config = make_config(LLAMA, {"context": 2, "context_method": "gather"})
-    assert attention_text(config.layout, attention_of(config, "tpu")) == "blockwise, by gather"
+    assert attention_text(config.layout, attention_of(config, "cpu")) == "blockwise, by gather"
 
 
 @pytest.mark.parametrize(
@@ -117,9 +117,11 @@ def test_attention_says_how_keys_arrive():
         ("llama32_1b", ["data.objective=causal_across_documents", "layout.context=2"], "flash"),
         ("llama32_1b", ["model.attention=cudnn"], "cudnn"),
         ("llama32_1b", ["model.compute_dtype=float32"], "blockwise"),
-        ("llama32_1b", ["model.head_dim=96"], "cudnn"),
+        ("llama32_1b", ["model.head_dim=96"], "flash"),
         ("bert_base", [], "cudnn"),
-        ("mt5_base", [], "blockwise"),
+        ("mt5_base", [], "flash"),
+        ("mt5_base", ["data.target_len=40"], "blockwise"),
+        ("deepseek_v3", [], "flash"),
     ],
 )
 def test_attention_on_gpus_goes_by_what_documents_hide(base, settings, kernel):
@@ -128,14 +130,14 @@ def test_attention_on_gpus_goes_by_what_documents_hide(base, settings, kernel):
 
 def test_whole_sequences_have_any_kernel():
     config = make_config(LLAMA | {"head_dim": 128}, {"context": 2, "context_method": "ulysses"})
-    kernel = {"attention": "splash", "compute_dtype": "bfloat16"}
+    kernel = {"attention": "cudnn", "compute_dtype": "bfloat16"}
     model = dataclasses.replace(config.model, **kernel)
     data = dataclasses.replace(config.data, seq_len=256)
     config = dataclasses.replace(config, model=model, data=data)
-    assert attention_of(config, "tpu") == "splash"
+    assert attention_of(config, "gpu") == "cudnn"
     layout = dataclasses.replace(config.layout, context_method="ring")
     with pytest.raises(ValueError, match=r"or layout.context_method = 'ulysses'"):
-        attention_of(dataclasses.replace(config, layout=layout), "tpu")
+        attention_of(dataclasses.replace(config, layout=layout), "gpu")
 
 
 @pytest.mark.proof(

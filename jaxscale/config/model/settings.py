@@ -10,7 +10,7 @@ from jaxscale.choices import check_at_least, check_choice
 DTYPES = ("float64", "float32", "bfloat16")
 MATMUL_DTYPES = ("", "float8", "int8")
 ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "flash", "splash")
-SPREAD_ATTENTIONS = ("blockwise", "flash")
+SPREAD_ATTENTIONS = ("blockwise", "flash", "splash")
 """Kernels that support sequences sharded over several ranks; "auto" selects one."""
 
 
@@ -69,6 +69,7 @@ class ModelSettings:
     capacity_factor = 0.0
     dense_layers = 0
     kv_rank = 0
+    value_dim = 0  # features of a head's values; 0 is head_dim
     dropped_token = -1  # the id whose embedding is zero
 
     def __post_init__(self) -> None:

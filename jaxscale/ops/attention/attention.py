@@ -5,6 +5,7 @@ Shapes: B batch, T query time, S key time, N query heads, K key heads, G query h
 """
 
 import contextlib
+import functools
 from collections.abc import Collection
 from typing import Any
 
@@ -20,9 +21,10 @@ from jaxscale.ops.attention import platform_kernels
 from jaxscale.ops.attention.blocks import AttentionArrays, Scoring, in_reach
 from jaxscale.ops.attention.blockwise import blockwise_attention
 from jaxscale.ops.attention.relative_bias import relative_buckets
+from jaxscale.ops.sizes import LANES
 
-with epy.lazy_imports():  # half a second, and only a GPU needs it
-    from jaxscale.ops.attention import flash
+with epy.lazy_imports():  # half a second each, and only a GPU or a TPU needs it
+    from jaxscale.ops.attention import flash, splash
 
 PLATFORM_KERNELS = {"gpu": ("cudnn", "flash"), "tpu": ("splash",)}
 """Platform -> its kernels: "auto" selects the first that honours the run's settings, or
@@ -46,11 +48,12 @@ def attention(
 ) -> Array:
     """Attention within segments; causal self-attention by default.
 
-    Query head n reads key head n // (N / K). Segment 0, padding, is an ordinary segment: its
-    outputs are finite and affect no other token. A query without visible keys, possible in cross
-    attention, has output zero. The softmax is in float32 or wider. The output and the residuals
-    other than the arguments have the checkpoint name "attention"; a remat policy recognises
-    "cudnn" by `platform_kernels.is_cudnn_forward`.
+    Query head n reads key head n // (N / K). Values, and so the output, may have another number of
+    features than keys. Segment 0, padding, is an ordinary segment: its outputs are finite and
+    affect no other token. A query without visible keys, possible in cross attention, has output
+    zero. The softmax is in float32 or wider. The output and the residuals other than the arguments
+    have the checkpoint name "attention"; a remat policy recognises "cudnn" by
+    `platform_kernels.is_cudnn_forward`.
 
     Cross attention (`segments_BS`) is not causal and has neither window nor bias. Attention sinks
     (arXiv 2309.17453) are learned logits, as in gpt-oss (arXiv 2508.10925).
@@ -91,8 +94,11 @@ def attention(
         case "cudnn":
             return platform_kernels.cudnn(q_BTNH, k_BSKH, v_BSKH, mask_BT, scoring)
         case "flash":
-            return flash.flash_attention(*given[:4], sinks_N, scoring=scoring)
+            return flash.flash_attention(*given, scoring=scoring)
         case "splash":
+            # JAX's kernel for what it has: its speed is known.
+            if any(x is not None for x in given[4:]) or q_BTNH.shape[1] % LANES:
+                return splash.splash_attention(*given, scoring=scoring)
             return platform_kernels.splash(q_BTNH, k_BSKH, v_BSKH, mask_BT, scoring)
         case "blockwise":
             return blockwise_attention(*given, scoring=scoring)
@@ -146,6 +152,8 @@ def choose(
     dtype: DTypeLike,
     head_dim: int,
     seq_len: int,
+    value_dim: int = 0,
+    generation: str = "",
     uses: Collection[str] = (),
     causal: bool = True,
     one_document: bool = False,
@@ -158,6 +166,9 @@ def choose(
     none is accepted, so that every setting runs on every platform.
 
     Args:
+      seq_len: of queries and keys; the greatest common divisor, if layers differ.
+      value_dim: features of a head's values; 0 is `head_dim`.
+      generation: of the device, as in `hardware.csv`.
       uses: the keys of `USES` that any layer of the model needs.
       one_document: as in `attention`.
       spread: whether "auto" must be one of `SPREAD_ATTENTIONS`.
@@ -165,7 +176,14 @@ def choose(
     Raises:
       ValueError: the named implementation cannot honour the settings.
     """
-    asked = {"dtype": dtype, "head_dim": head_dim, "seq_len": seq_len, "uses": uses}
+    asked: dict[str, Any] = {
+        "dtype": dtype,
+        "head_dim": head_dim,
+        "seq_len": seq_len,
+        "value_dim": value_dim,
+        "generation": generation,
+        "uses": uses,
+    }
     if implementation != "auto":
         check(implementation, platform=platform, **asked)
         return implementation
@@ -186,9 +204,11 @@ def check(
     dtype: DTypeLike,
     head_dim: int,
     seq_len: int,
+    value_dim: int = 0,
+    generation: str = "",
     uses: Collection[str] = (),
 ) -> None:
-    """Checks that a kernel supports the arguments.
+    """Checks that a kernel supports the arguments, which are those of `choose`.
 
     Raises:
       ValueError: it does not; names the setting to change.
@@ -196,7 +216,9 @@ def check(
     if implementation in ("reference", "blockwise"):
         return
     limits = {
-        "cudnn": platform_kernels.cudnn_limits,
+        "cudnn": functools.partial(
+            platform_kernels.cudnn_limits, value_dim=value_dim, generation=generation
+        ),
         "flash": platform_kernels.flash_limits,
         "splash": platform_kernels.splash_limits,
     }
@@ -231,8 +253,8 @@ LACKS = {
     "reference": (),
     "blockwise": (),
     "cudnn": ("soft_cap", "bias", "cross", "sinks"),
-    "flash": ("bias", "cross"),
-    "splash": ("bias", "cross", "sinks"),
+    "flash": (),
+    "splash": (),
 }
 """Implementation -> the features of `USES` that it lacks."""
 
@@ -291,7 +313,7 @@ def _biases(bias_bN: Array | None, distance_BTS: Array, scoring: Scoring) -> Arr
 
 
 def _masked_attention(
-    q_BTNH, k_BSKH, v_BSKH, mask_BTS, bias_BNTS, sinks_N, scoring: Scoring
+    q_BTNH, k_BSKH, v_BSKV, mask_BTS, bias_BNTS, sinks_N, scoring: Scoring
 ) -> Array:
     batch, time, num_heads, head_dim = q_BTNH.shape
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
@@ -313,7 +335,7 @@ def _masked_attention(
         with_sink = jnp.concatenate((sinks_BKGT1, scores_BKGTS), axis=-1)
         seen = jnp.pad(mask_B11TS, ((0, 0),) * 4 + ((1, 0),), constant_values=True)
         p_BKGTS = jax.nn.softmax(with_sink, axis=-1, where=seen)[..., 1:]
-    out_BTKGH = jnp.einsum(
-        "BKGTS,BSKH->BTKGH", p_BKGTS.astype(v_BSKH.dtype), v_BSKH, preferred_element_type=wide
+    out_BTKGV = jnp.einsum(
+        "BKGTS,BSKV->BTKGV", p_BKGTS.astype(v_BSKV.dtype), v_BSKV, preferred_element_type=wide
     )
-    return out_BTKGH.astype(q_BTNH.dtype).reshape(q_BTNH.shape)
+    return out_BTKGV.astype(q_BTNH.dtype).reshape(*q_BTNH.shape[:3], -1)

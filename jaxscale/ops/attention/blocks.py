@@ -20,6 +20,9 @@ from jaxscale.ops.array_stack import at
 from jaxscale.ops.attention import relative_bias
 from jaxscale.ops.sizes import BLOCK_SCORES
 
+HIDDEN = -1e30
+"""The score of a hidden key in a kernel: its exponential is zero relative to any other's."""
+
 
 class Scoring(NamedTuple):
     """Scoring and visibility of keys: settings of a layer, fixed at compile time.
@@ -44,15 +47,20 @@ class AttentionArrays(NamedTuple):
 
     q_BTNH: Array
     k_BSKH: Array
-    v_BSKH: Array
+    v_BSKH: Array  # may have another number of features than keys
     segments_BT: Array
     segments_BS: Array | None = None  # the keys' in cross attention; None in self-attention
     bias_bN: Array | None = None  # the table of T5's relative position bias (`relative_bias.py`)
     sinks_N: Array | None = None  # one logit per head in the softmax's denominator, without a value
 
+    @property
+    def wide(self) -> jnp.dtype:
+        """The type of scores and sums: float32 or wider."""
+        return _wide(self.q_BTNH)
+
     def widened(self) -> "AttentionArrays":
         """Casts bias and sinks to the type of the scores, in which their gradients are summed."""
-        bias_bN, sinks_N = (None if x is None else x.astype(_wide(self.q_BTNH)) for x in self[5:])
+        bias_bN, sinks_N = (None if x is None else x.astype(self.wide) for x in self[5:])
         return self._replace(bias_bN=bias_bN, sinks_N=sinks_N)
 
 
@@ -94,7 +102,7 @@ def block_size(q_BTNH: Array) -> int:
     return next(sizes, 64)
 
 
-def start(q: Array, sinks_N: Array | None = None) -> Softmax:
+def start(q: Array, value_dim: int, sinks_N: Array | None = None) -> Softmax:
     """The softmax before any key, with sinks if given; `q` as in `Queries`, or one block of it."""
     wide, rows = _wide(q), q.shape[:-1]
     if sinks_N is None:
@@ -102,7 +110,7 @@ def start(q: Array, sinks_N: Array | None = None) -> Softmax:
     else:
         high = jnp.broadcast_to(sinks_N.astype(wide).reshape(*rows[-3:-1], 1), rows)
         total = jnp.ones(rows, wide)
-    return Softmax(jnp.zeros(q.shape, wide), high, total)
+    return Softmax(jnp.zeros((*rows, value_dim), wide), high, total)
 
 
 def attend(
@@ -279,10 +287,8 @@ def gradients(
             sums = Sums(grad_q_IBKGtH.at[i].add(grad_q_BKGtH), grad_bias_bN)
             return sums, grad_k_BKsH, grad_v_BKsH
 
-        zero_BKsH = jnp.zeros(k_BKsH.shape, wide)
-        sums, grad_k_BKsH, grad_v_BKsH = jax.lax.fori_loop(
-            begin, end, query_block, (sums, zero_BKsH, zero_BKsH)
-        )
+        zeros = (jnp.zeros(x.shape, wide) for x in (k_BKsH, v_BKsH))
+        sums, grad_k_BKsH, grad_v_BKsH = jax.lax.fori_loop(begin, end, query_block, (sums, *zeros))
         return sums, (grad_k_BKsH.astype(dtype), grad_v_BKsH.astype(dtype))
 
     visible_IJ = visible(queries.segments, keys.segments, offset=offset, scoring=scoring)
@@ -370,7 +376,18 @@ def visible(
     """Whether any query of block i may see a key of block j, [I, J]; may be true in excess."""
     block = segments_JBs.shape[-1]
     i, j = jnp.arange(len(segments_IBt))[:, None], jnp.arange(len(segments_JBs))
-    distance_IJ = offset + (i - j) * block
+    return visible_at(offset + (i - j) * block, segments_IBt, segments_JBs, scoring)
+
+
+def visible_at(
+    distance_IJ: Array, segments_IBt: Array, segments_JBs: Array, scoring: Scoring
+) -> Array:
+    """`visible` for blocks anywhere in a sequence.
+
+    Args:
+      distance_IJ: position of a block's first query minus that of a block's first key.
+    """
+    block = segments_JBs.shape[-1]
     visible_IJ = distance_IJ > -block if scoring.causal else jnp.bool(True)
     if scoring.window:
         visible_IJ &= distance_IJ - block + 1 < scoring.window

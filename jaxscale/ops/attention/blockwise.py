@@ -40,7 +40,7 @@ def _forward(block: int, scoring: Scoring, given: AttentionArrays) -> tuple[Arra
 
     def query_block(arguments):
         queries, reach = arguments
-        softmax = blocks.start(queries.q, given.sinks_N)
+        softmax = blocks.start(queries.q, given.v_BSKH.shape[-1], given.sinks_N)
         softmax = blocks.attend_block(softmax, queries, reach, keys, given.bias_bN, scoring=scoring)
         blind = given.segments_BS is not None
         return blocks.finish_softmax(softmax, given.q_BTNH.dtype, blind=blind)

@@ -38,14 +38,14 @@ def context_attention(
     given = AttentionArrays(*arrays).widened()
     chunk, key_chunk = (x.shape[1] // 2 for x in given[:2])
     block = min(block or blocks.block_size(given.q_BTNH), max(chunk, key_chunk))
-    static = _Static(Chunks(axis, method, scoring.causal, chunk), scoring, key_chunk, block)
+    chunks = Chunks(axis, method, scoring.causal, chunk, key_chunk)
+    static = _Static(chunks, scoring, block)
     return _attention(static, given)
 
 
 class _Static(NamedTuple):
     chunks: Chunks
     scoring: Scoring
-    key_chunk: int
     block: int
 
 
@@ -58,12 +58,13 @@ def _forward(static: _Static, given: AttentionArrays) -> tuple[Array, Array]:
     """The output, and log(sum(exp(score))) as [h, I, B, K, G, t]."""
     queries, keys = _in_blocks(static, given)
 
-    def visit(softmax, sums, keys, h, c, offset):
+    def visit(softmax, sums, keys, h, c, starts):
         seen = at(softmax, h), at(queries, h), at(keys, c), given.bias_bN
-        more = blocks.attend(*seen, offset=offset, scoring=static.scoring)
+        more = blocks.attend(*seen, offset=starts.offset, scoring=static.scoring)
         return put(softmax, more, h), sums
 
-    softmax, _ = visit_pairs(static.chunks, keys, visit, blocks.start(queries.q, given.sinks_N), ())
+    start = blocks.start(queries.q, given.v_BSKH.shape[-1], given.sinks_N)
+    softmax, _ = visit_pairs(static.chunks, keys, visit, start, ())
     out_hIBKGtH, log_z_hIBKGt = blocks.finish_softmax(
         softmax, given.q_BTNH.dtype, blind=given.segments_BS is not None
     )
@@ -85,14 +86,14 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
         lambda *each: blocks.output(*each, num_kv_heads=k_BSKH.shape[2], block=static.block)
     )(halves(out_BTNH), halves(grad_BTNH), log_z_hIBKGt)
 
-    def visit(sums, key_sums, keys, h, c, offset):
+    def visit(sums, key_sums, keys, h, c, starts):
         more, *key_more = blocks.gradients(
             Sums(at(sums.q, h), sums.bias),
             at(queries, h),
             at(output, h),
             at(keys, c),
             given.bias_bN,
-            offset=offset,
+            offset=starts.offset,
             scoring=static.scoring,
             dtype=wide,
         )
@@ -104,7 +105,7 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
     zeros = tuple(jnp.zeros(x.shape, wide) for x in (keys.k, keys.v))
     sums, grads = visit_pairs(static.chunks, keys, visit, sums, zeros)
     grad_k_BSKH, grad_v_BSKH = (
-        _joined(blocks.from_key_blocks, grad, static.key_chunk) for grad in grads
+        _joined(blocks.from_key_blocks, grad, static.chunks.key_chunk) for grad in grads
     )
     grad_q_BTNH = _joined(blocks.from_query_blocks, sums.q, static.chunks.chunk)
     grads = AttentionArrays(

@@ -1,5 +1,5 @@
 """Chunk order for context parallelism (zigzag), and the loops over pairs of chunks of `context.py`
-and `context_flash.py`.
+and `kernel_attention.py`.
 
 A sequence of 2n chunks is split over n ranks as in `balanced_order`: rank i has chunks i and
 2n-1-i, and computes 2n+1 pairs of chunks for any i (Llama 3, arXiv 2407.21783, section 3.3.2);
@@ -15,6 +15,7 @@ between ranks of another axis has to use "gather".
 Shapes: B batch, T time of a rank, h its two chunks.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,6 +41,23 @@ def balanced_order(seq_len: int, ranks: int) -> np.ndarray:
     return np.stack([chunks[:ranks], chunks[: ranks - 1 : -1]], axis=1).reshape(-1)
 
 
+class Starts(NamedTuple):
+    """Positions in the whole sequence of the first token of each chunk."""
+
+    queries: Array  # [chunks]
+    keys: Array  # [chunks]
+
+    @classmethod
+    def of_whole(cls) -> "Starts":
+        """Of queries and keys that are whole sequences."""
+        return cls(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+
+    @property
+    def offset(self) -> Array:
+        """Position of the first query minus that of the first key."""
+        return self.queries[0] - self.keys[0]
+
+
 class Chunks(NamedTuple):
     """The sharding of a sequence, fixed at compile time."""
 
@@ -47,14 +65,21 @@ class Chunks(NamedTuple):
     method: str
     causal: bool
     chunk: int  # queries of a chunk
+    key_chunk: int
+    joint: bool = False  # whether one visit has all chunks of a rank's queries and of present keys
 
-    def offset(self, rank: Array, h: Array | int, key_chunk: Array | int) -> Array:
-        """Position of a rank's first query in chunk `h` minus that of `key_chunk`'s first key."""
-        return self.chunk * (self.number(rank, h) - key_chunk)
+    def starts(self, rank: Array, pairs: tuple[Array, Array]) -> Starts:
+        """Of the `h`-th chunk of a rank's queries and a chunk of keys by its number."""
+        h, key_chunks = pairs
+        return Starts(self.chunk * self.number(rank, h), self.key_chunk * key_chunks)
 
     def number(self, rank: Array, h: Array | int) -> Array:
         """The number in the sequence of a rank's chunk `h`."""
         return jnp.where(h == 0, rank, 2 * jax.lax.axis_size(self.axis) - 1 - rank)
+
+    def split(self, x_BT: Array) -> Array:
+        """[B, T, ...] -> [h, B, T / h, ...], the parts of separate visits."""
+        return x_BT[None] if self.joint else halves(x_BT)
 
 
 def visit_pairs(
@@ -64,8 +89,9 @@ def visit_pairs(
 
     Args:
       keys: of this rank, each field with a leading [h].
-      visit: `(carry, sums, keys, h, c, offset) -> (carry, sums)` for the h-th chunk of queries and
-        the c-th chunk of `keys`, which is `offset` positions before it.
+      visit: `(carry, sums, keys, h, c, starts) -> (carry, sums)` for the h-th chunk of queries and
+        the c-th chunk of `keys`; if `chunks.joint` h and c are 0, and there are fewer visits: one
+        for each rank of a ring, or one in all.
       carry: state that stays on this rank.
       sums: zeros, [h, ...], for sums per chunk of keys, over all ranks.
 
@@ -92,13 +118,17 @@ def _ring(
 
     def step(carry: Tree, keys: Tree, r: Array | int, *own: tuple[int, int]) -> tuple[Tree, Tree]:
         owner = (rank - r) % ranks
+        if chunks.joint:
+            both = jnp.arange(2)
+            starts = chunks.starts(rank, (both, chunks.number(owner, both)))
+            return visit(carry, zeros, keys, 0, 0, starts)
         if chunks.causal:
             same = jnp.where(owner > rank, 1, 0)
             pairs = (*own, (1, 0), (same, same))
         else:
             pairs = ((0, 0), (0, 1), (1, 0), (1, 1))
-        table = [(h, c, chunks.offset(rank, h, chunks.number(owner, c))) for h, c in pairs]
-        return _visit_all(visit, carry, zeros, keys, table)
+        table = [(h, c, chunks.number(owner, c)) for h, c in pairs]
+        return _visit_all(chunks, visit, carry, zeros, keys, table)
 
     def between(carries: tuple[Tree, Tree, Tree], r: Array) -> tuple[tuple[Tree, Tree, Tree], None]:
         carry, keys, sums = carries
@@ -106,6 +136,11 @@ def _ring(
         carry, more = step(carry, keys, r)
         return (carry, following, add(arriving, more)), None
 
+    if chunks.joint:
+        # One visit in the program, at the cost of sending keys once more: the compiler for TPUs
+        # takes seconds for each call of a kernel.
+        (carry, _, sums), _ = jax.lax.scan(between, (carry, keys, zeros), jnp.arange(ranks))
+        return carry, send(sums)
     following = send(keys)
     carry, sums = step(carry, keys, 0, (1, 1))
     (carry, keys, sums), _ = jax.lax.scan(
@@ -120,6 +155,8 @@ def _gather(
     chunks: Chunks, keys: Tree, visit: Callable, carry: Tree, zeros: Tree
 ) -> tuple[Tree, Tree]:
     """Gather: pairs of the first chunk of queries, then of the second; as many on each rank."""
+    if chunks.joint:
+        return _gather_jointly(chunks, keys, visit, carry, zeros)
     ranks, rank = jax.lax.axis_size(chunks.axis), jax.lax.axis_index(chunks.axis)
 
     def gathered(x: Array) -> Array:
@@ -134,21 +171,49 @@ def _gather(
     for pair in range(2 * ranks + 1 if causal else 4 * ranks):
         h = jnp.where(pair <= rank, 0, 1) if causal else pair // (2 * ranks)
         c = pair - h * (rank + 1) if causal else pair % (2 * ranks)
-        table.append((h, c, chunks.offset(rank, h, c)))
+        table.append((h, c, c))
     zeros = jax.tree.map(lambda x: jnp.zeros((2 * ranks, *x.shape[1:]), x.dtype), zeros)
-    carry, sums = _visit_all(visit, carry, zeros, jax.tree.map(gathered, keys), table)
+    keys = jax.tree.map(gathered, keys)
+    carry, sums = _visit_all(chunks, visit, carry, zeros, keys, table)
     return carry, jax.tree.map(summed, sums)
 
 
-def _visit_all(
-    visit: Callable, carry: Tree, sums: Tree, keys: Tree, table: list[tuple[Array | int, ...]]
+def _gather_jointly(
+    chunks: Chunks, keys: Tree, visit: Callable, carry: Tree, zeros: Tree
 ) -> tuple[Tree, Tree]:
+    """Gather with one visit: chunks of keys stay in the order of the ranks."""
+    ranks, rank = jax.lax.axis_size(chunks.axis), jax.lax.axis_index(chunks.axis)
+    numbers = jnp.stack([chunks.number(jnp.arange(ranks), h) for h in range(2)], axis=1)
+    starts = chunks.starts(rank, (jnp.arange(2), numbers.ravel()))
+    gather = functools.partial(jax.lax.all_gather, axis_name=chunks.axis, axis=2, tiled=True)
+    zeros = jax.tree.map(lambda x: jnp.concatenate([x] * ranks, axis=2), zeros)
+    carry, sums = visit(carry, zeros, jax.tree.map(gather, keys), 0, 0, starts)
+    scatter = functools.partial(
+        jax.lax.psum_scatter, axis_name=chunks.axis, scatter_dimension=2, tiled=True
+    )
+    return carry, jax.tree.map(scatter, sums)
+
+
+def _visit_all(
+    chunks: Chunks,
+    visit: Callable,
+    carry: Tree,
+    sums: Tree,
+    keys: Tree,
+    table: list[tuple[Array | int, ...]],
+) -> tuple[Tree, Tree]:
+    """Visits h, c and the number of the chunk of keys of each row of the table."""
+    rank = jax.lax.axis_index(chunks.axis)
     columns = tuple(
         jnp.stack([jnp.asarray(x, jnp.int32) for x in column]) for column in zip(*table)
     )
-    return jax.lax.scan(
-        lambda carries, pair: (visit(*carries, keys, *pair), None), (carry, sums), columns
-    )[0]
+
+    def one(carries: tuple[Tree, Tree], pair: tuple[Array, ...]) -> tuple[tuple[Tree, Tree], None]:
+        h, c, number = pair
+        starts = chunks.starts(rank, (h[None], number[None]))
+        return visit(*carries, keys, h, c, starts), None
+
+    return jax.lax.scan(one, (carry, sums), columns)[0]
 
 
 def halves(x_BT: Array) -> Array:

@@ -4,228 +4,252 @@ A block of queries loops over blocks of keys from the first visible one to the l
 by causal order, window or documents are neither read nor computed, and no mask is read from
 memory. The kernels use Pallas's Triton back end, for Ampere and later.
 
+A relative position bias is read from a line of numbers by distance; sums of its gradient by bucket
+are written for each block of queries, and added in XLA.
+
 Shapes: B batch, T time of queries, S of keys, N query heads, K key heads, G query heads per key
-head (N = K * G), H head_dim, I blocks of queries, J blocks of keys, t queries of a block, s keys of
-a block.
+head (N = K * G), H features of queries and keys, V of values, I blocks of queries, J blocks of
+keys, t queries of a block, s keys of a block, b buckets of a relative position bias, p those in
+order of positions.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from jaxscale.ops.attention import flash_kernels
+from jaxscale.ops.attention import flash_kernels, relative_bias
 from jaxscale.ops.attention.blocks import AttentionArrays, Scoring, visible, visible_ranges
-from jaxscale.ops.attention.flash_kernels import Settings
-from jaxscale.ops.attention.platform_kernels import flash_block
+from jaxscale.ops.attention.context_chunks import Chunks, Starts
+from jaxscale.ops.attention.flash_kernels import FlashArrays, Settings
+from jaxscale.ops.attention.kernel_attention import AttentionKernel, attend_with_kernel
+from jaxscale.ops.attention.platform_kernels import flash_block, flash_width
 
 
 def flash_attention(
-    q_BTNH: Array,
-    k_BSKH: Array,
-    v_BSKH: Array,
-    segments_BT: Array,
-    sinks_N: Array | None = None,
-    *,
-    scoring: Scoring,
-    interpret: bool = False,
+    *arrays: Any, scoring: Scoring, axis: str = "", method: str = "", interpret: bool = False
 ) -> Array:
-    """Attention within segments; arguments as in `attention.attention`.
+    """`attention.attention`, [B, T, N, V], or `context.context_attention` over `axis`.
 
     Its residuals are its arguments, the output and one number per query and head; the last two have
     the checkpoint name "attention". On several devices call it inside a `shard_map` over all mesh
     axes.
+
+    Args:
+      arrays: the fields of `AttentionArrays`.
+      axis, method: as in `context_attention`; "" for whole sequences. Each pair of chunks is one
+        kernel call.
     """
-    settings = Settings(scoring, flash_block(q_BTNH.shape[1], q_BTNH.shape[3]), interpret)
-    given = AttentionArrays(q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N=sinks_N).widened()
-    return _attention(settings, *given[:4], given.sinks_N)
-
-
-def wide_type(q_BTNH: Array) -> jnp.dtype:
-    """The type of scores and sums: float32 or wider."""
-    return jnp.promote_types(q_BTNH.dtype, jnp.float32)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings: Settings, *given: Array | None) -> Array:
-    return _forward_rule(settings, *given)[0]
-
-
-def _forward_rule(settings: Settings, q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N):
-    tokens = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
-    out_BTNH, log_z_BNT = checkpoint_name(
-        flash_output(settings, *tokens, sinks_N=sinks_N), "attention"
+    given = AttentionArrays(*arrays).widened()
+    queries, keys = (x.shape[1] // (2 if axis else 1) for x in given[:2])
+    head_dim, value_dim = (x.shape[3] for x in given[1:3])
+    block = flash_block(math.gcd(queries, keys), head_dim)
+    settings = Settings(scoring, block, head_dim, value_dim, interpret, of_pair=bool(axis))
+    chunks = Chunks(axis, method, scoring.causal, queries, keys) if axis else None
+    return attend_with_kernel(
+        AttentionKernel(flash_output, flash_gradients, settings), chunks, given
     )
-    return out_BTNH, (*tokens[:4], sinks_N, out_BTNH, log_z_BNT)
-
-
-def _backward_rule(settings: Settings, residuals, grad_BTNH: Array):
-    q_BTNH, k_BSKH, v_BSKH, segments_BT, sinks_N, out_BTNH, log_z_BNT = residuals
-    inner_BNT = flash_inner(out_BTNH, grad_BTNH)
-    tokens = (q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
-    grads = flash_gradients(settings, *tokens, grad_BTNH, log_z_BNT, inner_BNT)
-    sinks = None if sinks_N is None else flash_sink_gradient(sinks_N, log_z_BNT, inner_BNT)
-    return (*grads, None, sinks)
-
-
-_attention.defvjp(_forward_rule, _backward_rule)
-
-
-def flash_inner(out_BTNH: Array, grad_BTNH: Array) -> Array:
-    """The inner product of each query's output and its gradient, [B, N, T]."""
-    wide = wide_type(out_BTNH)
-    return jnp.einsum("BTNH,BTNH->BNT", out_BTNH.astype(wide), grad_BTNH.astype(wide))
-
-
-def flash_sink_gradient(sinks_N: Array, log_z_BNT: Array, inner_BNT: Array) -> Array:
-    """The gradient of the sinks, [N]: a sink acts as a key with value zero."""
-    return -jnp.sum(jnp.exp(sinks_N[:, None] - log_z_BNT) * inner_BNT, axis=(0, 2))
 
 
 def flash_output(
     settings: Settings,
-    q_BTNH: Array,
-    k_BSKH: Array,
-    v_BSKH: Array,
-    segments_BT: Array,
-    segments_BS: Array,
-    *,
-    offset: Array | int = 0,
-    sinks_N: Array | None = None,
-    out_dtype: DTypeLike | None = None,
+    given: AttentionArrays,
+    starts: Starts,
+    before: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """The output, and log(sum(exp(score))), [B, N, T] in float32 or wider; for a query without
-    visible keys they are zero and `flash_kernels.HIDDEN`.
+    visible keys they are zero and `blocks.HIDDEN`.
 
     Args:
-      offset: position of the first query minus that of the first key.
-      out_dtype: of the output; None is that of the queries.
+      before: the results for other keys, with the output in float32 or wider. They are combined,
+        weighted by their shares of the softmax.
     """
-    (batch, time, heads, _), block = q_BTNH.shape, settings.block
-    wide = wide_type(q_BTNH)
-    seen_BIJ = _seen_blocks(settings, segments_BT, segments_BS, offset)
-    specs, queries, numbers = _specs_of_queries(q_BTNH, k_BSKH, block)
-    arrays = [_ranges(seen_BIJ), _scalar(offset), q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS]
-    if sinks_N is not None:
-        specs.append(pl.BlockSpec((1,), lambda i, n, b: (n,)))
-        arrays.append(sinks_N)
-    return _call(
-        functools.partial(flash_kernels.flash_forward, settings),
-        settings,
-        (time // block, heads, batch),
-        (specs, arrays),
-        (
-            [queries, numbers],
-            [(q_BTNH.shape, out_dtype or q_BTNH.dtype), ((batch, heads, time), wide)],
-        ),
+    batch, time, heads, _ = given.q_BTNH.shape
+    arrays, seen_BIJ = _arrays(settings, given, starts.offset)
+    arrays = arrays._replace(
+        ranges=_ranges(seen_BIJ), sinks_N=given.sinks_N, biases_NL=_biases(settings, given)
     )
+    specs, (_, outputs, numbers) = _specs_of_queries(settings, arrays)
+    shapes = [
+        ((batch, time, heads, settings.value_dim), given.wide if before else given.q_BTNH.dtype),
+        ((batch, heads, time), given.wide),
+    ]
+    out_BTNV, log_z_BNT = _call(
+        flash_kernels.flash_forward,
+        settings,
+        (time // settings.block, heads, batch),
+        (specs, arrays),
+        ([outputs, numbers], shapes),
+    )
+    if before is None:
+        return out_BTNV, log_z_BNT
+    # In XLA, which passes over both outputs once for each pair of chunks.
+    new_BNT = jnp.logaddexp(before[1], log_z_BNT)
+    old_share, share = (
+        jnp.swapaxes(jnp.exp(part_BNT - new_BNT), 1, 2)[..., None]
+        for part_BNT in (before[1], log_z_BNT)
+    )
+    return before[0] * old_share + out_BTNV * share, new_BNT
 
 
 def flash_gradients(
     settings: Settings,
-    q_BTNH: Array,
-    k_BSKH: Array,
-    v_BSKH: Array,
-    segments_BT: Array,
-    segments_BS: Array,
-    grad_BTNH: Array,
+    given: AttentionArrays,
+    starts: Starts,
+    grad_BTNV: Array,
     log_z_BNT: Array,
     inner_BNT: Array,
-    *,
-    offset: Array | int = 0,
-    out_dtype: DTypeLike | None = None,
-) -> tuple[Array, Array, Array]:
-    """The gradients of queries, keys and values.
+    before: Array | None = None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """The gradients of queries, keys, values and the table of a bias.
 
     Args:
-      grad_BTNH: of the output.
+      grad_BTNV: of the output.
       log_z_BNT: over all keys of the queries, of which these may be a part.
-      inner_BNT: sum(output * grad) over H, with the output of all keys.
-      offset: as in `flash_output`.
-      out_dtype: of the gradients; None is that of the queries.
+      inner_BNT: sum(output * grad) over V, with the output of all keys.
+      before: the queries' gradient from other keys, in float32 or wider, to which this adds; the
+        gradients then have its type.
     """
-    (batch, time, heads, _), block = q_BTNH.shape, settings.block
-    group, key_heads = heads // k_BSKH.shape[2], k_BSKH.shape[2]
-    out_dtype = out_dtype or q_BTNH.dtype
-    seen_BIJ = _seen_blocks(settings, segments_BT, segments_BS, offset)
-    arrays = [_scalar(offset), q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS]
-    arrays += [grad_BTNH, log_z_BNT, inner_BNT]
-
-    specs, queries, numbers = _specs_of_queries(q_BTNH, k_BSKH, block)
-    specs += [queries, numbers, numbers]
-    (grad_q_BTNH,) = _call(
-        functools.partial(flash_kernels.flash_query_gradients, settings),
-        settings,
-        (time // block, heads, batch),
-        (specs, [_ranges(seen_BIJ), *arrays]),
-        ([queries], [(q_BTNH.shape, out_dtype)]),
+    arrays, seen_BIJ = _arrays(settings, given, starts.offset)
+    arrays = arrays._replace(
+        biases_NL=_biases(settings, given),
+        grad=grad_BTNV,
+        log_z_BNT=log_z_BNT,
+        inner_BNT=inner_BNT,
     )
+    out_dtype = given.q_BTNH.dtype if before is None else given.wide
+    grad_q_BTNH, bias_bN = _query_gradients(settings, given, arrays, seen_BIJ, out_dtype)
+    grad_q_BTNH = grad_q_BTNH if before is None else before + grad_q_BTNH
+    return grad_q_BTNH, *_key_gradients(settings, arrays, seen_BIJ, out_dtype), bias_bN
 
-    # One program per block of keys, for the queries of all heads in the group: no atomic additions
-    # in memory, so the order of the sums is deterministic.
-    queries = pl.BlockSpec((None, time, group, q_BTNH.shape[3]), lambda j, n, b: (b, 0, n, 0))
-    keys = _rows(k_BSKH, block, lambda j, n, b: (b, j, n, 0))
+
+def _query_gradients(
+    settings: Settings,
+    given: AttentionArrays,
+    arrays: FlashArrays,
+    seen_BIJ: Array,
+    out_dtype: DTypeLike,
+) -> tuple[Array, Array | None]:
+    """The gradients of the queries and of the table of biases."""
+    batch, time, heads, _ = arrays.q.shape
+    num_blocks = time // settings.block
+    arrays = arrays._replace(ranges=_ranges(seen_BIJ))
+    call = functools.partial(
+        _call, flash_kernels.flash_query_gradients, settings, (num_blocks, heads, batch)
+    )
+    if given.bias_bN is None:
+        specs, (queries, _, _) = _specs_of_queries(settings, arrays)
+        (grad_q_BTNH,) = call((specs, arrays), ([queries], [(arrays.q.shape, out_dtype)]))
+        return grad_q_BTNH, None
+    order, first = relative_bias.in_order(len(given.bias_bN), **settings.scoring.bucketing)
+    arrays = arrays._replace(buckets_L=jnp.asarray(relative_bias.bucket_line(first)))
+    specs, (queries, _, _) = _specs_of_queries(settings, arrays)
+    width = pl.next_power_of_2(len(order))
+    sums = pl.BlockSpec((None, None, None, width), lambda i, n, b: (b, n, i, 0))
+    shapes = [
+        (arrays.q.shape, out_dtype),
+        ((batch, heads, num_blocks, width), arrays.log_z_BNT.dtype),
+    ]
+    grad_q_BTNH, sums_BNIp = call((specs, arrays), ([queries, sums], shapes))
+    # No atomic additions: the order of the sums is deterministic.
+    sums_pN = jnp.sum(sums_BNIp, axis=(0, 2)).T
+    return grad_q_BTNH, jnp.zeros_like(given.bias_bN).at[order].set(sums_pN[: len(order)])
+
+
+def _key_gradients(
+    settings: Settings, arrays: FlashArrays, seen_BIJ: Array, out_dtype: DTypeLike
+) -> tuple[Array, Array]:
+    """The gradients of keys and values: one program per block of keys, for the queries of all heads
+    in the group. So no sum is atomic, and the order of the sums is deterministic."""
+    (batch, time, heads, _), block = arrays.q.shape, settings.block
+    key_time, key_heads = arrays.k.shape[1:3]
+    group = heads // key_heads
+    arrays = arrays._replace(ranges=_ranges(jnp.swapaxes(seen_BIJ, 1, 2)))
+    qk, v = flash_width(settings.head_dim), flash_width(settings.value_dim)
     numbers = pl.BlockSpec((None, group, time), lambda j, n, b: (b, n, 0))
-    specs = [
-        pl.BlockSpec((None, None, 2), lambda j, n, b: (b, j, 0)),
-        pl.BlockSpec((1,), lambda j, n, b: (0,)),
-        queries,
-        keys,
-        keys,
-        pl.BlockSpec((None, time), lambda j, n, b: (b, 0)),
-        pl.BlockSpec((None, block), lambda j, n, b: (b, j)),
-        queries,
-        numbers,
-        numbers,
-    ]
-    grad_k_BSKH, grad_v_BSKH = _call(
-        functools.partial(flash_kernels.flash_key_gradients, settings),
-        settings,
-        (k_BSKH.shape[1] // block, key_heads, batch),
-        (specs, [_ranges(jnp.swapaxes(seen_BIJ, 1, 2)), *arrays]),
-        ([keys, keys], [(k_BSKH.shape, out_dtype)] * 2),
+    keys, values = (_rows(block, x, lambda j, n, b: (b, j, n, 0)) for x in (qk, v))
+    biases = arrays.biases_NL
+    if biases is not None:
+        biases = pl.BlockSpec((group, biases.shape[1]), lambda j, n, b: (n, 0))
+    specs = FlashArrays(
+        ranges=pl.BlockSpec((None, None, 2), lambda j, n, b: (b, j, 0)),
+        offset=pl.BlockSpec((1,), lambda j, n, b: (0,)),
+        q=pl.BlockSpec((None, time, group, qk), lambda j, n, b: (b, 0, n, 0)),
+        k=keys,
+        v=values,
+        segments_BT=pl.BlockSpec((None, time), lambda j, n, b: (b, 0)),
+        segments_BS=pl.BlockSpec((None, block), lambda j, n, b: (b, j)),
+        biases_NL=biases,
+        grad=pl.BlockSpec((None, time, group, v), lambda j, n, b: (b, 0, n, 0)),
+        log_z_BNT=numbers,
+        inner_BNT=numbers,
     )
-    return grad_q_BTNH, grad_k_BSKH, grad_v_BSKH
+    shapes = [(x.shape, out_dtype) for x in (arrays.k, arrays.v)]
+    grid = (key_time // block, key_heads, batch)
+    results = [keys, values], shapes
+    return _call(flash_kernels.flash_key_gradients, settings, grid, (specs, arrays), results)
 
 
-def _specs_of_queries(
-    q_BTNH: Array, k_BSKH: Array, block: int
-) -> tuple[list[pl.BlockSpec], pl.BlockSpec, pl.BlockSpec]:
-    """Input specs of a program for one block of queries of one head: range of key blocks, offset,
-    queries, keys, values, segments of both. Also the specs of an array like the queries and of an
-    array [B, N, T]."""
-    group, key_time = q_BTNH.shape[2] // k_BSKH.shape[2], k_BSKH.shape[1]
-    queries = _rows(q_BTNH, block, lambda i, n, b: (b, i, n, 0))
-    keys = _rows(k_BSKH, None, lambda i, n, b: (b, 0, n // group, 0))
-    specs = [
-        pl.BlockSpec((None, None, 2), lambda i, n, b: (b, i, 0)),
-        pl.BlockSpec((1,), lambda i, n, b: (0,)),
-        queries,
-        keys,
-        keys,
-        pl.BlockSpec((None, block), lambda i, n, b: (b, i)),
-        pl.BlockSpec((None, key_time), lambda i, n, b: (b, 0)),
-    ]
-    return specs, queries, pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, i))
+def _arrays(settings: Settings, given: AttentionArrays, offset: Array) -> tuple[FlashArrays, Array]:
+    """What all kernels read, without ranges; and whether any query of block i may see a key of
+    block j, [B, I, J]."""
+    segments_BS = given.segments_BT if given.segments_BS is None else given.segments_BS
 
-
-def _seen_blocks(
-    settings: Settings, segments_BT: Array, segments_BS: Array, offset: Array | int
-) -> Array:
-    """Whether any query of block i may see a key of block j, [B, I, J]."""
-
+    # By row of the batch: ranges of blocks differ with the documents.
     def of_row(segments_T: Array, segments_S: Array) -> Array:
         blocks = (x.reshape(-1, 1, settings.block) for x in (segments_T, segments_S))
         return visible(*blocks, offset=offset, scoring=settings.scoring)
 
-    return jax.vmap(of_row)(segments_BT, segments_BS)
+    tokens = (*given[:4], segments_BS)
+    seen_BIJ = jax.vmap(of_row)(given.segments_BT, segments_BS)
+    return FlashArrays(None, offset.astype(jnp.int32).reshape(1), *tokens), seen_BIJ
+
+
+def _biases(settings: Settings, given: AttentionArrays) -> Array | None:
+    """[N, L], as `FlashArrays.biases_NL`."""
+    if given.bias_bN is None:
+        return None
+    order, first = relative_bias.in_order(len(given.bias_bN), **settings.scoring.bucketing)
+    return given.bias_bN[order[relative_bias.bucket_line(first)]].T
+
+
+def _specs_of_queries(
+    settings: Settings, arrays: FlashArrays
+) -> tuple[FlashArrays, tuple[pl.BlockSpec, pl.BlockSpec, pl.BlockSpec]]:
+    """The specs of the inputs of a program for one block of queries of one head; and those of
+    arrays [B, T, N, H], [B, T, N, V] and [B, N, T]."""
+    key_time, key_heads = arrays.k.shape[1:3]
+    group, block = arrays.q.shape[2] // key_heads, settings.block
+    qk, v = flash_width(settings.head_dim), flash_width(settings.value_dim)
+    queries, outputs = (_rows(block, x, lambda i, n, b: (b, i, n, 0)) for x in (qk, v))
+    keys, values = (_rows(key_time, x, lambda i, n, b: (b, 0, n // group, 0)) for x in (qk, v))
+    numbers = pl.BlockSpec((None, None, block), lambda i, n, b: (b, n, i))
+    length = arrays.biases_NL.shape[1] if arrays.biases_NL is not None else 0
+    specs = FlashArrays(
+        ranges=pl.BlockSpec((None, None, 2), lambda i, n, b: (b, i, 0)),
+        offset=pl.BlockSpec((1,), lambda i, n, b: (0,)),
+        q=queries,
+        k=keys,
+        v=values,
+        segments_BT=pl.BlockSpec((None, block), lambda i, n, b: (b, i)),
+        segments_BS=pl.BlockSpec((None, key_time), lambda i, n, b: (b, 0)),
+        sinks_N=pl.BlockSpec((1,), lambda i, n, b: (n,)),
+        biases_NL=pl.BlockSpec((None, length), lambda i, n, b: (n, 0)),
+        buckets_L=pl.BlockSpec((length,), lambda i, n, b: (0,)),
+        grad=outputs,
+        log_z_BNT=numbers,
+        inner_BNT=numbers,
+    )
+    # A spec for each array that there is: Pallas wants equal trees.
+    absent = {name: None for name, x in arrays._asdict().items() if x is None}
+    return specs._replace(**absent), (queries, outputs, numbers)
 
 
 def _ranges(seen_BIJ: Array) -> Array:
@@ -234,31 +258,28 @@ def _ranges(seen_BIJ: Array) -> Array:
     return jnp.stack((begin_BI, end_BI), axis=-1).astype(jnp.int32)
 
 
-def _scalar(value: Array | int) -> Array:
-    return jnp.asarray(value, jnp.int32).reshape(1)
-
-
-def _rows(x_BTNH: Array, block: int | None, index: Callable) -> pl.BlockSpec:
-    """The spec of a program's part of one head: a block of its rows, or all of them."""
-    return pl.BlockSpec((None, block or x_BTNH.shape[1], None, x_BTNH.shape[3]), index)
+def _rows(rows: int, width: int, index: Callable) -> pl.BlockSpec:
+    """The spec of a program's rows of one head."""
+    return pl.BlockSpec((None, rows, None, width), index)
 
 
 def _call(
     kernel: Callable,
     settings: Settings,
     grid: tuple[int, int, int],
-    given: tuple[Sequence[pl.BlockSpec], Sequence[Array]],
+    given: tuple[FlashArrays, FlashArrays],
     results: tuple[Sequence[pl.BlockSpec], Sequence[tuple]],
 ) -> Any:
     specs, arrays = given
     of_results, shapes = results
     return pl.pallas_call(
-        kernel,
+        functools.partial(kernel, settings),
         grid=grid,
-        in_specs=specs,
+        in_specs=[specs],
         out_specs=of_results,
         out_shape=[jax.ShapeDtypeStruct(*shape) for shape in shapes],
         interpret=settings.interpret,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-        name=kernel.func.__name__ + "_whole" * settings.whole,
-    )(*arrays)
+        # FLOPs are counted by this name (`compiled.flops`).
+        name=kernel.__name__ + "_whole" * settings.whole,
+    )(arrays)

@@ -11,18 +11,29 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
 from jaxscale.ops.attention.blocks import Scoring
 from jaxscale.ops.sizes import LANES
 
+LATENT_HEADS = (192, 128)
+"""Features of keys and of values with which cuDNN (9.10) has multi-head latent attention."""
+
+LATENT_GENERATIONS = ("sm90", "sm100", "sm103")
+
 FLASH_BLOCKS = (64, 32, 16)
 """Candidates for the queries (and keys) of a block."""
 
-FLASH_HEAD_DIMS = (16, 32, 64, 128, 256)
-"""Head sizes that fit Triton's tiles."""
+FLASH_WIDTHS = (16, 32, 64, 128, 256)
+"""Features of Triton's tiles; other heads have zeros after theirs."""
 
 FLASH_ELEMENTS = 64 * 128
 """The maximum number of elements of a block of queries."""
+
+
+SPLASH_BLOCKS = (512, 384, 256, LANES, 64, 32, 16)
+"""Candidates for the queries (and keys) of a block on TPUs; JAX's kernel takes multiples of `LANES`
+only."""
 
 
 def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT: Array | None, scoring: Scoring) -> Array:
@@ -44,6 +55,18 @@ def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT: Array | None, scoring: Scoring) -
         mask_B1TS = _document_mask(segments_BT, scoring)[:, None]
     elif 0 < scoring.window < q_BTNH.shape[1]:
         window = (scoring.window - 1, 0)  # keys before and after the query's position
+    if v_BSKH.shape[-1] != k_BSKH.shape[-1]:
+        # The public function (jax 0.12) refuses values of another size than the keys'.
+        out_BTNV = dot_product_attention(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            mask=mask_B1TS,
+            scale=scoring.scale,
+            mask_type=MaskType.CAUSAL if scoring.causal else MaskType.NO_MASK,
+            sliding_window_length=scoring.window if window else None,
+        )
+        return cast(Array, out_BTNV)
     return jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,
@@ -122,7 +145,7 @@ def splash(
         mask = splash_attention.LocalMask((time, time), (before, after), offset=0)
     else:
         mask = splash_attention.FullMask((time, time))
-    block = next(size for size in (512, 384, 256, LANES) if time % size == 0)
+    block = splash_block(time)
     kernel = splash_attention.make_splash_mha_single_device(
         splash_attention.MultiHeadMask([mask] * num_heads),
         block_sizes=splash_attention.BlockSizes(
@@ -147,13 +170,24 @@ def splash(
     return jnp.swapaxes(cast(Array, out_BNTH), 1, 2)
 
 
-def cudnn_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
-    """The setting that `cudnn` does not support, and its remedy; "" if it supports all."""
+def cudnn_limits(
+    platform: str, dtype, head_dim: int, seq_len: int, *, value_dim: int = 0, generation: str = ""
+) -> str:
+    """The setting that `cudnn` does not support, and its remedy; "" if it supports all. The last
+    arguments are those of `attention.choose`."""
     if platform != "gpu":
         return f"needs an NVIDIA GPU and the platform is {platform}"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"computes in bfloat16 and model.compute_dtype = {dtype.name!r}; change either"
-    if head_dim % 8 or head_dim > 128:
+    if value_dim not in (0, head_dim):
+        if (head_dim, value_dim) != LATENT_HEADS or generation not in LATENT_GENERATIONS:
+            return (
+                f"has values of another size than keys for {LATENT_HEADS} features on GPUs of "
+                f"{', '.join(LATENT_GENERATIONS)}, and model.head_dim = {head_dim}, "
+                f"model.value_head_dim = {value_dim} on {generation or 'an unknown GPU'}; "
+                "change either"
+            )
+    elif head_dim % 8 or head_dim > 128:
         return (
             "needs model.head_dim to be a multiple of 8 and at most 128, and it is "
             f"{head_dim}; change either"
@@ -163,10 +197,15 @@ def cudnn_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
     return ""
 
 
+def flash_width(size: int) -> int:
+    """The width of a tile of `flash.py` for `size` numbers."""
+    return next(width for width in FLASH_WIDTHS if size <= width)
+
+
 def flash_block(time: int, head_dim: int) -> int:
     """Queries (and keys) of a block of `flash.py`: the largest block with sums in registers that
     divides the sequence; 0 if none does."""
-    sizes = (size for size in FLASH_BLOCKS if size * head_dim <= FLASH_ELEMENTS)
+    sizes = (size for size in FLASH_BLOCKS if size * flash_width(head_dim) <= FLASH_ELEMENTS)
     return next((size for size in sizes if time % size == 0), 0)
 
 
@@ -179,18 +218,19 @@ def flash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
         return "needs Pallas's back end for Triton, which this version of JAX no longer has"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"computes in bfloat16 and model.compute_dtype = {dtype.name!r}; change either"
-    if head_dim not in FLASH_HEAD_DIMS:
+    if head_dim > FLASH_WIDTHS[-1]:
         return (
-            f"needs model.head_dim to be one of {', '.join(map(str, FLASH_HEAD_DIMS))}, and it is "
-            f"{head_dim}; change either"
+            f"needs model.head_dim to be at most {FLASH_WIDTHS[-1]}, and it is {head_dim}; "
+            "change either"
         )
     if not flash_block(seq_len, head_dim):
-        least = FLASH_BLOCKS[-1]
-        return (
-            f"needs data.seq_len to be a multiple of {least} (of {2 * least} x layout.context if "
-            f"that is above 1), and would attend to {seq_len} tokens at a time; change either"
-        )
+        return _indivisible(FLASH_BLOCKS[-1], seq_len)
     return ""
+
+
+def splash_block(time: int) -> int:
+    """Queries (and keys) of a block of splash attention; 0 if none divides the sequence."""
+    return next((size for size in SPLASH_BLOCKS if time % size == 0), 0)
 
 
 def splash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
@@ -202,6 +242,14 @@ def splash_limits(platform: str, dtype, head_dim: int, seq_len: int) -> str:
             f"computes in bfloat16 or float32 and model.compute_dtype = {dtype.name!r}; "
             "change either"
         )
-    if seq_len % LANES:
-        return f"needs data.seq_len to be a multiple of {LANES}, and it is {seq_len}; change either"
+    if not splash_block(seq_len):
+        return _indivisible(SPLASH_BLOCKS[-1], seq_len)
     return ""
+
+
+def _indivisible(least: int, time: int) -> str:
+    return (
+        f"needs data.seq_len (and data.target_len) to be a multiple of {least} (of {2 * least} x "
+        f"layout.context if that is above 1), and would attend to {time} tokens at a time; change "
+        "either"
+    )

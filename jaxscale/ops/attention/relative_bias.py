@@ -56,6 +56,35 @@ def first_distances(num_buckets: int, *, causal: bool, max_distance: int) -> np.
     return np.concatenate([np.arange(exact), logarithmic]).astype(np.int32)
 
 
+def in_order(num_buckets: int, *, causal: bool, max_distance: int) -> tuple[np.ndarray, np.ndarray]:
+    """The buckets in the order of their relative positions, and the first position of each.
+
+    Without `causal` one bucket is left out: that of keys after the query at distance 0.
+
+    Raises:
+      ValueError: as `first_distances`.
+    """
+    first = first_distances(num_buckets, causal=causal, max_distance=max_distance)
+    before = np.arange(len(first))
+    after = before[1:1] if causal else before[1:]
+    # A bucket of keys before the query ends at its first distance. That of the furthest keys begins
+    # nowhere; one before its last position is enough.
+    begin = -np.append(first[1:] - 1, first[-1] + 1)[::-1]
+    return np.concatenate((before[::-1], len(first) + after)), np.append(begin, first[after])
+
+
+def bucket_line(first: np.ndarray) -> np.ndarray:
+    """The number, in order, of the bucket of each relative position from -l to l: beyond l nothing
+    changes.
+
+    Args:
+      first: of `in_order`.
+    """
+    furthest = -first[0] - 1
+    positions = np.arange(-furthest, furthest + 1)
+    return (np.searchsorted(first, positions, side="right") - 1).astype(np.int32)
+
+
 def line(
     table_bN: Array, distance: Array | int, t: int, s: int, *, causal: bool, max_distance: int
 ) -> Array:

@@ -39,10 +39,12 @@ def arguments(
     kv_heads,
     *,
     head_dim=8,
+    value_dim=0,
     packing="packed",
     dtype=jnp.float64,
     batch=2,
     key_time=0,
+    blind=-1,
     buckets=0,
     sinks=0,
 ):
@@ -63,14 +65,20 @@ def arguments(
 
     keys = key_time or time
     q, k, v = (
-        jnp.asarray(rng.normal(size=(batch, t, n, head_dim)), dtype)
-        for t, n in ((time, heads), (keys, kv_heads), (keys, kv_heads))
+        jnp.asarray(rng.normal(size=(batch, t, n, size)), dtype)
+        for t, n, size in (
+            (time, heads, head_dim),
+            (keys, kv_heads, head_dim),
+            (keys, kv_heads, value_dim or head_dim),
+        )
     )
     segments = documents(time)
     if not (key_time or buckets or sinks):
         return q, k, v, segments
     table = jnp.asarray(rng.normal(size=(buckets, heads)), dtype) if buckets else None
-    found = q, k, v, segments, documents(key_time) if key_time else None, table
+    far = documents(key_time) if key_time else None
+    far = jnp.where(far == blind, 1, far) if blind >= 0 else far
+    found = q, k, v, segments, far, table
     return (*found, jnp.asarray(rng.normal(size=heads), dtype)) if sinks else found
 
 
@@ -164,7 +172,8 @@ def parity(case, function, time=41, dtype=jnp.float64):
     and gradients."""
     case = {"heads": 4, "kv_heads": 2, **case}
     sizes = [case.pop(name) for name in ("heads", "kv_heads")]
-    extra = {name: case.pop(name, 0) for name in ("key_time", "buckets", "sinks")}
+    names = ("key_time", "buckets", "sinks", "head_dim", "value_dim", "blind")
+    extra = {name: case.pop(name) for name in names if name in case}
     args = arguments(time, *sizes, packing="every", dtype=dtype, **extra)
     got = with_gradients(functools.partial(function, **case))(*args)
     exact = [x if x is None or x.dtype == jnp.int32 else x.astype(jnp.float64) for x in args]
@@ -228,20 +237,38 @@ def splash(*args, **settings):
 
 FLASH_CASES: dict[str, dict] = {
     "sinks, window, capped": {"sinks": 1, "sliding_window": 20, "soft_cap": 0.7},
-    "one key head, both ways, window": {"kv_heads": 1, "causal": False, "sliding_window": 18},
+    "three queries a key, both ways, window, wide keys": {
+        "heads": 3,
+        "kv_heads": 1,
+        "head_dim": 24,
+        "value_dim": 16,
+        "causal": False,
+        "sliding_window": 18,
+    },
+    "bias, both ways, capped": {
+        "buckets": 8,
+        "max_distance": 21,
+        "causal": False,
+        "soft_cap": 2.0,
+    },
+    "cross, fewer keys": {"key_time": 32, "causal": False, "scale": 0.4, "blind": 2},
 }
+"""As `CASES`; blind is a document without keys."""
 
 
-def flash(q, k, v, segments, segments_BS=None, bias=None, sinks=None, **settings):
+def flash(*args, **settings):
     """Its kernels, on a CPU."""
-    scoring = score_settings(q, k, segments_BS, bias, **settings)
-    return flash_attention(q, k, v, segments, sinks, scoring=scoring, interpret=True)
+    scoring = score_settings(*args[:2], *args[4:6], **settings)
+    return flash_attention(*args, scoring=scoring, interpret=True)
 
 
 @pytest.mark.proof(but=("sinks, window, capped",))
 @pytest.mark.parametrize("case", FLASH_CASES.values(), ids=FLASH_CASES)
 def test_flash_is_the_reference(case):
-    assert_close(*parity(case, flash, time=48), 1e-12)
+    got, expected = parity(case, flash, time=48)
+    assert_close(got, expected, 1e-12)
+    if "blind" in case:
+        assert float(jnp.min(jnp.max(jnp.abs(got[0]), axis=(2, 3)))) == 0
 
 
 @pytest.mark.proof
@@ -269,6 +296,8 @@ def test_flash_keeps_no_scores_and_its_results_by_name():
 
     scores = r"256,(\d,)*256\b"
     assert not re.search(scores, program(flash))
+    biased = jax.eval_shape(lambda: arguments(256, 4, 2, dtype=jnp.bfloat16, buckets=8))
+    assert not re.search(scores, str(jax.make_jaxpr(differentiated(flash))(*biased)))
     assert re.search(scores, program(functools.partial(attention, implementation="reference")))
     policies = jax.checkpoint_policies
     assert kernels(policies.everything_saveable) < kernels(policies.nothing_saveable)
@@ -428,8 +457,9 @@ def on_cpu(monkeypatch):
 
 @pytest.fixture
 def cudnn_anywhere(monkeypatch):
-    """Lets cuDNN's attention be lowered on a machine that does not have the library."""
+    """Lets cuDNN's attention be lowered on a machine that has neither the library nor a GPU."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91500)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_compute_capability", lambda _: True)
 
 
 @pytest.mark.usefixtures("cudnn_anywhere")
@@ -523,6 +553,19 @@ def test_cudnn_lowers_to_its_kernels_and_keeps_no_mask():
     assert '"fmha_scale": 1.5' in both_ways
 
 
+@pytest.mark.usefixtures("cudnn_anywhere")
+def test_cudnn_pads_no_values_that_are_narrower_than_keys():
+    args = jax.eval_shape(
+        lambda: arguments(128, 2, 2, dtype=jnp.bfloat16, head_dim=192, value_dim=128)
+    )
+    run = functools.partial(attention, implementation="cudnn", one_document=True, scale=0.1)
+    text = with_gradients(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    for kernel in ("fmhaSoftmax(", "fmhaSoftmaxBackward("):
+        assert text.count(f"@__cudnn${kernel}") == 1
+    assert "stablehlo.pad" not in text
+    assert jax.eval_shape(run, *args).shape == (2, 128, 2, 128)
+
+
 def test_auto_is_the_platforms_kernel_where_it_honours_the_settings():
     settings: dict = {"dtype": "bfloat16", "head_dim": 128, "seq_len": 4096}
     assert choose("auto", "cpu", **settings) == "blockwise"
@@ -530,17 +573,18 @@ def test_auto_is_the_platforms_kernel_where_it_honours_the_settings():
     assert choose("auto", "tpu", **settings) == "splash"
     assert choose("auto", "gpu", **{**settings, "dtype": "float32"}) == "blockwise"
     assert choose("auto", "gpu", **{**settings, "head_dim": 256}) == "flash"
-    assert choose("auto", "gpu", **{**settings, "head_dim": 72}) == "cudnn"
+    assert choose("auto", "gpu", **{**settings, "head_dim": 96}) == "flash"
     assert choose("auto", "gpu", **{**settings, "seq_len": 4104}) == "cudnn"
-    assert choose("auto", "gpu", **{**settings, "head_dim": 192}) == "blockwise"
+    assert choose("auto", "gpu", **{**settings, "head_dim": 192}) == "flash"
+    assert choose("auto", "gpu", **{**settings, "head_dim": 288}) == "blockwise"
     assert choose("auto", "gpu", **settings, spread=True) == "flash"
-    assert choose("auto", "tpu", **settings, spread=True) == "blockwise"
+    assert choose("auto", "tpu", **settings, spread=True) == "splash"
     assert choose("auto", "tpu", **{**settings, "seq_len": 100}) == "blockwise"
     assert choose("reference", "tpu", **settings) == "reference"
     assert choose("auto", "gpu", **settings, uses=["soft_cap", "sinks"]) == "flash"
-    assert choose("auto", "gpu", **settings, uses=["bias"]) == "blockwise"
+    assert choose("auto", "gpu", **settings, uses=["bias", "cross"]) == "flash"
     assert choose("auto", "tpu", **settings, uses=["soft_cap"]) == "splash"
-    assert choose("auto", "tpu", **settings, uses=["soft_cap", "cross"]) == "blockwise"
+    assert choose("auto", "tpu", **settings, uses=["soft_cap", "cross", "bias"]) == "splash"
     assert choose("blockwise", "tpu", **settings, uses=["bias", "cross"]) == "blockwise"
 
 
@@ -550,6 +594,9 @@ def test_auto_on_gpus_is_cudnn_where_documents_hide_no_earlier_token(no_packing)
     assert choose("auto", "gpu", **settings) == "cudnn"
     assert choose("auto", "gpu", **settings, uses=["sinks"]) == "flash"
     assert choose("auto", "gpu", **settings, spread=True) == "flash"
+    latent = settings | {"head_dim": 192, "value_dim": 128}
+    assert choose("auto", "gpu", **latent, generation="sm80") == "flash"
+    assert choose("auto", "gpu", **latent, generation="sm90") == "cudnn"
     assert choose("auto", "tpu", **settings) == "splash"
 
 
@@ -563,13 +610,18 @@ def test_auto_on_gpus_is_cudnn_where_documents_hide_no_earlier_token(no_packing)
         ("cudnn", "gpu", {"seq_len": 33}, "data.seq_len, and it is 33"),
         ("splash", "gpu", {}, "needs a TPU and the platform is gpu"),
         ("splash", "tpu", {"dtype": "float64"}, "model.compute_dtype = 'float64'"),
-        ("splash", "tpu", {"seq_len": 200}, "data.seq_len .* multiple of 128, and it is 200"),
+        ("splash", "tpu", {"seq_len": 200}, "a multiple of 16 .* to 200 tokens"),
         ("triton", "gpu", {}, "model.attention = 'triton' is not known"),
         ("flash", "cpu", {}, "needs an NVIDIA GPU and the platform is cpu"),
         ("flash", "gpu", {"dtype": "float32"}, "model.compute_dtype = 'float32'"),
-        ("flash", "gpu", {"head_dim": 72}, "model.head_dim to be one of .* it is 72"),
+        ("flash", "gpu", {"head_dim": 264}, "model.head_dim to be at most 256, and it is 264"),
         ("flash", "gpu", {"seq_len": 40}, "a multiple of 16 .* to 40 tokens"),
-        ("flash", "gpu", {"uses": ["bias"]}, "no relative position bias"),
+        (
+            "cudnn",
+            "gpu",
+            {"head_dim": 192, "value_dim": 128, "generation": "sm80"},
+            "values of another size .* model.value_head_dim = 128 on sm80",
+        ),
         (
             "cudnn",
             "gpu",
@@ -577,7 +629,7 @@ def test_auto_on_gpus_is_cudnn_where_documents_hide_no_earlier_token(no_packing)
             "no soft cap .* reference, blockwise, flash, splash",
         ),
         ("cudnn", "gpu", {"uses": ["cross"]}, "has no cross attention"),
-        ("splash", "tpu", {"uses": ["bias"]}, "no relative position bias.* reference, blockwise"),
+        ("cudnn", "gpu", {"uses": ["bias"]}, "no relative position bias.* flash, splash"),
     ],
 )
 def test_a_kernel_that_cannot_honour_the_settings_is_refused(
@@ -602,7 +654,7 @@ def test_a_kernel_that_cannot_honour_the_settings_is_refused(
     [
         ("triton", {}, "'triton' is not known"),
         ("cudnn", {"soft_cap": 30.0}, "'cudnn' has no soft cap of scores, .* 'auto'"),
-        ("splash", {"buckets": 8}, "'splash' has no relative position bias"),
+        ("cudnn", {"buckets": 8}, "'cudnn' has no relative position bias"),
         ("blockwise", {"key_time": 6}, "cross attention with causal order"),
         ("blockwise", {"key_time": 6, "causal": False, "sliding_window": 2}, "with a window"),
         (

@@ -62,7 +62,7 @@ def test_keys_may_come_in_parts_and_in_any_order(window):
         ]
         out = []
         for i, (queries, _) in enumerate(parts):
-            softmax = blocks.start(queries.q)
+            softmax = blocks.start(queries.q, v.shape[-1])
             for j in (1 - i, i):
                 softmax = blocks.attend(
                     softmax, queries, parts[j][1], offset=12 * (i - j), scoring=scoring
@@ -72,7 +72,9 @@ def test_keys_may_come_in_parts_and_in_any_order(window):
 
     def at_once(q, k, v, segments):
         queries, keys = blocks.in_blocks(blocks.AttentionArrays(q, k, v, segments), 24)
-        softmax = blocks.attend(blocks.start(queries.q), queries, keys, offset=0, scoring=scoring)
+        softmax = blocks.attend(
+            blocks.start(queries.q, v.shape[-1]), queries, keys, offset=0, scoring=scoring
+        )
         return blocks.from_query_blocks(blocks.finish_softmax(softmax, q.dtype)[0], 24)
 
     got, expected = (jax.jit(function)(q, k, v, segments) for function in (in_parts, at_once))

@@ -14,7 +14,8 @@ from jaxscale.ops.attention import blocks
 from jaxscale.ops.attention.attention import attention, score_settings
 from jaxscale.ops.attention.context import context_attention
 from jaxscale.ops.attention.context_chunks import balanced_order
-from jaxscale.ops.attention.context_flash import context_flash
+from jaxscale.ops.attention.flash import flash_attention
+from jaxscale.ops.attention.splash import splash_attention
 from jaxscale.ops.attention.ulysses import ulysses_attention
 from tests.ops.attention.test_attention import (
     arguments,
@@ -29,12 +30,17 @@ METHODS = ("ring", "gather")
 ULYSSES = "ulysses"
 
 
-def spread(ranks, method, *, block=None, flash=False):
-    """`context_attention`, or the kernels of `context_flash` on a CPU, as a function of whole
-    sequences in their own order."""
-    kernel = functools.partial(context_attention, block=block, method=method)
-    if flash:
-        kernel = functools.partial(context_flash, interpret=True, method=method)
+def spread(ranks, method, *, block=None, kernel="blockwise"):
+    """`context_attention`, or a platform's kernels on a CPU, as a function of whole sequences in
+    their own order."""
+    kernel = functools.partial(
+        {
+            "blockwise": functools.partial(context_attention, block=block),
+            "flash": functools.partial(flash_attention, interpret=True),
+            "splash": functools.partial(splash_attention, block=block, interpret=True),
+        }[kernel],
+        method=method,
+    )
     mesh = jax.make_mesh(
         (ranks,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks]
     )
@@ -122,16 +128,24 @@ def test_heads_that_do_not_divide_are_refused():
 
 
 @pytest.mark.proof
-def test_the_kernels_for_gpus_are_the_reference():
-    """Chunks of three blocks; a document may end in any."""
-    case = {"sinks": 1, "sliding_window": 50, "soft_cap": 0.7}
-    assert_close(*parity(case, spread(2, "ring", flash=True), time=192), 1e-12)
+@pytest.mark.parametrize(
+    ("method", "time", "case"),
+    [
+        ("ring", 192, {"sinks": 1, "sliding_window": 50, "soft_cap": 0.7}),
+        ("gather", 64, {"buckets": 8, "max_distance": 25, "value_dim": 16}),
+        ("ring", 64, {"causal": False, "key_time": 128}),
+    ],
+    ids=["sinks, window, capped", "bias, wide values", "cross"],
+)
+def test_the_kernels_for_gpus_are_the_reference(method, time, case):
+    """Chunks of several blocks; a document may end in any."""
+    assert_close(*parity(case, spread(2, method, kernel="flash"), time=time), 1e-12)
 
 
 @pytest.mark.proof
 def test_the_kernels_for_gpus_are_close_in_bfloat16():
     case = {"kv_heads": 1, "causal": False}
-    got, expected = parity(case, spread(2, "gather", flash=True), time=64, dtype=jnp.bfloat16)
+    got, expected = parity(case, spread(2, "gather", kernel="flash"), time=64, dtype=jnp.bfloat16)
     assert [value.dtype for value in got] == [jnp.bfloat16] * 4
     assert_close(got, expected, 12 * float(jnp.finfo(jnp.bfloat16).eps))
 

@@ -18,7 +18,7 @@ FULL = "layout.remat=full"
 PIPE = ("layout.pipeline=4",)
 HALVES, MANY = (*PIPE, "layout.fsdp=2"), (*PIPE, "layout.fsdp=16")
 INTERLEAVED = ("layout.schedule=interleaved", "layout.virtual_stages=2")
-MT5 = ("layout.fsdp=8", FULL, f"{BATCH}=512")
+MT5 = (BLOCKWISE, "layout.fsdp=8", FULL, f"{BATCH}=512")
 SHARED = {"layout": {"data": 1, "fsdp": 8, "zero_stage": 3, "remat": "full"}}
 PYTHIA = SHARED | {
     "model": {
@@ -77,6 +77,15 @@ STEPS = {
     "mt5_base a100-80, 512 sequences, 2 passes, stage 1": Compiled(
         "mt5_base", (*MT5, "layout.zero_stage=1", f"{PASSES}=2"), 6_614_874_780
     ),
+    "mt5_base a100-80, 512 sequences, 2 passes, stage 1, flash": Compiled(
+        "mt5_base", (*MT5[1:], "layout.zero_stage=1", f"{PASSES}=2"), round(6.153 * 2**30)
+    ),
+    "mt5_base h200, 512 sequences, 1 passes, stage 1, flash": Compiled(
+        "mt5_base", (*MT5[1:], "layout.zero_stage=1", f"{PASSES}=1"), round(4.856 * 2**30)
+    ),
+    "mt5_base h200, 512 sequences, 2 passes, stage 3, flash": Compiled(
+        "mt5_base", (*MT5[1:], "layout.zero_stage=3", f"{PASSES}=2"), round(4.749 * 2**30)
+    ),
     "gemma3_1b h200, 16 sequences, 1 passes, stage 3": Compiled(
         GEMMA, (f"{BATCH}=16", f"{PASSES}=1", "layout.zero_stage=3"), 5_528_746_876
     ),
@@ -116,17 +125,26 @@ STEPS = {
     ),
     "mt5_base h200, 1f1b, stage 1": Compiled(
         "mt5_base",
-        (*HALVES, "layout.zero_stage=1", f"{BATCH}=128", f"{PASSES}=8", FULL),
+        (BLOCKWISE, *HALVES, "layout.zero_stage=1", f"{BATCH}=128", f"{PASSES}=8", FULL),
         8_384_441_820,
     ),
     "mt5_base h200, interleaved, stage 3": Compiled(
         "mt5_base",
-        (*HALVES, "layout.zero_stage=3", f"{BATCH}=128", f"{PASSES}=8", *INTERLEAVED, FULL),
+        (
+            BLOCKWISE,
+            *HALVES,
+            "layout.zero_stage=3",
+            f"{BATCH}=128",
+            f"{PASSES}=8",
+            *INTERLEAVED,
+            FULL,
+        ),
         6_250_273_644,
     ),
     "mt5_base h200, zb_v, nothing recomputed": Compiled(
         "mt5_base",
         (
+            BLOCKWISE,
             *HALVES,
             "layout.zero_stage=1",
             f"{BATCH}=32",
@@ -138,12 +156,13 @@ STEPS = {
     ),
     "mt5_large 64 a100-80, interleaved, stage 2": Compiled(
         "mt5_large",
-        (*MANY, "layout.zero_stage=2", f"{PASSES}=16", *INTERLEAVED, FULL),
+        (BLOCKWISE, *MANY, "layout.zero_stage=2", f"{PASSES}=16", *INTERLEAVED, FULL),
         6_389_187_892,
     ),
     "mt5_large 64 a100-80, zb_v, two passes kept": Compiled(
         "mt5_large",
         (
+            BLOCKWISE,
             *MANY,
             "layout.zero_stage=1",
             f"{PASSES}=16",
@@ -154,12 +173,20 @@ STEPS = {
     ),
     "mt5_large 64 h200, 1f1b, tensor 2": Compiled(
         "mt5_large",
-        (*PIPE, "layout.fsdp=8", "layout.tensor=2", "layout.zero_stage=3", f"{PASSES}=8", FULL),
+        (
+            BLOCKWISE,
+            *PIPE,
+            "layout.fsdp=8",
+            "layout.tensor=2",
+            "layout.zero_stage=3",
+            f"{PASSES}=8",
+            FULL,
+        ),
         11_199_504_220,
     ),
     "mt5_base v5p, 1f1b, stage 1": Compiled(
         "mt5_base",
-        (*HALVES, "layout.zero_stage=1", f"{BATCH}=128", f"{PASSES}=8", FULL),
+        (BLOCKWISE, *HALVES, "layout.zero_stage=1", f"{BATCH}=128", f"{PASSES}=8", FULL),
         10_984_736_768,
         "tpu",
     ),
