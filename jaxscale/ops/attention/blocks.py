@@ -20,8 +20,7 @@ from jaxscale.ops.array_stack import at
 from jaxscale.ops.attention import relative_bias
 from jaxscale.ops.sizes import BLOCK_SCORES
 
-HIDDEN = -1e30
-"""The score of a hidden key in a kernel: its exponential is zero relative to any other's."""
+HIDDEN = -1e30  # a hidden key's score in a kernel: its exponential is 0 relative to any other's
 
 
 class Scoring(NamedTuple):
@@ -379,14 +378,8 @@ def visible(
     return visible_at(offset + (i - j) * block, segments_IBt, segments_JBs, scoring)
 
 
-def visible_at(
-    distance_IJ: Array, segments_IBt: Array, segments_JBs: Array, scoring: Scoring
-) -> Array:
-    """`visible` for blocks anywhere in a sequence.
-
-    Args:
-      distance_IJ: position of a block's first query minus that of a block's first key.
-    """
+def visible_at(distance_IJ: Array, segments_IBt, segments_JBs, scoring: Scoring) -> Array:
+    """`visible`, by the position of a block's first query minus that of a block's first key."""
     block = segments_JBs.shape[-1]
     visible_IJ = distance_IJ > -block if scoring.causal else jnp.bool(True)
     if scoring.window:

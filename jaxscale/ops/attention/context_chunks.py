@@ -137,8 +137,8 @@ def _ring(
         return (carry, following, add(arriving, more)), None
 
     if chunks.joint:
-        # One visit in the program, at the cost of sending keys once more: the compiler for TPUs
-        # takes seconds for each call of a kernel.
+        # One visit in the program, for which keys are sent one step further than needed: the
+        # compiler for TPUs takes seconds for each call of a kernel.
         (carry, _, sums), _ = jax.lax.scan(between, (carry, keys, zeros), jnp.arange(ranks))
         return carry, send(sums)
     following = send(keys)
