@@ -252,11 +252,15 @@ def pairs(
 ) -> tuple[list[tuple[float, float]], tuple[float, float]]:
     """MaxText's and our numbers: arguments and temporaries of each case, in bytes, and the estimate
     in seconds."""
-    sizes = [
-        tuple(sum(numbers[name] for name in SIZES) for numbers in both)
-        for both in ((kept[case.settings], compiled[case.ours]) for case in CASES)
-    ]
-    return sizes, tuple(kept[ESTIMATE])
+    sizes = []
+    for case in CASES:
+        theirs, ours = (
+            float(sum(numbers[name] for name in SIZES))
+            for numbers in (kept[case.settings], compiled[case.ours])
+        )
+        sizes.append((theirs, ours))
+    theirs, ours = kept[ESTIMATE]
+    return sizes, (theirs, ours)
 
 
 def table(compiled: Mapping[str, Any], kept: Mapping[str, Any]) -> str:

@@ -198,8 +198,9 @@ class Zero:
             dim = sharded_dim(axes)
             columns = "loss_vocab" in axes
             left = (TENSOR_ROWS, "context") if columns else (TENSOR_ROWS,)
-            over = () if dim is None else self._axes_of(axes)[dim]
-            over = tuple(axis for axis in over if axis not in left)
+            if dim is None:
+                return weight
+            over = tuple(axis for axis in self._axes_of(axes)[dim] if axis not in left)
             weight = jax.lax.all_gather(weight, over, axis=dim, tiled=True) if over else weight
             if not columns:
                 return weight
