@@ -16,7 +16,9 @@ its forward pass and B its backward pass, over all G micro-batches. With L = 3:
 The last layer's backward pass reuses the weights of its forward pass: 2L - 1 gathers of layer
 weights and L reductions of layer gradients per group. In ZeRO stages 1 and 2 the first group keeps
 the weights that its forward pass gathers, for the rest of the step: L gathers. Reductions that are
-not done for every group are done by the last one. Residuals offloaded to host memory are prefetched
+not done for every group are done by the last one. Experts are gathered, and their gradients reduced,
+during their own layer (`loop_weights`): with G = 1, 2L - 1 gathers and L reductions, too. Residuals
+offloaded to host memory are prefetched
 with the weights. A layout without collectives and offload prefetches nothing; nor does the backward
 pass with `ReductionTiming.defer_gathers`.
 
@@ -279,8 +281,8 @@ def _layer_backward(
     # them late and keep their operands: for 23 layers of Llama 3 8B, 124.1 GiB instead of 119.4.
     ready = after(0, loop.zero.trained(dweights, loop.frozen)) if loop.ordered else None
     if loop.reduces:
-        grads = _accumulate(loop, inputs, grads, index, loop.only_experts(dweights))
-        return Carry(dx, dshared, prefetched, loop.without_experts(dweights), grads, ready)
+        grads = _accumulate_each(loop, inputs, grads, index, loop.on_use_part(dweights))
+        return Carry(dx, dshared, prefetched, loop.prefetched_part(dweights), grads, ready)
     grads = _accumulate(loop, inputs, grads, index, dweights)
     return Carry(dx, dshared, prefetched, None, grads, ready)
 
@@ -323,6 +325,19 @@ def _prefetch(loop: Loop, inputs: Inputs, above: LayerPosition) -> Prefetched:
         return Prefetched(weights)
     assert inputs.residuals is not None, "offloaded residuals are saved"
     return Prefetched(weights, from_host(inputs.residuals.at(below)))
+
+
+def _accumulate_each(loop: Loop, inputs: Inputs, grads: Tree, index: Index, dweights: Tree) -> Tree:
+    """`_accumulate` of one weight after the other: XLA for TPUs would hold all of them, whole, in
+    the type of the reduction."""
+    leaves, structure = jax.tree.flatten(dweights)
+    for i, leaf in enumerate(leaves):
+        nothing = [None] * len(leaves)
+        one = structure.unflatten([*nothing[:i], leaf, *nothing[i + 1 :]])
+        grads = _accumulate(loop, inputs, grads, index, one)
+        if rest := leaves[i + 1 :]:
+            grads, leaves[i + 1 :] = loop.zero.barrier(grads, loop.frozen, rest)
+    return grads
 
 
 def _accumulate(loop: Loop, inputs: Inputs, grads: Tree, index: Index, dweights: Tree) -> Tree:

@@ -1,10 +1,11 @@
-"""The weights of a layer in the layer loop: when each is gathered, and its gradient reduced.
+"""The weights of a layer in the layer loop: when they are gathered, and their gradients reduced.
 
 Most weights are prefetched during the compute of the layer before, and their gradients are reduced
-during the compute of the layer below. Experts are gathered, and their gradients reduced, during
-the attention of their own layer: they are most of a layer's bytes, and a copy of them would wait
-in the loop through grouped matmuls, with which XLA overlaps few collectives. Without the entries of
-experts a tree has None there.
+during the compute of the layer below. Experts are gathered on use: during the attention of their
+own layer, whose backward pass overlaps with the reductions of their gradients. They are most of a
+layer's bytes, and the loop would carry the next layer's weights and the gradients of the layer
+above, whole, through the matmuls of the experts. Parts of a tree of weights have None for the other
+entries.
 """
 
 from collections.abc import Callable
@@ -83,17 +84,18 @@ class Loop:
         """Whether a layer's gradients are reduced over ranks, during the layer below."""
         return self.zero.reduces or (self.visit.last and self.zero.reduces_over_replicas_at_end)
 
-    def without_experts(self, tree: Tree) -> Tree:
-        """A tree of one layer's weights, with None for those of experts."""
+    def prefetched_part(self, tree: Tree) -> Tree:
+        """The entries of a tree of one layer's weights that neighbouring layers overlap."""
         return self._selected(tree, experts=False)
 
-    def only_experts(self, tree: Tree) -> Tree:
-        """A tree of one layer's weights, with None for all but those of experts."""
+    def on_use_part(self, tree: Tree) -> Tree:
+        """The entries of weights that are gathered on use: experts."""
         return self._selected(tree, experts=True)
 
     def _selected(self, tree: Tree, *, experts: bool) -> Tree:
+        on_use = self.form.experts_on_use
         return jax.tree.map(
-            lambda axes, x: x if has_experts(axes) == experts else None,
+            lambda axes, x: x if (on_use and has_experts(axes)) == experts else None,
             self.axes,
             tree,
             is_leaf=is_axes,
@@ -126,7 +128,7 @@ def prefetch_layer(loop: Loop, layers: Tree, index: Index) -> Tree:
     """The weights of one layer that are gathered during the layer before it."""
     if loop.zero.keeps or not loop.zero.gathers:
         return gather_layer(loop, layers, index)
-    some, axes = loop.without_experts(layers), loop.without_experts(loop.axes)
+    some, axes = loop.prefetched_part(layers), loop.prefetched_part(loop.axes)
     return loop.zero.gather(at(some, index), axes)
 
 
