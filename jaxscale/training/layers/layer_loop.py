@@ -16,11 +16,10 @@ its forward pass and B its backward pass, over all G micro-batches. With L = 3:
 The last layer's backward pass reuses the weights of its forward pass: 2L - 1 gathers of layer
 weights and L reductions of layer gradients per group. In ZeRO stages 1 and 2 the first group keeps
 the weights that its forward pass gathers, for the rest of the step: L gathers. Reductions that are
-not done for every group are done by the last one. Experts are gathered, and their gradients reduced,
-during their own layer (`loop_weights`): with G = 1, 2L - 1 gathers and L reductions, too. Residuals
-offloaded to host memory are prefetched
-with the weights. A layout without collectives and offload prefetches nothing; nor does the backward
-pass with `ReductionTiming.defer_gathers`.
+not done for every group are done by the last one. Experts are gathered, and their gradients
+reduced, as often, but during their own layer (`loop_weights`). Residuals offloaded to host memory
+are prefetched with the weights. A layout without collectives and offload prefetches nothing; nor
+does the backward pass with `ReductionTiming.defer_gathers`.
 
 Layers whose static settings repeat with a period are looped over a period at a time.
 
