@@ -5,7 +5,7 @@ R rows that arrived at the experts of this rank, c ranks of context.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,12 +57,10 @@ class Experts(nnx.Module):
         input."""
         config = self.config
         valid_BT = batch.segments != 0
-        # The experts' weights are gathered before their input is routed, that is, during attention;
-        # and their gradients are there before attention's. XLA for TPUs (libtpu 0.0.52) runs
-        # collectives and gathers of token rows on the sparse cores, in one order: between the rows'
-        # dispatch and their combination it would start no collective.
-        weights = self._matrices()
-        routed_BTD, weights = jax.lax.optimization_barrier((x_BTD, weights))
+        # The experts' weights are gathered before their input is routed: during attention. XLA for
+        # TPUs (libtpu 0.0.52) runs collectives and gathers of token rows on the sparse cores, in
+        # one order, and starts an all-gather no earlier than the dispatch before its use.
+        routed_BTD, weights = _wait_for_all((x_BTD, self._matrices()))
         routed = self._route(jitter(routed_BTD), valid_BT, kernels.dispatch)
         y_BTD, plans = self._through_experts(routed_BTD, weights, routed, kernels.dispatch)
         if self.shared is not None:
@@ -224,6 +222,16 @@ class Experts(nnx.Module):
             squares_BT = routing.router_z(routed.logits, router_of(config))
             loss += config.router_z_loss * jnp.sum(squares_BT * batch.weights)
         return loss
+
+
+@jax.custom_vjp
+def _wait_for_all(arrays: Any) -> Any:
+    """`optimization_barrier` in the forward pass alone: one in the backward pass would also compute
+    the gradients of frozen weights."""
+    return jax.lax.optimization_barrier(arrays)
+
+
+_wait_for_all.defvjp(lambda arrays: (_wait_for_all(arrays), None), lambda _, grads: (grads,))
 
 
 class Routed(NamedTuple):

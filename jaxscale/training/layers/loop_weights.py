@@ -1,8 +1,8 @@
 """The weights of a layer in the layer loop: when they are gathered, and their gradients reduced.
 
 Most weights are prefetched during the compute of the layer before, and their gradients are reduced
-during the compute of the layer below. Experts are gathered on use: during the attention of their
-own layer, whose backward pass overlaps with the reductions of their gradients. They are most of a
+during the compute of the layer below. Experts are gathered on use: during the attention of the same
+layer, whose backward pass overlaps with the reductions of their gradients. They are most of a
 layer's bytes, and the loop would carry the next layer's weights and the gradients of the layer
 above, whole, through the matmuls of the experts. Parts of a tree of weights have None for the other
 entries.
