@@ -160,7 +160,10 @@ def _forward_pass_with_prefetch(loop: Loop, inputs: Inputs, x: Stream, sums: Sum
 def _gather_rest(
     loop: Loop, inputs: Inputs, weights: Tree, x: Stream, index: Index
 ) -> tuple[Tree, Stream]:
-    """The weights of a layer, whose experts are gathered when x is there; and x."""
+    """The weights of a layer, whose experts are gathered when x is available; and x."""
+    if not jax.tree.leaves(missing(weights, inputs.layers)):
+        return weights, x
+    # Behind a barrier: with a constant index XLA could gather before the loop ends.
     now, x = jax.lax.optimization_barrier((jnp.asarray(index, jnp.int32), x))
     return gather_layer(loop, inputs.layers, index, now, weights), x
 

@@ -93,6 +93,7 @@ class Loop:
         return self._selected(tree, experts=True)
 
     def _selected(self, tree: Tree, *, experts: bool) -> Tree:
+        # Their small vectors, as biases, too: a second rule would save nothing.
         on_use = self.form.experts_on_use
         return jax.tree.map(
             lambda axes, x: x if (on_use and has_experts(axes)) == experts else None,
@@ -128,6 +129,7 @@ def prefetch_layer(loop: Loop, layers: Tree, index: Index) -> Tree:
     """The weights of one layer that are gathered during the layer before it."""
     if loop.zero.keeps or not loop.zero.gathers:
         return gather_layer(loop, layers, index)
+    # Weights that are kept for the step are all prefetched: on use they would save no memory.
     some, axes = loop.prefetched_part(layers), loop.prefetched_part(loop.axes)
     return loop.zero.gather(at(some, index), axes)
 
