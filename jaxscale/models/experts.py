@@ -5,7 +5,7 @@ R rows that arrived at the experts of this rank, c ranks of context.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +57,12 @@ class Experts(nnx.Module):
         input."""
         config = self.config
         valid_BT = batch.segments != 0
-        routed = self._route(jitter(x_BTD), valid_BT, kernels.dispatch)
-        y_BTD, plans = self._through_experts(x_BTD, routed, kernels.dispatch)
+        # The experts' weights are gathered before their input is routed: during attention. XLA for
+        # TPUs (libtpu 0.0.52) runs collectives and gathers of token rows on the sparse cores, in
+        # one order, and starts an all-gather no earlier than the dispatch before its use.
+        routed_BTD, weights = _wait_for_all((x_BTD, self._matrices()))
+        routed = self._route(jitter(routed_BTD), valid_BT, kernels.dispatch)
+        y_BTD, plans = self._through_experts(routed_BTD, weights, routed, kernels.dispatch)
         if self.shared is not None:
             y_BTD += self.shared(x_BTD, kernels.columns, kernels.rows)
         with jax.named_scope("router"):
@@ -75,8 +79,13 @@ class Experts(nnx.Module):
         """The experts' output for tokens without padding; no token is dropped."""
         dispatch = Dispatch(matmul=kernels.dispatch.matmul, keeps_all=True)
         routed = self._route(x_BTD, jnp.ones(x_BTD.shape[:2], bool), dispatch)
-        y_BTD, _ = self._through_experts(x_BTD, routed, dispatch)
+        y_BTD, _ = self._through_experts(x_BTD, self._matrices(), routed, dispatch)
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+
+    def _matrices(self) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """The matrices out of the residual stream, and the one back."""
+        columns = (self.up[...],) if self.gate is None else (self.up[...], self.gate[...])
+        return columns, self.down[...]
 
     def _route(self, x_BTD: jax.Array, valid_BT: jax.Array, dispatch: Dispatch) -> "Routed":
         """The router: each token's experts and gates; no expert for padding."""
@@ -118,7 +127,7 @@ class Experts(nnx.Module):
         return jnp.where(valid_BT[..., None], choose(ranked_BTE, bias_E), -1)
 
     def _through_experts(
-        self, x_BTD: jax.Array, routed: "Routed", dispatch: Dispatch
+        self, x_BTD: jax.Array, weights: tuple, routed: "Routed", dispatch: Dispatch
     ) -> tuple[jax.Array, list[travel.DispatchPlan]]:
         """The routed experts' output, and the dispatch plans. With `overlap_experts` the two
         halves of the sequences are independent: the all-to-all of one can overlap the matmuls of
@@ -128,7 +137,7 @@ class Experts(nnx.Module):
         added: list[jax.Array] = []
         for x_BTD, gates_BTK, plan in zip(parts[0], parts[2], plans):
             before_BTD = added[-1] if added else None
-            added.append(self._through(x_BTD, gates_BTK, plan, dispatch, before_BTD))
+            added.append(self._through(x_BTD, weights, gates_BTK, plan, dispatch, before_BTD))
         return jnp.concatenate(added) if len(added) > 1 else added[0], plans
 
     def _plan(self, experts_BTK: jax.Array, dispatch: Dispatch) -> travel.DispatchPlan:
@@ -147,14 +156,14 @@ class Experts(nnx.Module):
     def _through(
         self,
         x_BTD: jax.Array,
+        weights: tuple,
         gates_BTK: jax.Array,
         plan: travel.DispatchPlan,
         dispatch: Dispatch,
         before_BTD: jax.Array | None,
     ) -> jax.Array:
-        config = self.config
-        weights = (self.up[...],) if self.gate is None else (self.up[...], self.gate[...])
-        hidden_cRF = expert_matmuls.expert_columns(dispatch, x_BTD, weights, plan)
+        config, (columns, back) = self.config, weights
+        hidden_cRF = expert_matmuls.expert_columns(dispatch, x_BTD, columns, plan)
         hidden_cRF = tuple(map(named, hidden_cRF, ("mlp_up", "mlp_gate")))
         biases: tuple[jax.Array, ...] = ()
         if config.mlp_bias:
@@ -185,7 +194,7 @@ class Experts(nnx.Module):
 
         # As in an MLP, the activation is recomputed for the backward pass.
         down = jax.checkpoint(down, prevent_cse=False)
-        return down(self.down[...], gates_cR, biases, before_BTD, *hidden_cRF)
+        return down(back, gates_cR, biases, before_BTD, *hidden_cRF)
 
     def _counts_to_balance(
         self, routed: "Routed", counts_BE: jax.Array, valid_BT: jax.Array, dispatch: Dispatch
@@ -213,6 +222,16 @@ class Experts(nnx.Module):
             squares_BT = routing.router_z(routed.logits, router_of(config))
             loss += config.router_z_loss * jnp.sum(squares_BT * batch.weights)
         return loss
+
+
+@jax.custom_vjp
+def _wait_for_all(arrays: Any) -> Any:
+    """`optimization_barrier` in the forward pass alone: one in the backward pass would also compute
+    the gradients of frozen weights."""
+    return jax.lax.optimization_barrier(arrays)
+
+
+_wait_for_all.defvjp(lambda arrays: (_wait_for_all(arrays), None), lambda _, grads: (grads,))
 
 
 class Routed(NamedTuple):

@@ -43,17 +43,14 @@ from jaxscale.sharding.resolve import leaf_name
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layers.layer_loop import (
     Carry,
-    CastOnce,
-    GroupPosition,
     Inputs,
-    Loop,
     Passed,
     backward_pass,
     forward_pass,
-    only_after,
 )
 from jaxscale.training.layers.layer_scan import SavedLayers, each
 from jaxscale.training.layers.loop_form import LoopForm, make_loop_form
+from jaxscale.training.layers.loop_weights import CastOnce, GroupPosition, Loop, only_after
 from jaxscale.training.remat import rematerialised
 
 Tree = Any

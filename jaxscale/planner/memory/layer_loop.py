@@ -47,6 +47,10 @@ class Shards:
         mlp = {"mlp", "expert_mlp", "shared_mlp"}
         return self._sum(lambda one: one.part == part and bool(mlp & {*one.axes}), False)
 
+    def expert_elements(self, part: str) -> Ints:
+        """Elements of a layer's experts, not sharded over fsdp."""
+        return self._sum(lambda one: one.part == part and "experts" in one.axes, False)
+
     def _sum(self, chosen: Callable[[ParamShape], bool], over_fsdp: Any) -> Ints:
         return sum(
             one.shard_size(self.layout, over_fsdp=over_fsdp) for one in self.arrays if chosen(one)
@@ -189,7 +193,11 @@ class LayerLoop:
     @property
     def unreduced(self) -> Ints:
         """Elements of a layer's gradient, which the compiler reduces over context."""
-        return self.gradients // self.context_shards
+        return self.over_context(self.gradients)
+
+    def over_context(self, elements: Ints) -> Ints:
+        """Elements of gradients, reduced over context."""
+        return elements // self.context_shards
 
     def saved(self, remat: str, *, piped: bool = False) -> StackSaved:
         """Values that a layer saves under a policy; in a pipeline whose table recomputes passes,

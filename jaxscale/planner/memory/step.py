@@ -194,7 +194,8 @@ def _layer_weights(loop: LayerLoop, loops: list[LayerLoop], transients: Transien
     if loop.layout.pipeline_gather == "layer":
         held = loop.weights
     layers = min(loop.num_layers, 2)  # a single layer prefetches nothing
-    gathered = select(loop.layout.pipeline > 1, held, layers * loop.weights)
+    ahead = loop.weights - transients.on_use * loop.parameters.expert_elements(loop.part)
+    gathered = select(loop.layout.pipeline > 1, held, loop.weights + (layers - 1) * ahead)
     # An all-gather of shards that are not whole tiles pads every row with an empty one.
     gathered = gathered + select(ragged(loop, transients), loop.parameters.mlp_elements(loop.part))
     return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)

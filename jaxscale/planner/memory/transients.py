@@ -35,6 +35,7 @@ class Transients:
     late: bool = False  # whole gradients of embedding and head are live during the layers
     ahead: bool = False  # weights of all layers are cast before the loops
     carries: bool = False  # a layer's gradients are carried to the next iteration
+    on_use: bool = False  # experts are gathered and reduced in their own layer, and not carried
     tile: int = 1  # rows of a tile in collectives
     queued: bool = False  # a layer's gradients are reduced while the next layer computes
     in_place: bool = False  # whole gradients are summed and reduced where they are
@@ -64,6 +65,7 @@ _TPU: dict[str, Any] = {
     "late": True,
     "ahead": True,
     "carries": True,
+    "on_use": True,
     "tile": 8,
     "grouped": "ragged_dot",
     "live": 0.9,
@@ -254,7 +256,8 @@ def carried_bytes(loop: LayerLoop, transients: Transients) -> Ints:
         return 0
     carries = _carries(loop, transients)
     widened = select(loop.early_layers, 0, loop.accumulated)
-    return select(carries, (loop.compute + widened) * loop.unreduced)
+    on_use = transients.on_use * loop.over_context(loop.trained.expert_elements(loop.part))
+    return select(carries, (loop.compute + widened) * (loop.unreduced - on_use))
 
 
 def end_of_backward_bytes(loop: LayerLoop, transients: Transients) -> Ints:

@@ -16,28 +16,26 @@ its forward pass and B its backward pass, over all G micro-batches. With L = 3:
 The last layer's backward pass reuses the weights of its forward pass: 2L - 1 gathers of layer
 weights and L reductions of layer gradients per group. In ZeRO stages 1 and 2 the first group keeps
 the weights that its forward pass gathers, for the rest of the step: L gathers. Reductions that are
-not done for every group are done by the last one. Residuals offloaded to host memory are prefetched
-with the weights. A layout without collectives and offload prefetches nothing; nor does the backward
-pass with `ReductionTiming.defer_gathers`.
+not done for every group are done by the last one. Experts are gathered, and their gradients
+reduced, as often, but during their own layer (`loop_weights`). Residuals offloaded to host memory
+are prefetched with the weights. A layout without collectives and offload prefetches nothing; nor
+does the backward pass with `ReductionTiming.defer_gathers`.
 
 Layers whose static settings repeat with a period are looped over a period at a time.
 
 Letters: G micro-batches, L layers of a stack.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxscale.batch import Batch
-from jaxscale.models.protocol import Stack, Stream, Sums, add_layer_sums
+from jaxscale.models.protocol import Stream, Sums, add_layer_sums
 from jaxscale.ops.array_stack import add, add_at, after, at, put
 from jaxscale.ops.matmul import is_quantised
 from jaxscale.ops.save_in_place import save_in_place
-from jaxscale.sharding.zero import Zero
 from jaxscale.training.layers.layer_scan import (
     LayerPosition,
     Residuals,
@@ -47,76 +45,19 @@ from jaxscale.training.layers.layer_scan import (
     each,
     one_layer,
 )
-from jaxscale.training.layers.loop_form import LoopForm
+from jaxscale.training.layers.loop_weights import (
+    CastOnce,
+    Loop,
+    empty_layers,
+    gather_layer,
+    joined,
+    missing,
+    prefetch_layer,
+)
 from jaxscale.training.remat import from_host, to_host
 
 Tree = Any
 Index = int | jax.Array
-
-
-class GroupPosition(NamedTuple):
-    """Position in a step of the groups that visit the layers in one loop."""
-
-    first: bool  # the first group is among them
-    last: bool  # they are the last group only
-
-    @property
-    def only(self) -> bool:
-        """Whether a step visits each layer once."""
-        return self.first and self.last
-
-    @property
-    def last_of_several(self) -> bool:
-        """Whether gradients of earlier visits are added."""
-        return self.last and not self.first
-
-
-@dataclass(frozen=True)
-class Loop:
-    """Static part of the passes over a stack: the collectives, and a layer's two passes."""
-
-    stack: Stack
-    zero: Zero
-    visit: GroupPosition
-    passes: tuple[tuple[Callable, Callable], ...]  # `split_vjp` of each layer of a period
-    form: LoopForm
-    is_first: bool  # of the model's stacks
-
-    @property
-    def axes(self) -> Tree:
-        """The logical axes of one layer's weights."""
-        return self.zero.layer_axes(self.stack.name)
-
-    @property
-    def frozen(self) -> Tree:
-        """Whether each of them is frozen; None: none is."""
-        return self.zero.frozen and self.zero.frozen[self.stack.name]
-
-    @property
-    def prefetches(self) -> bool:
-        """Whether a layer needs weights or residuals from other ranks or the host."""
-        return self.zero.gathers or self.form.offload
-
-    @property
-    def prefetches_backward(self) -> bool:
-        """Whether they are prefetched for its backward pass."""
-        return self.prefetches and not self.form.early.defer_gathers
-
-    @property
-    def ordered(self) -> bool:
-        """Whether unrolled layers wait for one another (`after`): if there are no collectives to
-        overlap."""
-        return self.form.unroll and all(size == 1 for size in self.zero.sizes.values())
-
-    @property
-    def reduces(self) -> bool:
-        """Whether a layer's gradients are reduced over ranks, during the layer below."""
-        return self.zero.reduces or (self.visit.last and self.zero.reduces_over_replicas_at_end)
-
-    @property
-    def writes_once(self) -> bool:
-        """Whether a layer's gradients are written to its accumulators, without a sum."""
-        return self.visit.only and not self.reduces
 
 
 class Prefetched(NamedTuple):
@@ -124,13 +65,6 @@ class Prefetched(NamedTuple):
 
     weights: Tree = None
     residuals: Residuals | None = None  # [G, ...]
-
-
-class CastOnce(NamedTuple):
-    """The layers of a stack with matrices that a step casts once (`Layout.casts_once`)."""
-
-    at_rest: Tree  # parameters, [L, ...]
-    matrices: tuple[Tree, ...]  # of each layer, cast or quantised; None for other parameters
 
 
 class Inputs(NamedTuple):
@@ -177,7 +111,7 @@ def forward_pass(loop: Loop, inputs: Inputs, x: Stream, sums: Sums) -> Passed:
     def layer(carry, position, *into):
         x, sums = carry
         index = after(position.index, x) if loop.ordered else position.index
-        weights = _gather(loop, inputs.layers, position.index, index)
+        weights = gather_layer(loop, inputs.layers, position.index, index)
         x, sums, residuals = _layer_forward(loop, weights, inputs, x, sums, position, *into)
         return (x, sums), residuals
 
@@ -197,20 +131,22 @@ def _forward_pass_with_prefetch(loop: Loop, inputs: Inputs, x: Stream, sums: Sum
     last = loop.stack.num_layers - 1
 
     def fetch(index: Index, kept: Tree) -> tuple[Tree, Tree]:
-        weights = _gather(loop, inputs.layers, index)
+        weights = prefetch_layer(loop, inputs.layers, index)
         return weights, put(kept, weights, index) if loop.zero.keeps else None
 
     def layer(carry, position):
         x, sums, weights, kept = carry
+        weights, x = _gather_rest(loop, inputs, weights, x, position.index)
         next_weights, kept = fetch(position.index + 1, kept)
         x, sums, residuals = _layer_forward(loop, weights, inputs, x, sums, position)
         residuals = to_host(residuals) if loop.form.offload else residuals
         return (x, sums, next_weights, kept), residuals
 
-    carry = x, sums, *fetch(0, _kept_weights(loop, inputs.layers))
+    carry = x, sums, *fetch(0, empty_layers(loop, inputs.layers))
     (x, sums, weights, kept), residuals = ascend(
         layer, carry, last, loop.stack.period, unroll=loop.form.unroll, into=inputs.residuals
     )
+    weights, x = _gather_rest(loop, inputs, weights, x, last)
     x, sums, last_residuals = _layer_forward(
         loop, weights, inputs, x, sums, LayerPosition(last, last % loop.stack.period)
     )
@@ -221,14 +157,15 @@ def _forward_pass_with_prefetch(loop: Loop, inputs: Inputs, x: Stream, sums: Sum
     return Passed(x, sums, layers, Prefetched(weights, last_residuals), residuals)
 
 
-def _kept_weights(loop: Loop, layers: Tree) -> Tree:
-    """Arrays for the gathered weights of a stack, [L, ...], if they are kept."""
-    if not loop.zero.keeps:
-        return None
-    axes = loop.zero.axes[loop.stack.name]
-    return loop.zero.empty_weights(
-        jax.eval_shape(lambda x: loop.zero.gather(x, axes), layers), axes
-    )
+def _gather_rest(
+    loop: Loop, inputs: Inputs, weights: Tree, x: Stream, index: Index
+) -> tuple[Tree, Stream]:
+    """The weights of a layer, whose experts are gathered when x is available; and x."""
+    if not jax.tree.leaves(missing(weights, inputs.layers)):
+        return weights, x
+    # Behind a barrier: with a constant index XLA could gather before the loop ends.
+    now, x = jax.lax.optimization_barrier((jnp.asarray(index, jnp.int32), x))
+    return gather_layer(loop, inputs.layers, index, now, weights), x
 
 
 def backward_pass(loop: Loop, inputs: Inputs, carry: Carry) -> tuple[Stream, Stream, Tree]:
@@ -326,7 +263,7 @@ def _layer_backward(
     if loop.ordered:
         now = after(now, dx) if ready is None else after(now + ready, dx)
     inputs = inputs._replace(shared=shared)
-    weights = _gather(loop, inputs.layers, index, now) if weights is None else weights
+    weights = gather_layer(loop, inputs.layers, index, now, weights)
     if residuals is None:
         assert inputs.residuals is not None, "residuals are saved or prefetched"
         counted = loop.stack.period > 1 or loop.form.in_place or loop.form.unroll
@@ -346,7 +283,8 @@ def _layer_backward(
     # them late and keep their operands: for 23 layers of Llama 3 8B, 124.1 GiB instead of 119.4.
     ready = after(0, loop.zero.trained(dweights, loop.frozen)) if loop.ordered else None
     if loop.reduces:
-        return Carry(dx, dshared, prefetched, dweights, grads, ready)
+        grads = _accumulate_each(loop, inputs, grads, index, loop.on_use_part(dweights))
+        return Carry(dx, dshared, prefetched, loop.prefetched_part(dweights), grads, ready)
     grads = _accumulate(loop, inputs, grads, index, dweights)
     return Carry(dx, dshared, prefetched, None, grads, ready)
 
@@ -380,59 +318,61 @@ def _sum_gradients(
     return total, dx, dshared
 
 
-def _gather(loop: Loop, layers: Tree | CastOnce, index: Index, now: Index | None = None) -> Tree:
-    """The weights of one layer, gathered.
-
-    Args:
-      now: the index, as a value that depends on the arrays to wait for; None: no wait.
-    """
-    if not isinstance(layers, CastOnce):
-        return loop.zero.gather(at(layers, index if now is None else now), loop.axes)
-    # Matrices are cast before the first layer: a layer waits for the one before by its vectors.
-    others, matrices = _gather(loop, layers.at_rest, index, now), layers.matrices[index]
-    return jax.tree.map(
-        lambda x, other: other if x is None else x,
-        matrices,
-        others,
-        is_leaf=lambda x: x is None or is_quantised(x),
-    )
-
-
 def _prefetch(loop: Loop, inputs: Inputs, above: LayerPosition) -> Prefetched:
     """The weights and residuals of the layer below this one."""
     period = loop.stack.period
     below = LayerPosition(above.index - 1, (above.kind - 1) % period)
-    weights = _gather(loop, inputs.layers, below.index)
+    weights = prefetch_layer(loop, inputs.layers, below.index)
     if not loop.form.offload:
         return Prefetched(weights)
     assert inputs.residuals is not None, "offloaded residuals are saved"
     return Prefetched(weights, from_host(inputs.residuals.at(below)))
 
 
+def _accumulate_each(loop: Loop, inputs: Inputs, grads: Tree, index: Index, dweights: Tree) -> Tree:
+    """`_accumulate` of one weight after the other: XLA for TPUs would hold all of them, whole, in
+    the type of the reduction."""
+    leaves, structure = jax.tree.flatten(dweights)
+    for i, leaf in enumerate(leaves):
+        nothing = [None] * len(leaves)
+        one = structure.unflatten([*nothing[:i], leaf, *nothing[i + 1 :]])
+        grads = _accumulate(loop, inputs, grads, index, one)
+        if rest := leaves[i + 1 :]:
+            grads, leaves[i + 1 :] = loop.zero.barrier(grads, loop.frozen, rest)
+    return grads
+
+
 def _accumulate(loop: Loop, inputs: Inputs, grads: Tree, index: Index, dweights: Tree) -> Tree:
     """Reduces the gradients of one layer and adds them to its accumulators; at the last visit the
-    sums are fully reduced."""
+    sums are fully reduced. Where `dweights` has None the accumulators do not change."""
+    given = jax.tree.leaves(dweights)
+    if not given:
+        return grads
+    rest = missing(dweights, grads)
+    before, axes = (missing(rest, tree) for tree in (grads, loop.axes))
+    earlier = before if inputs.earlier is None else missing(rest, inputs.earlier)
+    return joined(_added(loop, inputs, before, earlier, index, dweights, axes), rest)
+
+
+def _added(
+    loop: Loop,
+    inputs: Inputs,
+    grads: Tree,
+    earlier: Tree,
+    index: Index,
+    dweights: Tree,
+    axes: Tree,
+) -> Tree:
     if loop.form.hides_index and isinstance(index, int):
         index = after(index, inputs.batch.tokens)
-    visit, total = loop.visit, loop.zero.reduce(dweights, loop.axes)
+    visit, total = loop.visit, loop.zero.reduce(dweights, axes)
     if visit.last and not visit.only:
-        earlier = grads if inputs.earlier is None else inputs.earlier
-        total = loop.zero.finish(add(at(earlier, index), total), loop.axes)
+        total = loop.zero.finish(add(at(earlier, index), total), axes)
         return put(grads, total, index)
-    total = loop.zero.finish(total, loop.axes) if visit.last else total
+    total = loop.zero.finish(total, axes) if visit.last else total
     if loop.writes_once:
         total = jax.tree.map(lambda x, grad: grad.astype(x.dtype), grads, total)
         return put(grads, total, index)
     # An only visit that reduces adds to zeros: XLA for GPUs overlaps no reduce-scatter whose result
     # is written without a sum.
     return add_at(grads, index, total)
-
-
-def only_after(weights: Tree, x: Tree) -> tuple[Tree, Tree]:
-    """Weights that are not available before x.
-
-    XLA sees that gathering the same shards again gives the same weights (CSE, loop-invariant code
-    motion): it would gather once, before the loop over micro-batches or in the forward pass, and
-    keep whole weights.
-    """
-    return jax.lax.optimization_barrier((weights, x))

@@ -34,6 +34,7 @@ class LoopForm(NamedTuple):
     hides_index: bool  # whether gradients are added at indices that the compiler does not know
     unfilled: bool  # whether arrays that are written before they are read are uninitialised
     reuses: bool  # whether all groups write their residuals into one set of arrays
+    experts_on_use: bool  # whether experts are gathered and reduced during their own layer
 
 
 def make_loop_form(
@@ -61,6 +62,9 @@ def make_loop_form(
         # of Llama 3.2 1B on eight H200, instead of 45. Not on TPUs, where a step needed more memory
         # and moved as many bytes; nor for unrolled layers, whose residuals are not stacked.
         reuses=(layout.num_groups > 1 or unfilled) and platform != "tpu" and stacked,
+        # Not on GPUs, where grouped matmuls may be loops, whose length XLA's scheduler does not
+        # know.
+        experts_on_use=platform != "gpu",
     )
 
 
