@@ -269,7 +269,7 @@ def row(record: dict[str, Any]) -> str:
     """A record as a line of the table."""
     if "error" in record:
         return f"{record['subject']:14} failed: {record['error'].strip().splitlines()[-1]}"
-    # PyTorch does not say what a step needs.
+    # PyTorch does not report the memory of a step.
     compiled_bytes = record.get("argument_bytes", 0) + record.get("temp_bytes", 0)
     sizes = (record["peak_resident_bytes"], compiled_bytes, record["peak_device_bytes"])
     speed = ""
