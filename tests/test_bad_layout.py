@@ -139,6 +139,14 @@ REFUSED = [
     ),
     ("model.family=mixtral layout.expert=0", "layout.expert = 0; at least 1, or -1"),
     (
+        "model.family=mixtral layout.expert=4 layout.expert_nodes=3",
+        "layout.expert_nodes = 3 does not divide layout.expert = 4; the nearest that does is",
+    ),
+    (
+        "model.family=mixtral layout.expert=4 layout.expert_nodes=2 model.capacity_factor=2",
+        "layout.expert_nodes = 2 with model.capacity_factor = 2.0 is not available in this ver",
+    ),
+    (
         "model.family=mixtral layout.overlap_experts=True",
         "layout.overlap_experts = True with layout.expert = 1: every rank has all experts, and t",
     ),

@@ -55,7 +55,7 @@ OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
 
 READ_WITH = {
     "pipeline": ("schedule", "virtual_stages", "sequence_chunks", "pipeline_gather"),
-    "expert": ("overlap_experts",),
+    "expert": ("expert_nodes", "overlap_experts"),
     "context": ("context_method",),
     "tensor": ("tensor_rows", "overlap_tensor"),
     "microbatches": ("accumulation",),
@@ -92,6 +92,8 @@ class Layout:
       tensor_rows: divides `tensor` into rows x columns: a rank has d_model / rows features of the
         residual stream, and a row's ranks share the hidden dimension between two matmuls (arXiv
         2305.13525). 1 shards each weight by its hidden dimension only.
+      expert_nodes: nodes of the ranks of expert. Above 1 a token crosses the network once to each
+        node with some of its experts, and the links inside the node to each of their ranks.
       zero_stage: 0 shards nothing, 1 the parameters at rest and the optimizer's state, 2 also
         gradients, 3 also the weights in use (ZeRO, arXiv 1910.02054).
       microbatches: micro-batches of a step; their gradients are summed.
@@ -130,6 +132,7 @@ class Layout:
     context: int = 1
     tensor: int = 1
     tensor_rows: int = 1
+    expert_nodes: int = 1
     zero_stage: int = 3
     microbatches: int = 1
     accumulation: str = "sequential"
@@ -153,7 +156,13 @@ class Layout:
         self._check_tensor_rows()
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"layout.zero_stage = {self.zero_stage}; it can be 0, 1, 2 or 3")
-        check_at_least("layout", self, microbatches=1)
+        check_at_least("layout", self, microbatches=1, expert_nodes=1)
+        if self.expert > 0 and self.expert % self.expert_nodes:
+            nearest = nearest_divisors(self.expert, self.expert_nodes)
+            raise ValueError(
+                f"layout.expert_nodes = {self.expert_nodes} does not divide layout.expert = "
+                f"{self.expert}; the nearest that does is layout.expert_nodes = {nearest}"
+            )
         check_choice("layout.accumulation", self.accumulation, ACCUMULATIONS)
         check_choice("layout.pipeline_gather", self.pipeline_gather, PIPELINE_GATHERS)
         check_choice("layout.context_method", self.context_method, CONTEXT_METHODS)

@@ -21,6 +21,7 @@ from jaxscale.models.weights import Weights
 from jaxscale.ops.experts import dispatch as travel
 from jaxscale.ops.experts import expert_matmuls, routing
 from jaxscale.ops.experts.dispatch import Dispatch
+from jaxscale.ops.experts.plan import plan_dispatch
 from jaxscale.ops.experts.routing import Router
 from jaxscale.ops.tensor_parallel import add_bias
 
@@ -145,7 +146,7 @@ class Experts(nnx.Module):
         capacity = self._capacity(experts_BTK.shape[1])
         if dispatch.keeps_all and config.router != "expert_choice":
             capacity = 0
-        return travel.plan_dispatch(dispatch, experts_BTK, config.num_experts, capacity)
+        return plan_dispatch(dispatch, experts_BTK, config.num_experts, capacity)
 
     def _capacity(self, seq_len: int) -> int:
         """Tokens of a sequence that an expert accepts; 0 is no limit."""

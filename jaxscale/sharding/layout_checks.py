@@ -59,6 +59,21 @@ def check_overlap(layout: Layout, batch: int) -> None:
     )
 
 
+def check_nodes(layout: Layout, model: ModelSettings) -> None:
+    """Refuses `expert_nodes` with a capacity.
+
+    Raises:
+      ValueError: names the setting to change.
+    """
+    if layout.expert_nodes > 1 and getattr(model, "capacity_factor", 0):
+        raise ValueError(
+            f"layout.expert_nodes = {layout.expert_nodes} with model.capacity_factor = "
+            f"{model.capacity_factor} is not available in this version: a node does not know how "
+            "many tokens of others it takes; set layout.expert_nodes = 1, or "
+            "model.capacity_factor = 0"
+        )
+
+
 def check_ring(layout: Layout) -> None:
     """Refuses `overlap_tensor` without tensor parallelism.
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -84,6 +85,8 @@ def check_engine_settings(config: Config, mesh: Mesh) -> None:
     layout_checks.check_divides(layout, data.global_batch_size)
     layout_checks.check_matmuls(layout, model.matmul_dtype)
     layout_checks.check_overlap(layout, data.global_batch_size)
+    layout_checks.check_nodes(layout, model)
+    check_nodes_of_devices(layout, mesh)
     layout_checks.check_pipeline_gather(layout)
     layout_checks.check_ring(layout)
     layout_checks.check_sequence(layout, data)
@@ -92,6 +95,25 @@ def check_engine_settings(config: Config, mesh: Mesh) -> None:
     _check_types({"model": model, "optimizer": config.optimizer})
     check_host_memory(layout, mesh)
     check_matmul_device(model.matmul_dtype, mesh.devices.flat[0])
+
+
+def check_nodes_of_devices(layout: Layout, mesh: Mesh) -> None:
+    """Refuses `expert_nodes` whose parts of the ranks of expert are not each in one node of GPUs.
+
+    Raises:
+      ValueError: names the setting to change.
+    """
+    if layout.expert_nodes == 1 or mesh.devices.flat[0].platform != "gpu":
+        return
+    ranks = np.moveaxis(mesh.devices, mesh.axis_names.index("expert"), -1)
+    parts = ranks.reshape(-1, layout.expert // layout.expert_nodes)
+    node = np.vectorize(lambda device: getattr(device, "slice_index", device.process_index))
+    if any(len(set(part)) > 1 for part in node(parts)):
+        raise ValueError(
+            f"layout.expert_nodes = {layout.expert_nodes} leaves {parts.shape[1]} ranks of "
+            f"layout.expert = {layout.expert} to a node, and such ranks are on several nodes here; "
+            f"set layout.expert_nodes = {2 * layout.expert_nodes} or more, or 1"
+        )
 
 
 def check_expert_ranks(layout: Layout, model: Model) -> None:

@@ -116,6 +116,7 @@ def make_kernels(
             ragged=platform != "cpu",
             dtype=matmul_dtype,
             halves=layout.overlap_experts,
+            nodes=layout.expert_nodes,
         ),
         sum_over_batch_ranks=functools.partial(_sum_over_batch_ranks, layout),
         cross_entropy=functools.partial(

@@ -77,7 +77,10 @@ LAYOUTS = {
         {"fsdp": 2, "context": 2, "tensor": 2, **LAYERED, **GATHER},
     ],
     "experts": [
-        {"fsdp": 2, "expert": 2, "tensor": 2, **LAYERED, "remat": "save_matmuls"},
+        {
+            **{"fsdp": 2, "expert": 2, "expert_nodes": 2, "tensor": 2},
+            **{**LAYERED, "remat": "save_matmuls"},
+        },
         {"pipeline": 2, "expert": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_v"},
     ],
     "prototypes": [{"expert": 2, "tensor": 2, "overlap_experts": True}],

@@ -7,7 +7,7 @@ buffer, R rows of a receive buffer, in the order of the experts; c ranks of cont
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -37,6 +37,28 @@ class Dispatch:
     keeps_all: bool = False  # whether the capacity is ignored, as in evaluation
     dtype: str = ""  # `model.matmul_dtype`
     halves: bool = False  # whether the halves of a rank's sequences are dispatched separately
+    nodes: int = 1  # of the ranks of expert; several exchange in two levels
+    groups: tuple[tuple[int, ...], ...] | None = None  # of ranks in a level; None: all together
+
+    @property
+    def levels(self) -> tuple["Dispatch", "Dispatch"]:
+        """The exchange between the nodes, and that inside each; consecutive ranks of expert are in
+        the same node."""
+        size = self.experts // self.nodes
+        inside = tuple(tuple(range(n, n + size)) for n in range(0, self.experts, size))
+        across = tuple(zip(*inside, strict=True))
+        pairs = (self.nodes, across), (size, inside)
+        first, second = (replace(self, experts=n, nodes=1, groups=one) for n, one in pairs)
+        return first, second
+
+    @property
+    def rank(self) -> Array:
+        """The number of this rank in its group of an exchange."""
+        me = jax.lax.axis_index("expert")
+        if self.groups is None:
+            return me
+        numbers = {rank: n for group in self.groups for n, rank in enumerate(group)}
+        return jnp.asarray([numbers[rank] for rank in range(len(numbers))])[me]
 
     def parts(self, x: Array) -> tuple[Array, ...]:
         """Splits an array of sequences, [B, ...], into the parts that are dispatched separately."""
@@ -107,33 +129,20 @@ class DispatchPlan(NamedTuple):
     place: Array | None  # [c, S]: the inverse of `order`
     sizes: Array | None  # [c, E]: rows of each expert of this rank; None: equally many
     counts: Array | None = None  # [c, experts, all E]: rows that each rank sends, if ragged
+    # The plan of the exchange between nodes, [c, B, T, M] its slots; this plan is then of the rows
+    # that arrived, as one sequence.
+    across: "DispatchPlan | None" = None
+
+    @property
+    def num_choices(self) -> int:
+        """The choices of a rank's tokens, dropped ones included: K N."""
+        first = self if self.across is None else self.across
+        return self.slot.shape[-1] * math.prod(first.slot.shape[1:-1])
 
 
 def capacity_of(factor: float, seq_len: int, choices: int, num_experts: int) -> int:
     """Expert capacity per sequence: `factor` times the even share, rounded up; 0 is no limit."""
     return min(math.ceil(factor * seq_len * choices / num_experts), seq_len)
-
-
-def plan_dispatch(
-    dispatch: Dispatch, experts_BTK: Array, num_experts: int, capacity: int = 0
-) -> DispatchPlan:
-    """Plans the dispatch of tokens to experts.
-
-    Args:
-      experts_BTK: the distinct experts of each token; -1 is no expert.
-      capacity: tokens of each sequence that an expert accepts, in text order; the others are
-        dropped. 0 is no limit.
-    """
-
-    def local(experts_BTK: Array) -> DispatchPlan:
-        experts_BTK = whole_tokens(dispatch, experts_BTK)
-        if capacity:
-            found = _plan_with_capacity(dispatch, experts_BTK, num_experts, capacity)
-        else:
-            found = _plan_of_all(dispatch, experts_BTK, num_experts)
-        return jax.tree.map(lambda x: x[None], found)
-
-    return dispatch.manual(local, (dispatch.stream,), dispatch.rows)(experts_BTK)
 
 
 def over_sequences(dispatch: Dispatch, function: Callable[[Array], Array], x_BTE: Array) -> Array:
@@ -152,7 +161,7 @@ def num_kept(plan: DispatchPlan) -> Array:
     return jnp.sum(plan.slot < size, dtype=jnp.int32)
 
 
-def _plan_with_capacity(
+def plan_with_capacity(
     dispatch: Dispatch, experts_BTK: Array, num_experts: int, capacity: int
 ) -> DispatchPlan:
     """Every rank sends `capacity` rows per sequence to each expert, empty rows included."""
@@ -166,7 +175,7 @@ def _plan_with_capacity(
     return DispatchPlan(sent, slot_BTK, None, None, None)
 
 
-def _plan_of_all(dispatch: Dispatch, experts_BTK: Array, num_experts: int) -> DispatchPlan:
+def plan_of_all(dispatch: Dispatch, experts_BTK: Array, num_experts: int) -> DispatchPlan:
     """Dropless dispatch: every rank sends to each rank the most rows that its tokens could need
     there, empty rows included; or only used rows if the back end supports ragged exchanges."""
     ranks, (rows, time, choices) = dispatch.experts, experts_BTK.shape
@@ -176,7 +185,7 @@ def _plan_of_all(dispatch: Dispatch, experts_BTK: Array, num_experts: int) -> Di
         experts_BTK[..., None] == jnp.arange(num_experts), axis=(0, 1, 2), dtype=jnp.int32
     )
     if dispatch.ragged and ranks > 1:
-        return _ragged_plan(experts_BTK, counts_E, ranks)
+        return _ragged_plan(dispatch, experts_BTK, counts_E)
     starts_E = exclusive_sums(counts_E.reshape(ranks, own), axis=1).reshape(-1)
     place_BTK = _place_in_queue(experts_BTK, num_experts)
     slot_BTK = experts_BTK // own * width + starts_E[experts_BTK] + place_BTK
@@ -200,16 +209,17 @@ def _plan_of_all(dispatch: Dispatch, experts_BTK: Array, num_experts: int) -> Di
     return DispatchPlan(sent, slot_BTK, _inverse(place_S, ranks * width), place_S, sizes_E)
 
 
-def _ragged_plan(experts_BTK: Array, counts_E: Array, ranks: int) -> DispatchPlan:
+def _ragged_plan(dispatch: Dispatch, experts_BTK: Array, counts_E: Array) -> DispatchPlan:
     """Ragged dispatch: rows are sent, and received, in the order of their experts."""
+    ranks = dispatch.experts
     slot_BTK = exclusive_sums(counts_E, axis=0)[experts_BTK] + _place_in_queue(
         experts_BTK, len(counts_E)
     )
     slot_BTK = jnp.where(experts_BTK >= 0, slot_BTK, experts_BTK.size)
     sent = _inverse(slot_BTK, experts_BTK.size)
-    counts = jax.lax.all_gather(counts_E, "expert")
+    counts = jax.lax.all_gather(counts_E, "expert", axis_index_groups=dispatch.groups)
     own = len(counts_E) // ranks
-    mine = jax.lax.axis_index("expert") * own
+    mine = dispatch.rank * own
     sizes_E = jax.lax.dynamic_slice_in_dim(jnp.sum(counts, axis=0), mine, own)
     return DispatchPlan(sent, slot_BTK, None, None, sizes_E, counts)
 
@@ -273,4 +283,4 @@ def exchange_parts(dispatch: Dispatch, parts: Array) -> Array:
     """All-to-all of [experts, ...], a part for each rank of expert; its own inverse."""
     if dispatch.experts == 1:
         return parts
-    return jax.lax.all_to_all(parts, "expert", 0, 0, tiled=True)
+    return jax.lax.all_to_all(parts, "expert", 0, 0, axis_index_groups=dispatch.groups, tiled=True)

@@ -15,19 +15,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jaxscale.ops.experts.dispatch import (
-    Dispatch,
-    DispatchPlan,
-    own_part,
-    whole_tokens,
-)
+from jaxscale.ops.experts.dispatch import Dispatch, DispatchPlan
 from jaxscale.ops.experts.exchange import (
+    collect_choices,
     collect_tokens,
     num_rows,
-    rows_from_experts,
-    rows_to_experts,
+    send_choices,
     send_tokens,
-    take_rows,
 )
 from jaxscale.ops.experts.grouped_matmul import grouped_matmul, grouped_weight_gradient
 
@@ -37,8 +31,7 @@ def send_gates(dispatch: Dispatch, gates_BTK: Array, plan: DispatchPlan) -> Arra
     """The gate of each row, [c, R]."""
 
     def local(gates_BTK: Array, plan: DispatchPlan) -> Array:
-        gates = take_rows(whole_tokens(dispatch, gates_BTK).reshape(-1), plan.sent[0])
-        return rows_to_experts(dispatch, gates, plan)[None]
+        return send_choices(dispatch, gates_BTK, plan)[None]
 
     specs = (dispatch.stream, dispatch.rows)
     return dispatch.manual(local, specs, dispatch.rows)(gates_BTK, plan)
@@ -50,8 +43,7 @@ def _send_gates_forward(dispatch: Dispatch, gates_BTK: Array, plan: DispatchPlan
 
 def _send_gates_backward(dispatch: Dispatch, plan: DispatchPlan, dgates_cR: Array):
     def local(dgates_cR: Array, plan: DispatchPlan) -> Array:
-        gates_BTK = take_rows(rows_from_experts(dispatch, dgates_cR[0], plan), plan.slot[0])
-        return own_part(dispatch, gates_BTK)
+        return collect_choices(dispatch, dgates_cR[0], plan)
 
     specs = (dispatch.rows, dispatch.rows)
     return dispatch.manual(local, specs, dispatch.stream)(dgates_cR, plan), None
@@ -120,7 +112,7 @@ def _matmul(
         w,
         None if plan.sizes is None else plan.sizes[0],
         dispatch.matmul,
-        expected=plan.slot[0].size,
+        expected=plan.num_choices,
         transposed=transposed,
         dtype=dtype,
         over=over,
@@ -137,7 +129,7 @@ def _weight_gradient(
         None if plan.sizes is None else plan.sizes[0],
         dispatch.matmul,
         num_groups=plan.sent.shape[2] if plan.sizes is None else 0,
-        expected=plan.slot[0].size,
+        expected=plan.num_choices,
         dtype=dtype,
     )
     return jax.lax.psum(dw_EDF, "context") if dispatch.axis("context") else dw_EDF

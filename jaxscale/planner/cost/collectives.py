@@ -8,7 +8,7 @@ do: the slowest level sets its bandwidth, and the latencies add up.
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -188,6 +188,28 @@ def exchange_seconds(levels: Levels, num_bytes: Floats) -> Floats:
         inner = reached
     seconds = slowest + _latency(levels, "tree_seconds")
     return np.where(whole > 1, seconds + START_SECONDS, 0.0)
+
+
+def split_levels(levels: Levels, parts: Floats) -> tuple[Levels, Levels]:
+    """The levels of groups of one member in each of `parts` consecutive parts of a group, and of
+    the groups inside a part."""
+    across, inside, left = [], [], group_size(levels) / parts
+    for level in levels:
+        near = np.minimum(level.members, left)
+        pairs = ((across, level.members / near), (inside, near))
+        for found, members in pairs:
+            share = (members - 1) / np.maximum(level.members - 1, 1)
+            found.append(
+                replace(
+                    level,
+                    members=members,
+                    sent=1 - 1 / members,
+                    ring_seconds=share * level.ring_seconds,
+                    tree_seconds=share * level.tree_seconds,
+                )
+            )
+        left = left / near
+    return tuple(across), tuple(inside)
 
 
 def send_seconds(levels: Levels, num_bytes: Floats) -> Floats:

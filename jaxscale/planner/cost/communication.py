@@ -101,11 +101,16 @@ def _context(
 def expert_traffic(
     stack: StackWork, parallelism: Parallelism, levels: Levels, tokens: Floats
 ) -> Floats:
-    """Dispatch and combine: two all-to-alls in each pass."""
-    total = np.zeros(())
+    """Dispatch and combine: two all-to-alls in each pass; in two levels one between the nodes, of
+    a row for each node of a token, and one inside."""
+    total, nodes = np.zeros(()), np.asarray(parallelism.expert_nodes, float)
+    across, inside = collectives.split_levels(levels, nodes)
     for one in stack.experts:
-        held = 2.0 * tokens * one.choices * parallelism.imbalance * one.width
-        total = total + 2 * collectives.exchange_seconds(levels, held) * one.share
+        row = 2.0 * tokens * parallelism.imbalance * one.width
+        found = collectives.exchange_seconds(levels, row * one.choices)
+        twice = collectives.exchange_seconds(across, row * parallelism.nodes_of_token(one.choices))
+        twice = twice + collectives.exchange_seconds(inside, row * one.choices)
+        total = total + 2 * np.where(nodes > 1, twice, found) * one.share
     return total
 
 

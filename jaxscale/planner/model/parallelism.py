@@ -36,6 +36,8 @@ class Parallelism(LayoutBatch):
     gradient_bytes: int = 4  # per element in reductions
     frozen: bool = False  # only adapters are trained
     whole_matrices: tuple[WholeMatrices, ...] = ()  # of the optimizer's update
+    router_groups: int = 1  # of experts; a token chooses in `router_groups_kept` of them
+    router_groups_kept: int = 1
 
     @classmethod
     def of(cls, layout: Layout, global_batch_size: int, **changes: Any) -> "Parallelism":
@@ -61,6 +63,15 @@ class Parallelism(LayoutBatch):
         """Load imbalance: tokens of the busiest expert rank over the mean. A rank with all experts
         is balanced."""
         return np.where(np.asarray(self.expert) == 1, 1.0, IMBALANCE)
+
+    def nodes_of_token(self, choices: int) -> Any:
+        """Nodes that a token's choices are on, of `expert_nodes`, on average: choices at random, in
+        the groups that the router keeps."""
+        nodes = np.asarray(self.expert_nodes, float)
+        if self.router_groups > 1:
+            each = np.maximum(1, nodes / self.router_groups)
+            nodes = np.minimum(nodes, self.router_groups_kept * each)
+        return nodes * (1 - (1 - 1 / nodes) ** choices)
 
     @property
     def global_batch(self) -> Ints:

@@ -50,6 +50,8 @@ def layout_text(layout: Layout) -> str:
     parts += ["gathered by layer"] * by_layer
     if layout.context > 1:
         parts.append(layout.context_method)
+    if layout.expert_nodes > 1:
+        parts.append(f"tokens to {layout.expert_nodes} nodes once")
     parts += ["experts overlapped"] * layout.overlap_experts
     parts += ["tensor overlapped"] * layout.overlap_tensor
     parts += ["layers unrolled"] * layout.unroll_layers

@@ -113,6 +113,8 @@ class TrainableModel:
             casts_weights=itemsize(model.param_dtype) > itemsize(model.compute_dtype),
             gradient_bytes=itemsize(self.config.optimizer.reduced_in),
             frozen=bool(model.lora_rank),
+            router_groups=model.router_groups,
+            router_groups_kept=model.router_groups_kept,
             whole_matrices=muon_matrices(model, self.config.optimizer.groups) if muon else (),
         )
 

@@ -10,13 +10,14 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxscale.config.layout import MANUAL_AXES, MESH_AXES
 from jaxscale.ops.attention.context_chunks import balanced_order
-from jaxscale.ops.experts.dispatch import Dispatch, capacity_of, num_kept, plan_dispatch
+from jaxscale.ops.experts.dispatch import Dispatch, capacity_of, num_kept
 from jaxscale.ops.experts.expert_matmuls import (
     expert_bias,
     expert_columns,
     expert_rows,
     send_gates,
 )
+from jaxscale.ops.experts.plan import plan_dispatch
 from jaxscale.sharding.resolve import automatic_axes
 
 B, T, D, F, E, K = 8, 16, 6, 8, 8, 3
@@ -89,13 +90,27 @@ def through_experts(dispatch, factor, experts, x, up, down, up_bias, down_bias, 
 
 
 def ragged_all_to_all(
-    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
+    operand,
+    output,
+    input_offsets,
+    send_sizes,
+    output_offsets,
+    recv_sizes,
+    *,
+    axis_name,
+    axis_index_groups,
 ):
     """JAX's, which CPUs do not have, from its documentation: every rank sees what all send, and
     takes its own slices."""
     everything = operand, input_offsets, send_sizes, output_offsets
-    sent = [jax.lax.all_gather(array, axis_name) for array in everything]
-    ranks, me = sent[0].shape[0], jax.lax.axis_index(axis_name)
+    groups = axis_index_groups or [range(jax.lax.axis_size(axis_name))]
+    sent = [
+        jax.lax.all_gather(array, axis_name, axis_index_groups=axis_index_groups)
+        for array in everything
+    ]
+    numbers = {rank: number for group in groups for number, rank in enumerate(group)}
+    me = jnp.array([numbers[rank] for rank in sorted(numbers)])[jax.lax.axis_index(axis_name)]
+    ranks = sent[0].shape[0]
     slices = len(send_sizes) // ranks
     row = jnp.arange(max(len(operand), len(output)))
     for source, part in np.ndindex(ranks, slices):
@@ -125,18 +140,21 @@ def on_mesh(sizes, local, in_specs, out_specs):
     )
 
 
-CASES = [(sizes, factor, False) for sizes in MESHES for factor in (0.0, 1.0)]
-CASES += [(sizes, 0.0, True) for sizes in (MESHES[2], MESHES[4])]
+CASES = [(sizes, factor, False, 1) for sizes in MESHES for factor in (0.0, 1.0)]
+CASES += [(sizes, 0.0, True, 1) for sizes in (MESHES[2], MESHES[4])]
+# Two nodes of two ranks of expert, and of one; and four of one, more than a token's choices.
+CASES += [(MESHES[2], 0.0, ragged, 2) for ragged in (True, False)]
+CASES += [(MESHES[4], 0.0, True, 2), (MESHES[1], 0.0, False, 4)]
 
 
-@pytest.mark.proof(but=("sizes3-1.0-False",))
-@pytest.mark.parametrize(("sizes", "factor", "ragged"), CASES)
-def test_every_mesh_gives_what_one_device_does(sizes, factor, ragged, monkeypatch):
+@pytest.mark.proof(but=("sizes3-1.0-False-1",))
+@pytest.mark.parametrize(("sizes", "factor", "ragged", "nodes"), CASES)
+def test_every_mesh_gives_what_one_device_does(sizes, factor, ragged, nodes, monkeypatch):
     """Results, the number of choices that are kept, and every gradient."""
     axes = dict(zip(MESH_AXES, sizes))
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     ranks = axes["expert"], axes["tensor"], axes["context"]
-    dispatch = Dispatch(*ranks, automatic_axes(axes), ragged=ragged)
+    dispatch = Dispatch(*ranks, automatic_axes(axes), ragged=ragged, nodes=nodes)
     order = balanced_order(T, axes["context"])
 
     def summed(x, names):

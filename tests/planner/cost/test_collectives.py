@@ -66,6 +66,23 @@ def test_ranks_of_fsdp_and_context_gather_as_one_axis_of_as_many(name, fsdp, con
     assert got == collectives.gather_seconds(both, size)
 
 
+def test_ranks_on_several_nodes_are_groups_over_the_nodes_and_inside():
+    """Each with the links of an axis of as many ranks."""
+    parts = collectives.split_levels(levels("h100", 64, "expert", expert=64), 8)
+    for part, others in zip(parts, ({"tensor": 8}, {"fsdp": 8}), strict=True):
+        expected = levels("h100", 64, "expert", expert=8, **others)
+        got, expected = (collectives.exchange_seconds(one, 1e9) for one in (part, expected))
+        assert got == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("kept", "nodes"), [({}, 8), ({"router_groups_kept": 4}, 4)])
+def test_a_token_crosses_the_network_once_to_each_node(kept, nodes):
+    """Eight choices at random, of all nodes or of the four groups that the router keeps."""
+    groups = {"router_groups": 8, **kept} if kept else {}
+    found = Parallelism(expert=64, expert_nodes=8, **groups).nodes_of_token(8)
+    assert found == pytest.approx(nodes * (1 - (1 - 1 / nodes) ** 8))
+
+
 def test_gradients_that_are_not_scattered_cross_twice():
     """Stage 0 sums whole gradients, which is a reduce-scatter and an all-gather (arXiv 1910.02054,
     section 7): twice the time of stage 2's, except for latencies."""

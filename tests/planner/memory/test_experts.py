@@ -90,7 +90,7 @@ DERIVED = {
     "mixtral h200:1x8, fsdp 4, 2 passes": Compiled(MIXTRAL, 4, 32, 2, 4, 2, "full", 28.09),
     "mixtral h100:1x8, fsdp 8": Compiled(MIXTRAL, 4, 8, 1, 8, 1, "full", 29.45),
     "mixtral h200:1x8, 2 passes": Compiled(MIXTRAL, 4, 16, 2, 1, 8, "full", 25.50),
-    "qwen3_moe h100:1x8": Compiled(QWEN, 4, 16, 1, 1, 8, "full", 29.68),
+    "qwen3_moe h100:1x8": Compiled(QWEN, 4, 16, 1, 1, 8, "full", 22.67),
     "qwen3_moe h100:1x8, fsdp 2, 2 passes": Compiled(QWEN, 4, 16, 2, 2, 4, "none", 19.78),
     "qwen3_moe h200:1x8, capacity, none": Compiled(QWEN, 4, 16, 1, 1, 8, "none", 19.83, 1.25),
     "qwen3_moe h100:8x8": Compiled(QWEN, 48, 1024, 16, 8, 8, "full", 28.80),
