@@ -35,20 +35,27 @@ def test_every_case_is_a_config_that_loads(gpu, rehearse):
             assert config.data.global_batch_size % config.layout.microbatches == 0
 
 
-def test_a_device_without_memory_for_the_8b_is_not_given_it(gpu):
+def test_a_device_gets_the_cases_that_fit_it(gpu):
+    """A whole 8B with its moments fits a large one only."""
     small, large = (
         [part.name for part in gpu.parts(False, memory_gib)] for memory_gib in (79.6, 140.4)
     )
-    assert not any("8b" in name for name in small)
+    whole = [name for name in small if "8b" in name and "num_layers" not in name]
+    assert all("lora" in name for name in whole)
     assert any("8b" in name and "float8" in name for name in large)
     assert len(set(large)) == len(large)
+    assert [name.split(",")[0] for name in small[:4]] == [name.split(",")[0] for name in large[:4]]
 
 
 def test_one_call_has_time_for_what_is_aimed_at(gpu):
-    first = list(gpu.parts(False))[: len(gpu.FIRST_CASES)]
-    assert sum(part.limit_seconds for part in first) <= gpu.BUDGET_SECONDS
-    large = [part.name for part in first if "8b" in part.name]
-    assert len(large) == 3
+    """Experts, a long context, context ranks and adapters; then the 8B at its fastest."""
+    new, first = len(gpu.EXPERTS_AND_LONG) // 2 + 1, len(gpu.FIRST_CASES)
+    found = list(gpu.parts(False, 140.4))[: new + first]
+    for some in (found[:new], found[new:]):
+        assert sum(part.limit_seconds for part in some) <= gpu.BUDGET_SECONDS
+    assert all(part.limit_seconds <= 120 for part in found[:new])
+    large = [part.name for part in found[new:] if "8b" in part.name]
+    assert len(large) == first
     assert sum("float8" in name for name in large) == 1
 
 

@@ -1,6 +1,7 @@
 """Benchmark of attention kernels: error against the float32 reference, time and memory.
 
-One JSON line for each kernel and shape; an error above the bound fails.
+One JSON line for each kernel and shape; an error above the bound fails. With --context the ranks of
+context compute on one device, all of them together, compared with one call for the whole sequence.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,10 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout need not be installed
 
-from jaxscale.ops.attention.attention import attention, choose  # noqa: E402
+from jaxscale.ops.attention.attention import attention, choose, score_settings  # noqa: E402
+from jaxscale.ops.attention.context import context_attention  # noqa: E402
+from jaxscale.ops.attention.context_chunks import balanced_order  # noqa: E402
+from jaxscale.ops.attention.flash import flash_attention  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,10 @@ REHEARSAL = (
     Shape(2, 256, 4, 4, 16, documents=0, sliding_window=50),
 )
 
+RANKS = 4
+CONTEXT_SHAPES = (Shape(1, 32768, 32, 8, 128), Shape(1, 32768, 32, 8, 128, documents=4))
+CONTEXT_REHEARSAL = (Shape(1, 256, 4, 2, 16, documents=3),)
+
 REFERENCE_TIME = 4096
 """Longest row for the reference, which stores all scores; longer rows use the blockwise form."""
 
@@ -70,6 +78,9 @@ ERROR_BOUND = 0.02
 WITHOUT_SEGMENTS = ", one document"
 """Suffix of an implementation with `one_document`, as set by
 `data.objective = "causal_across_documents"`."""
+
+OF_RANKS = ", ranks of context"
+"""Suffix of an implementation that computes the pairs of chunks of `RANKS` ranks."""
 
 Arguments = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 Kernel = Callable[..., jax.Array]
@@ -125,10 +136,10 @@ def exact(shape: Shape) -> tuple[jax.Array, ...]:
         )
 
 
-def errors(kernel: Kernel, shape: Shape) -> dict[str, float]:
+def errors(both: Callable, shape: Shape) -> dict[str, float]:
     """Largest differences from the exact result, over one row, relative to its largest value."""
     row = one_row(shape)
-    got = jax.jit(functools.partial(forward_and_backward, kernel))(*row, cotangent(row[0]))
+    got = jax.jit(both)(*row, cotangent(row[0]))
     return {
         name: float(jnp.max(jnp.abs(one.astype(jnp.float32) - other)) / jnp.max(jnp.abs(other)))
         for name, one, other in zip(("out", "dq", "dk", "dv"), got, exact(shape))
@@ -149,28 +160,62 @@ def seconds(function: Callable, args: tuple[jax.Array, ...], budget: float) -> t
     return min(times), memory.temp_size_in_bytes
 
 
-def compare(implementation: str, shape: Shape, *, budget: float = 0.5) -> dict[str, Any]:
-    """A record: errors, seconds and temporary bytes of one implementation.
+def over_ranks(function: Callable) -> Callable:
+    """A function of the arrays of a rank of context as a function of whole sequences: the ranks are
+    a dimension of the arrays, and their exchanges are copies."""
 
-    Args:
-      implementation: of `jaxscale.ops.attention`, optionally with `WITHOUT_SEGMENTS`.
-      budget: seconds for each of the two timings.
-    """
-    record: dict[str, Any] = {"benchmark": "attention", "implementation": implementation}
-    record |= dataclasses.asdict(shape)
+    def run(*arrays):
+        order = balanced_order(arrays[0].shape[1], RANKS)
+        parts = (jnp.stack(jnp.split(x[:, order], RANKS, axis=1)) for x in arrays)
+        results = jax.vmap(function, axis_name="context")(*parts)
+        back = np.argsort(order)
+        return jax.tree.map(lambda x: jnp.concatenate(list(x), axis=1)[:, back], results)
+
+    return run
+
+
+class Passes(NamedTuple):
+    """Functions of q, k, v and segments; the second one of a cotangent, too."""
+
+    forward: Callable
+    both: Callable
+
+
+def passes_of(implementation: str, shape: Shape) -> Passes:
+    """The passes of an implementation of `jaxscale.ops.attention`, by its name and suffix."""
+    name = implementation.removesuffix(OF_RANKS)
+    if name != implementation:
+        kernel = {"flash": flash_attention, "blockwise": context_attention}[name]
+        how = {"axis": "context", "method": "gather"}
+
+        def local(q, k, v, segments):
+            return kernel(q, k, v, segments, scoring=score_settings(q, k), **how)
+
+        both = functools.partial(forward_and_backward, local)
+        return Passes(over_ranks(local), over_ranks(both))
     kernel = functools.partial(
         attention,
         implementation=implementation.removesuffix(WITHOUT_SEGMENTS),
         one_document=implementation.endswith(WITHOUT_SEGMENTS),
         sliding_window=shape.sliding_window,
     )
-    args = arguments(shape)
+    return Passes(kernel, functools.partial(forward_and_backward, kernel))
+
+
+def compare(implementation: str, shape: Shape, *, budget: float = 0.5) -> dict[str, Any]:
+    """A record: errors, seconds and temporary bytes of one implementation.
+
+    Args:
+      implementation: as in `passes_of`.
+      budget: seconds for each of the two timings.
+    """
+    record: dict[str, Any] = {"benchmark": "attention", "implementation": implementation}
+    record |= dataclasses.asdict(shape)
+    passes, args = passes_of(implementation, shape), arguments(shape)
     try:
-        record["errors"] = errors(kernel, shape)
-        forward, _ = seconds(kernel, args, budget)
-        both, temp_bytes = seconds(
-            functools.partial(forward_and_backward, kernel), (*args, cotangent(args[0])), budget
-        )
+        record["errors"] = errors(passes.both, shape)
+        forward, _ = seconds(passes.forward, args, budget)
+        both, temp_bytes = seconds(passes.both, (*args, cotangent(args[0])), budget)
     except (RuntimeError, ValueError, NotImplementedError) as failure:
         return record | {"error": f"{type(failure).__name__}: {str(failure)[:500]}"}
     if max(record["errors"].values()) > ERROR_BOUND:
@@ -206,7 +251,7 @@ def implementations(shape: Shape, *, all_of_them: bool) -> list[str]:
 def show(record: dict[str, Any]) -> str:
     """A record as a printed line."""
     sizes = "x".join(str(record[key]) for key in ("batch", "time", "heads", "kv_heads", "head_dim"))
-    case = f"{record['implementation']:20} {sizes:18} documents {record['documents']} window " + (
+    case = f"{record['implementation']:24} {sizes:18} documents {record['documents']} window " + (
         f"{record['sliding_window']:5}"
     )
     if "forward_seconds" not in record:
@@ -225,6 +270,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="tiny shapes, for any machine")
     parser.add_argument("--all", action="store_true", help="blockwise and the reference, too")
+    parser.add_argument(
+        "--context", action="store_true", help=f"kernels of {RANKS} ranks of context, on one device"
+    )
     parser.add_argument("--json", metavar="FILE", help="append a line for each kernel and shape")
     options = parser.parse_args(argv)
 
@@ -234,11 +282,16 @@ def main(argv: Sequence[str]) -> int:
             with open(options.json, "a") as lines:
                 lines.write(json.dumps(record) + "\n")
 
-    shapes, budget = (REHEARSAL, 0.1) if options.rehearse else (SHAPES, 0.2)
+    tables = {False: (SHAPES, REHEARSAL), True: (CONTEXT_SHAPES, CONTEXT_REHEARSAL)}
+    shapes, budget = tables[options.context][options.rehearse], 0.1 if options.rehearse else 0.2
     failed = False
     for shape in shapes:
         # `gpu.sh` gives the command a minute; the other kernels are 10 to 60 times slower.
-        for name in implementations(shape, all_of_them=options.rehearse or options.all):
+        names = implementations(shape, all_of_them=options.rehearse or options.all)
+        if options.context:
+            one_call = "flash" if jax.default_backend() == "gpu" else "blockwise"
+            names = [one_call, one_call + OF_RANKS]
+        for name in names:
             record = compare(name, shape, budget=budget)
             write(record)
             failed |= "error" in record and name != "reference"

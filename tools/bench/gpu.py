@@ -51,6 +51,13 @@ class Case(NamedTuple):
     remat: str
     settings: tuple[str, ...] = ()
     memory_gib: float = 0.0  # of the smallest device with enough memory
+    below_gib: float = math.inf  # of devices that have a larger form of the case
+
+    def fits(self, memory_gib: float) -> bool:
+        """Whether it is for a device with so much memory."""
+        return self.memory_gib <= memory_gib and (
+            memory_gib < self.below_gib or self.below_gib == math.inf
+        )
 
 
 ONE_DOCUMENT = "data.objective=causal_across_documents"
@@ -66,6 +73,29 @@ NARROW = (
 """For an 8B model: 32 GB of moments instead of 64."""
 
 ATTENTION_SAVED = "save:query,key,value,attention"
+
+LONG = "data.seq_len=32768"
+LARGE_GIB, SMALL_GIB = 135, 75
+"""The memory of an H200 that is left for a step, and of an H100."""
+
+
+def by_memory(config: str, remat: str, layers: tuple[int, int], *settings: str) -> tuple[Case, ...]:
+    """A case with as many layers as fit a large device and a small one; 0 is all of the config."""
+    cases = []
+    for count, least, most in zip(layers, (LARGE_GIB, SMALL_GIB), (math.inf, LARGE_GIB)):
+        some = (f"model.num_layers={count}",) if count else ()
+        cases.append(Case(config, 1, 1, remat, (ONE_DOCUMENT, *settings, *some), least, most))
+    return tuple(cases)
+
+
+EXPERTS_AND_LONG = (
+    *by_memory(
+        "qwen3_30b_a3b", "save_matmuls", (11, 5), "layout.expert=1", "data.seq_len=16384", *NARROW
+    ),
+    *by_memory("llama3_8b", "full", (0, 16), LONG, *NARROW),
+    *by_memory("llama3_8b", "full", (0, 0), "model.lora_rank=16", "data.seq_len=16384"),
+)
+"""Experts, a long context and adapters."""
 
 FIRST_CASES = (
     Case("llama3_8b", 1, 4, "save_matmuls", (ONE_DOCUMENT, *NARROW, *CAST_ONCE), 135),
@@ -123,12 +153,19 @@ class Part(NamedTuple):
 def parts(rehearse: bool, memory_gib: float = math.inf) -> Iterator[Part]:
     """The parts that fit a device's memory, in order."""
     small = ["--rehearse"] if rehearse else []
-    first, others = (
-        [case for case in cases if case.memory_gib <= memory_gib] for cases in (FIRST_CASES, CASES)
+    new, first, others = (
+        [case for case in cases if case.fits(memory_gib)]
+        for cases in (EXPERTS_AND_LONG, FIRST_CASES, CASES)
     )
     if rehearse:
         offloading = [case for case in others if any("offload" in one for one in case.settings)]
         first, others = first[:2], [others[2], *offloading]
+    *before, adapters = (_timed(case, rehearse) for case in new) if new else (None,)
+    yield from before
+    pairs = ["tools/bench/attention.py", "--context", *small]
+    yield Part("attention of context ranks", pairs, 60)
+    if adapters:
+        yield adapters
     yield from (_timed(case, rehearse) for case in first)
     yield Part("attention", ["tools/bench/attention.py", *small], 60)
     yield Part("layouts", ["tools/bench/gpu_layouts.py"], 75)
@@ -144,7 +181,10 @@ def _timed(case: Case, rehearse: bool) -> Part:
     rows = case.sequences * case.microbatches
     settings = [*case.settings, f"data.global_batch_size={rows}", f"layout.remat={case.remat}"]
     if rehearse:
+        settings = [one for one in settings if "num_layers" not in one and "seq_len" not in one]
         settings += [f"model.{setting}" for setting in TINY] + ["data.seq_len=64"]
+        if configs.load(ROOT / f"configs/{case.config}.py").model.num_experts:
+            settings += ["model.num_experts=8", "model.expert_d_ff=64"]
     file = f"configs/{case.config}.py"
     config = configs.load(ROOT / file, settings)
     flops = step_flops(config).model * config.data.tokens_per_step
