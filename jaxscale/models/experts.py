@@ -61,7 +61,8 @@ class Experts(nnx.Module):
         # The experts' weights are gathered before their input is routed: during attention. XLA for
         # TPUs (libtpu 0.0.52) runs collectives and gathers of token rows on the sparse cores, in
         # one order, and starts an all-gather no earlier than the dispatch before its use.
-        routed_BTD, weights = _wait_for_all((x_BTD, self._matrices()))
+        weights = self._matrices()
+        routed_BTD = _after(x_BTD, weights)
         routed = self._route(jitter(routed_BTD), valid_BT, kernels.dispatch)
         y_BTD, plans = self._through_experts(routed_BTD, weights, routed, kernels.dispatch)
         if self.shared is not None:
@@ -226,13 +227,14 @@ class Experts(nnx.Module):
 
 
 @jax.custom_vjp
-def _wait_for_all(arrays: Any) -> Any:
-    """`optimization_barrier` in the forward pass alone: one in the backward pass would also compute
-    the gradients of frozen weights."""
-    return jax.lax.optimization_barrier(arrays)
+def _after(x_BTD: jax.Array, weights: Any) -> jax.Array:
+    """x, available no earlier than the weights."""
+    # In the forward pass alone: a barrier in the backward pass would also compute the gradients of
+    # frozen weights. And of x alone: new arrays of weights would be saved (`ops.split_vjp`).
+    return jax.lax.optimization_barrier((x_BTD, weights))[0]
 
 
-_wait_for_all.defvjp(lambda arrays: (_wait_for_all(arrays), None), lambda _, grads: (grads,))
+_after.defvjp(lambda *arrays: (_after(*arrays), None), lambda _, grad: (grad, None))
 
 
 class Routed(NamedTuple):

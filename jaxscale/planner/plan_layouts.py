@@ -60,7 +60,7 @@ def plan_layouts(
       True
       >>> asked = {"batch_tokens": 2**24, "pins": {"pipeline": 1}}
       >>> jaxscale.plan_layouts("deepseek-v3", "H100-SXM", 512, **asked).plans[0].layout.expert
-      4
+      8
     """
     pins = dict(pins or {})
     check_count("devices", devices, 1)

@@ -116,6 +116,8 @@ def make_kernels(
             ragged=platform != "cpu",
             dtype=matmul_dtype,
             halves=layout.overlap_experts,
+            # A pipeline computes the two gradients in separate operations.
+            weights_first=platform == "tpu" and layout.pipeline == 1,
             nodes=layout.expert_nodes,
         ),
         sum_over_batch_ranks=functools.partial(_sum_over_batch_ranks, layout),

@@ -37,6 +37,7 @@ class Dispatch:
     keeps_all: bool = False  # whether the capacity is ignored, as in evaluation
     dtype: str = ""  # `model.matmul_dtype`
     halves: bool = False  # whether the halves of a rank's sequences are dispatched separately
+    weights_first: bool = False  # whether the gradient of the matrices back precedes its input's
     nodes: int = 1  # of the ranks of expert; several exchange in two levels
     groups: tuple[tuple[int, ...], ...] | None = None  # of ranks in a level; None: all together
 

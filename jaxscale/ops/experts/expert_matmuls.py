@@ -285,8 +285,9 @@ def _rows_backward(dispatch: Dispatch, residuals, dy_BTD: Array):
 
     rows, columns, back = dispatch.rows, dispatch.hidden, dispatch.back
     dweights = dispatch.manual(into_weights, (columns, rows, rows), back)(hidden, dy_cRD, plan)
-    # The hidden features end here: XLA for TPUs would hold them next to their gradients.
-    dy_cRD, dweights = jax.lax.optimization_barrier((dy_cRD, dweights))
+    if dispatch.weights_first:
+        # The hidden features end here: XLA for TPUs would hold them next to their gradients.
+        dy_cRD, dweights = jax.lax.optimization_barrier((dy_cRD, dweights))
     dhidden = dispatch.manual(into_hidden, (rows, back, rows), columns)(dy_cRD, weights, plan)
     return dhidden, dweights, None, None
 

@@ -344,7 +344,7 @@ def _accumulate_each(loop: Loop, inputs: Inputs, grads: Tree, index: Index, dwei
 
 def _accumulate(loop: Loop, inputs: Inputs, grads: Tree, index: Index, dweights: Tree) -> Tree:
     """Reduces the gradients of one layer and adds them to its accumulators; at the last visit the
-    sums are fully reduced. Where `dweights` has None the accumulators do not change."""
+    sums are fully reduced. Where `dweights` is None the accumulators do not change."""
     given = jax.tree.leaves(dweights)
     if not given:
         return grads

@@ -168,12 +168,12 @@ def gather_layer(
 
 
 def missing(some: Tree, tree: Tree) -> Tree:
-    """The entries of a tree where `some` has None; None for the others."""
+    """The entries of a tree where `some` is None; None for the others."""
     return jax.tree.map(lambda x, y: y if x is None else None, some, tree, is_leaf=_is_none)
 
 
 def joined(some: Tree, others: Tree) -> Tree:
-    """`some`, with the entries of `others` where it has None."""
+    """`some`, with the entries of `others` where it is None."""
     return jax.tree.map(lambda x, y: y if x is None else x, some, others, is_leaf=_is_none)
 
 

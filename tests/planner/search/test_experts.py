@@ -101,7 +101,7 @@ def test_pipelines_of_experts_are_planned(base, options, pins):
 
 def test_a_step_out_of_memory_is_refused_before_it_is_compiled():
     whole = dataclasses.replace(
-        MIXTRAL, layout=Layout(data=1, fsdp=8, expert=8, microbatches=2, remat="full")
+        MIXTRAL, layout=Layout(data=1, fsdp=8, expert=8, microbatches=1, remat="full")
     )
     with pytest.raises(
         ValueError, match=r"needs \d+\.\d+ GB .*; set layout.microbatches = \d+, with"
