@@ -4,7 +4,7 @@
 Command: python -m jaxscale.train --config configs/deepseek_v3.py --workdir runs/deepseek_v3
   --config.data.source=TEXT_FILES --config.data.tokenizer=tokenizer.json
 Hardware: 2,048 accelerators of 80 GB, in nodes of 8 whose accelerators share the experts. ZeRO's
-  fsdp x expert has to divide d_model, so that there are two replicas; up to 1,024 need one.
+  fsdp x expert has to divide d_model and kv_rank, so there are four replicas; up to 512 need one.
 Parameters: 671,026,419,200; 37,552,297,472 active per token.
 Expected: not measured yet.
 """
@@ -40,7 +40,7 @@ def get_config():
     optimizer.warmup_steps = 2_000
 
     layout = ml_collections.ConfigDict()
-    layout.data = 2
+    layout.data = 4
     layout.fsdp = -1
     layout.expert = 8
     layout.zero_stage = 3

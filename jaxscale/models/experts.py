@@ -62,7 +62,7 @@ class Experts(nnx.Module):
         # TPUs (libtpu 0.0.52) runs collectives and gathers of token rows on the sparse cores, in
         # one order, and starts an all-gather no earlier than the dispatch before its use.
         weights = self._matrices()
-        routed_BTD = _after(x_BTD, weights)
+        routed_BTD = _after(x_BTD, weights) if kernels.dispatch.weights_first else x_BTD
         routed = self._route(jitter(routed_BTD), valid_BT, kernels.dispatch)
         y_BTD, plans = self._through_experts(routed_BTD, weights, routed, kernels.dispatch)
         if self.shared is not None:

@@ -137,13 +137,14 @@ def test_a_ring_gathers_no_keys_and_sums_each_gradient_once():
 @pytest.mark.proof
 def test_state_is_gathered_once_a_pass():
     """Sharded over context, a layer's weights are gathered for its forward and its backward pass,
-    the last layer's once; embedding and head once. Nothing else is, except by the loss, and the
-    tokens of whose rows the embedding's gradient is summed."""
+    the last layer's once; the embedding once. Nothing else is, except by the loss, and the tokens
+    of whose rows the embedding's gradient is summed: each rank gets its columns of the head."""
     engine, _ = compiled(context=4, zero_stage=3)
     found = context_bytes(context=4, zero_stage=3)
     layers = engine.abstract_state.params["layers"]
     layer = num_params(engine, layers) // engine.config.model.num_layers
-    weights, indices = 4 * (num_params(engine) + layer), 4 * SEQUENCES * SEQ_LEN
+    weights = 4 * (num_params(engine) + layer) - head_bytes(engine)
+    indices = 4 * SEQUENCES * SEQ_LEN
     expected = weights + indices + loss_bytes()["all-gather"]
     assert found["all-gather"] == pytest.approx(expected, abs=64)
 

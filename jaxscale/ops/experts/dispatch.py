@@ -37,7 +37,9 @@ class Dispatch:
     keeps_all: bool = False  # whether the capacity is ignored, as in evaluation
     dtype: str = ""  # `model.matmul_dtype`
     halves: bool = False  # whether the halves of a rank's sequences are dispatched separately
-    weights_first: bool = False  # whether the gradient of the matrices back precedes its input's
+    # Whether experts are gathered before their tokens are dispatched, and the gradient of the
+    # matrices back is computed before that of their input.
+    weights_first: bool = False
     nodes: int = 1  # of the ranks of expert; several exchange in two levels
     groups: tuple[tuple[int, ...], ...] | None = None  # of ranks in a level; None: all together
 

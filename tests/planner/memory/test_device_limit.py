@@ -47,15 +47,15 @@ def test_what_may_fit_is_tried():
 def test_rows_that_experts_may_receive_are_counted_and_fewer_ranks_named():
     config = on(2048, "deepseek_v3")
     check_device_limit(config, "gpu", 70e9, "an H100")
-    many = dataclasses.replace(config.layout, expert=64, fsdp=16)
+    many = dataclasses.replace(config.layout, expert=64, fsdp=8)
     with pytest.raises(ValueError, match="no number of micro-batches fits") as refused:
         check_device_limit(dataclasses.replace(config, layout=many), "gpu", 70e9, "an H100")
     said = str(refused.value)
     # 64 ranks, of whose 4 experts each token may choose all; 4,096 tokens of 7,168 features.
     assert "layout.expert = 64 a rank allocates 256 rows for each of its tokens" in said
     assert f"{2 * 256 * 4096 * 7168 / 1e9:.2f} GB an array" in said
-    assert (config.layout.expert, config.layout.fsdp) == (8, 128)
-    assert "set layout.expert = 8 and layout.fsdp = 128, with" in said
+    assert (config.layout.expert, config.layout.fsdp) == (8, 64)
+    assert "set layout.expert = 8 and layout.fsdp = 64, with" in said
 
 
 def test_a_model_that_no_micro_batch_makes_fit_is_sent_to_the_planner():

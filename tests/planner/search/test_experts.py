@@ -131,7 +131,8 @@ def test_layers_in_periods_are_planned():
 
 @pytest.mark.proof
 def test_latent_attention_is_planned():
-    pins = PINS | {"fsdp": 256, "expert": 8, "zero_stage": 3, "microbatches": 8}
+    pins = PINS | {"data": 4, "fsdp": 64, "expert": 8, "zero_stage": 3, "microbatches": 8}
+    pins |= {"accumulation": "sequential"}
     plain, more = (
         plan_layouts(load("deepseek_v3", options), "h200", 2048, pins=pins, top=1).plans[0]
         for options in ([], ["model.prediction_depth=1"])
