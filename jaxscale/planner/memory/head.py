@@ -32,7 +32,8 @@ def head_bytes(loop: LayerLoop, transients: Transients) -> Ints:
         # embedding's gradient start, unless the two are tied.
         again = loop.scatters & loop.repeats & (layout.pipeline == 1)
         again = again & (chunks > 1) & (not loop.parameters.borrowed)
-        zeros = select(again, loop.accumulated * loop.trained.elements("embed"))
+        zeros = loop.trained.elements("embed") // layout.context
+        zeros = select(again, loop.accumulated * zeros)
         piped = layout.pipeline > 1
         fused = _fused_bytes(loop, chunks, logits, matrix, gradient, piped)
         return fused + zeros + group_sum + stream

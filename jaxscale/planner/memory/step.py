@@ -206,7 +206,9 @@ def _kept(loop: LayerLoop, rows: Rows) -> Ints:
     elsewhere. An untied embedding is not read again in a single visit."""
     layers = sum(count * loop.parameters.elements(part) for part, count in rows.items())
     again = loop.parameters.elements("embed head") - loop.parameters.head_elements()
-    outer = loop.parameters.head_elements() + select(loop.single, 0, again)
+    # Of the head a rank of context uses its columns, and the compiler frees the others.
+    head = loop.parameters.head_elements() // loop.layout.context
+    outer = head + select(loop.single, 0, again)
     return layers + select(loop.layout.pipeline == 1, outer)
 
 
