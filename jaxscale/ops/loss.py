@@ -386,15 +386,18 @@ def _local_gradients(static: _Static, arrays: LossArrays):
     arrays, own, chunks = _on_this_rank(static, arrays)
     head, bias_V, rows_KD = arrays.head, arrays.bias_V, arrays.rows_KD
     matmul = functools.partial(jnp.einsum, preferred_element_type=_softmax_dtype(x_BTD))
+    # x is transposed once for the head's gradient, [D, C] x [C, V]: XLA:CPU's matmul is two to
+    # three times slower if it contracts the first dimension of its left operand.
+    alone = time_ranks(form.spread) == 1
+    chunks = (chunks[0], jnp.swapaxes(chunks[0], 1, 2) if alone else None, *chunks[1:])
 
     def step(carry, chunk):
-        x_CD, targets_C, weights_C = chunk
+        x_CD, x_DC, targets_C, weights_C = chunk
         x_CD = gather_chunks(form.spread, x_CD, axis=0)
-        x_DC = x_CD.T
-        if form.platform != "tpu":
+        x_DC = x_CD.T if x_DC is None else x_DC
+        if form.platform == "gpu":
             # XLA for GPUs may fuse the slice of a larger array into a matmul, whose kernel it then
-            # does not autotune: on an H200 the three matmuls took 15 % longer. XLA:CPU's matmul is
-            # two to three times slower if it contracts the first dimension of its left operand.
+            # does not autotune: on an H200 the three matmuls took 15 % longer.
             x_CD, x_DC = map(jax.lax.optimization_barrier, (x_CD, x_DC))
         loss_sum, nll_sum, grad_head_DV, grad_bias_V, grad_rows_KD = carry
         loss, nll, logits_gradient = _chunk_loss(static, arrays, own, x_CD, targets_C, weights_C)
