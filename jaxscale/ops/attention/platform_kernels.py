@@ -11,7 +11,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
 from jaxscale.ops.attention.blocks import Scoring
 from jaxscale.ops.sizes import LANES
@@ -29,7 +28,6 @@ FLASH_WIDTHS = (16, 32, 64, 128, 256)
 
 FLASH_ELEMENTS = 64 * 128
 """The maximum number of elements of a block of queries."""
-
 
 SPLASH_BLOCKS = (512, 384, 256, LANES, 64, 32, 16)
 """Candidates for the queries (and keys) of a block on TPUs; JAX's kernel takes multiples of `LANES`
@@ -56,14 +54,17 @@ def cudnn(q_BTNH, k_BSKH, v_BSKH, segments_BT: Array | None, scoring: Scoring) -
     elif 0 < scoring.window < q_BTNH.shape[1]:
         window = (scoring.window - 1, 0)  # keys before and after the query's position
     if v_BSKH.shape[-1] != k_BSKH.shape[-1]:
-        # The public function (jax 0.12) refuses values of another size than the keys'.
-        out_BTNV = dot_product_attention(
+        # The public function (jax 0.12) refuses values of another size than the keys'. Imported
+        # here: nothing else depends on a private module.
+        from jax._src.cudnn import fused_attention_stablehlo as stablehlo  # noqa: PLC0415
+
+        out_BTNV = stablehlo.dot_product_attention(
             q_BTNH,
             k_BSKH,
             v_BSKH,
             mask=mask_B1TS,
             scale=scoring.scale,
-            mask_type=MaskType.CAUSAL if scoring.causal else MaskType.NO_MASK,
+            mask_type=getattr(stablehlo.MaskType, "CAUSAL" if scoring.causal else "NO_MASK"),
             sliding_window_length=scoring.window if window else None,
         )
         return cast(Array, out_BTNV)

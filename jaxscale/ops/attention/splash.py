@@ -25,7 +25,7 @@ from jaxscale.ops.attention import relative_bias, splash_kernels
 from jaxscale.ops.attention.blocks import AttentionArrays, Scoring, in_reach, visible_at
 from jaxscale.ops.attention.context_chunks import Chunks, Starts
 from jaxscale.ops.attention.kernel_attention import AttentionKernel, attend_with_kernel
-from jaxscale.ops.attention.platform_kernels import splash_block
+from jaxscale.ops.attention.platform_kernels import SPLASH_BLOCKS, splash_block
 from jaxscale.ops.attention.splash_kernels import (
     COLUMN_BITS,
     FIRST,
@@ -206,6 +206,14 @@ def _visits(seen_RC: Array, open_RC: Array) -> tuple[Array, Array]:
     """The visits to blocks of a result (rows), in their order, and their number. A row that sees
     nothing has one, which writes its zeros."""
     rows, columns = seen_RC.shape
+    most_columns, most_rows = 1 << ROW_BITS - COLUMN_BITS, 1 << 31 - ROW_BITS
+    if rows >= most_rows or columns > most_columns:
+        raise ValueError(
+            f"model.attention = 'splash' has {rows} x {columns} blocks, and lists at most "
+            f"{most_rows - 1} x {most_columns}: set data.seq_len to a multiple of a larger power "
+            f"of two (a block has up to {SPLASH_BLOCKS[0]} tokens), or set model.attention = "
+            "'blockwise'"
+        )
     blind_R1 = ~jnp.any(seen_RC, axis=1, keepdims=True)
     listed_RC = seen_RC | (blind_R1 & (jnp.arange(columns) == 0))
     codes_RC = jnp.arange(rows)[:, None] << ROW_BITS | jnp.arange(columns) << COLUMN_BITS

@@ -98,3 +98,10 @@ def test_no_array_has_all_scores():
     assert "256,256" not in text
     plain = functools.partial(attention, implementation="reference")
     assert "256,256" in str(jax.make_jaxpr(plain)(*args))
+
+
+def test_more_blocks_than_a_list_has_numbers_for_are_refused():
+    """Of a long sequence in blocks of 16: their numbers would run into another field's bits."""
+    seen = jnp.zeros((1, 8193), bool)
+    with pytest.raises(ValueError, match="1 x 8193 blocks, and lists at most 16383 x 8192"):
+        _visits(seen, seen)
