@@ -65,7 +65,7 @@ def check_nodes(layout: Layout, model: ModelSettings) -> None:
     Raises:
       ValueError: names the setting to change.
     """
-    if layout.expert_nodes > 1 and getattr(model, "capacity_factor", 0):
+    if layout.expert_nodes > 1 and model.capacity_factor:
         raise ValueError(
             f"layout.expert_nodes = {layout.expert_nodes} with model.capacity_factor = "
             f"{model.capacity_factor} is not available in this version: a node does not know how "

@@ -218,9 +218,10 @@ class Zero:
             return axes
 
         def one(axes, x):
+            if "vocab" not in axes or sharded_dim(axes) is None:
+                return axes
             columns = x.shape[-1 if axes[-1] == "vocab" else 0]
-            ranks = self.sizes["tensor"] * context
-            if "vocab" not in axes or sharded_dim(axes) is None or columns % ranks:
+            if columns % (self.sizes["tensor"] * context):
                 return axes
             return tuple("loss_vocab" if name == "vocab" else name for name in axes)
 

@@ -205,3 +205,14 @@ def test_no_gradient_is_all_reduced_on_a_torus_whose_sides_do_not_divide_it():
     text = jax.jit(step).lower(grads).compile(compiler_options=options).as_text()
     assert len(re.findall(r" reduce-scatter\(", text)) == len(axes)
     assert not re.findall(r" all-reduce\(", text)
+
+
+def test_the_heads_columns_are_divided_where_context_divides_them():
+    """Not of a custom model's other arrays, a scalar among them."""
+    axes = {"output": ("embed", "vocab"), "odd": ("embed", "vocab"), "scale": ("embed",), "s": ()}
+    shapes = {"output": (8, 12), "odd": (8, 9), "scale": (8,), "s": ()}
+    head = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    zero = dataclasses.replace(make(3), sizes={**SIZES, "context": 4})
+    expected = axes | {"output": ("embed", "loss_vocab")}
+    assert zero.divide_columns(axes, head) == expected
+    assert make(3).divide_columns(axes, head) == axes
