@@ -41,7 +41,8 @@ with epy.lazy_imports():  # half a second each, and only a GPU or a TPU needs it
     from jaxscale.ops.attention import flash, splash
 
 EXPERT_MATMULS = {"cpu": "blocks", "gpu": "kernels", "tpu": "ragged_dot"}
-"""Platform -> its grouped matmul (`ops.experts.grouped_matmul`), in every type."""
+"""Platform -> its grouped matmul (`ops.experts.grouped_matmul`), in every type; any other has that
+of CPUs, which is plain JAX."""
 
 ATTENTION_SCOPE = "attention_kernel"
 """The named scope of attention from queries, keys and values to the heads' outputs."""
@@ -112,7 +113,7 @@ def make_kernels(
             layout.tensor,
             layout.context,
             automatic_axes(layout.sizes),
-            EXPERT_MATMULS[platform],
+            EXPERT_MATMULS.get(platform, EXPERT_MATMULS["cpu"]),
             ragged=platform != "cpu",
             dtype=matmul_dtype,
             halves=layout.overlap_experts,

@@ -70,6 +70,8 @@ class ModelSettings:
     dense_layers = 0
     kv_rank = 0
     value_dim = 0  # features of a head's values; 0 is head_dim
+    router_groups = 1
+    router_groups_kept = 1
     dropped_token = -1  # the id whose embedding is zero
 
     def __post_init__(self) -> None:

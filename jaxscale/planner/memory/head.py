@@ -23,7 +23,7 @@ def head_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     chunks = -(-loop.tokens // np.maximum(each, 1))
     logits = loop.tokens * layout.context * vocab // chunks
     together = loop.group > 1
-    # Input, normalised, and its gradient; gathered over tensor.
+    # Input, normalised, transposed, and its gradient; gathered over tensor.
     stream = 5 * loop.compute * loop.tokens * loop.width // layout.tensor_rows
     stream = stream + select(together, 2 * loop.group * stream_bytes(loop))
     group_sum = select(together, loop.accumulated * gradient)

@@ -113,9 +113,8 @@ class TrainableModel:
             casts_weights=itemsize(model.param_dtype) > itemsize(model.compute_dtype),
             gradient_bytes=itemsize(self.config.optimizer.reduced_in),
             frozen=bool(model.lora_rank),
-            # A custom model has no groups.
-            router_groups=getattr(model, "router_groups", 1),
-            router_groups_kept=getattr(model, "router_groups_kept", 1),
+            router_groups=model.router_groups,
+            router_groups_kept=model.router_groups_kept,
             whole_matrices=muon_matrices(model, self.config.optimizer.groups) if muon else (),
         )
 

@@ -62,8 +62,7 @@ def make_loop_form(
         # of Llama 3.2 1B on eight H200, instead of 45. Not on TPUs, where a step needed more memory
         # and moved as many bytes; nor for unrolled layers, whose residuals are not stacked.
         reuses=(layout.num_groups > 1 or unfilled) and platform != "tpu" and stacked,
-        # Not on GPUs, where grouped matmuls may be loops, whose length XLA's scheduler does not
-        # know.
+        # Not on GPUs, for which it has not been compiled with the kernels of grouped matmuls.
         experts_on_use=platform != "gpu",
     )
 
