@@ -262,8 +262,8 @@ def carried_bytes(loop: LayerLoop, transients: Transients) -> Ints:
 
 def end_of_backward_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients at the end of the loop: with no compute left to overlap, reductions queue up."""
-    embed = loop.trained.elements("embed")
-    outer = embed + select(loop.early, 0, loop.trained.elements("head"))
+    embed = loop.over_context(loop.trained.elements("embed"))
+    outer = embed + select(loop.early, 0, loop.over_context(loop.trained.elements("head")))
     layers = select(loop.gathers, 2, 1)
     # Attention's are never ragged: heads are a separate dimension.
     mlp = loop.trained.mlp_elements(loop.part)
