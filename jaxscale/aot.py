@@ -145,7 +145,7 @@ def program_text(report: Any) -> str:
     rows = [("axes", "collective", "runs", "bytes", "on the links", "exposed", "overlaps with")]
     rows += [
         (
-            "+".join(one.axes) or "none",
+            _ranks(one),
             one.kind + (f" for {one.asked}" if one.asked != one.kind else ""),
             f"{one.count:g}",
             human_bytes(one.num_bytes),
@@ -159,6 +159,15 @@ def program_text(report: Any) -> str:
     if report.collectives:
         parts.append(_hidden(report))
     return "\n\n".join(parts)
+
+
+def _ranks(one: Any) -> str:
+    """The mesh axes of a collective, and which ranks of them a group has, if not all."""
+    axes = "+".join(one.axes) or "none"
+    if not one.subgroup:
+        return axes
+    size, consecutive = one.subgroup
+    return f"{axes}, {size} {'consecutive' if consecutive else 'strided'} ranks"
 
 
 def _hidden(report: Any) -> str:
@@ -208,7 +217,7 @@ def numbers(report: Any) -> dict[str, Any]:
         "buffers": [vars(use) for use in report.uses[:SHOWN]],
         "collectives": [
             {
-                "axis": "+".join(one.axes),
+                "axis": _ranks(one),
                 "kind": one.kind,
                 "asked": one.asked,
                 "count": one.count,

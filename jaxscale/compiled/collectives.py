@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,13 @@ PRIMITIVES = {
 """Last part of an `op_name` -> the kind of collective that the program asked for."""
 
 
+class Subgroup(NamedTuple):
+    """Groups of some ranks of one mesh axis, not of all."""
+
+    size: int
+    consecutive: bool  # whether a group is of neighbours; else of every (axis size / `size`)th rank
+
+
 @dataclass(frozen=True)
 class Collective:
     """One collective of a program, and how often one call of the program runs it."""
@@ -59,6 +66,7 @@ class Collective:
     last: int = 0  # index of its end
     link_seconds: float | None = None  # of one run; see `overlap.with_waits`
     wait_seconds: float | None = None  # of one run, exposed: the device waits for it
+    subgroup: Subgroup | None = None  # of its axis; None if a group has all ranks of its axes
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,7 @@ def collectives(
                 kind=kind,
                 asked=PRIMITIVES.get(instruction.op_name.rsplit("/", 1)[-1], kind),
                 axes=_axes(instruction, mesh),
+                subgroup=_subgroup(instruction, mesh, kind),
                 count=runs[span.computation],
                 arrays=len(_parts(instruction)),
                 num_bytes=_payload(program.computations[home], instruction, kind),
@@ -279,22 +288,34 @@ def _axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for i, axis in enumerate(mesh) if i in spanned)
 
 
+def _subgroup(instruction: Instruction, mesh: Mapping[str, int], kind: str) -> Subgroup | None:
+    axes = _axes(instruction, mesh)
+    if len(axes) != 1 or kind == "collective-permute":
+        return None
+    (axis,), group = axes, _groups(instruction)[0]
+    places = np.unravel_index(group, tuple(mesh.values()))[list(mesh).index(axis)]
+    if len(group) == mesh[axis]:
+        return None
+    return Subgroup(len(group), int(np.ptp(places)) == len(group) - 1)
+
+
 def summed(found: Iterable[Collective]) -> list[Collective]:
-    """Sums collectives of the same kind, axes and asynchrony to rows: runs, and the bytes, seconds
+    """Sums collectives of the same kind, ranks and asynchrony to rows: runs, and the bytes, seconds
     and `overlapped_flops` of all runs.
 
     A row has either only collectives that overlap with matmuls or only exposed ones.
     """
 
     def key(one: Collective) -> tuple:
-        return one.axes, one.kind, one.asked, one.asynchronous, one.overlapped_flops > 0
+        part = one.subgroup or ()
+        return one.axes, part, one.kind, one.asked, one.asynchronous, one.overlapped_flops > 0
 
     def total(members: list[Collective], field: str) -> Any:
         each = [getattr(one, field) for one in members]
         return None if None in each else sum(one.count * x for one, x in zip(members, each))
 
     rows = []
-    for (axes, kind, asked, asynchronous, _), group in itertools.groupby(
+    for (axes, part, kind, asked, asynchronous, _), group in itertools.groupby(
         sorted(found, key=key), key
     ):
         members = list(group)
@@ -307,6 +328,7 @@ def summed(found: Iterable[Collective]) -> list[Collective]:
                 count=sum(one.count for one in members),
                 arrays=sum(round(one.count * one.arrays) for one in members),
                 asynchronous=asynchronous,
+                subgroup=part or None,
                 op_name="",
                 computation="",
                 **{name: total(members, name) for name in names},

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 
 from jaxscale.compiled import hlo
 from jaxscale.compiled.attribute import BufferUse, attribute_buffers
-from jaxscale.compiled.collectives import Collective, collectives, summed
+from jaxscale.compiled.collectives import Collective, Subgroup, collectives, summed
 from jaxscale.compiled.flops import (
     computation_costs,
     instruction_cycles,
@@ -185,12 +185,28 @@ def _collectives(machine: Topology, engine: Engine, program: hlo.Program) -> lis
     links = make_cluster(chip.name, len(machine.devices), **machine.node)
 
     def link_seconds(one: Collective) -> float:
-        return collective_seconds(links, sizes, one.kind, one.axes, one.num_bytes)
+        mesh, axes = sizes, one.axes
+        if one.subgroup:
+            (axis,) = one.axes
+            mesh, axes = _divided(sizes, axis, one.subgroup)
+        return collective_seconds(links, mesh, one.kind, axes, one.num_bytes)
 
     narrow = engine.config.model.matmul_dtype
     peak = chip.fp8_flops_per_second if narrow else chip.bf16_flops_per_second
     rate = peak * chip.matmul_fraction
     return with_waits(program, found, link_seconds, rate)
+
+
+def _divided(
+    sizes: Mapping[str, int], axis: str, part: Subgroup
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """A mesh with an axis divided in two, the outer and the inner ranks, of which a collective's
+    groups are one; and the name of that one."""
+    inner = part.size if part.consecutive else sizes[axis] // part.size
+    divided: dict[str, int] = {}
+    for name, size in sizes.items():
+        divided |= {"outer": size // inner, "inner": inner} if name == axis else {name: size}
+    return divided, ("inner" if part.consecutive else "outer",)
 
 
 def _common(machine: Topology, engine: Engine) -> dict[str, Any]:

@@ -147,7 +147,8 @@ class Experts(nnx.Module):
         capacity = self._capacity(experts_BTK.shape[1])
         if dispatch.keeps_all and config.router != "expert_choice":
             capacity = 0
-        return plan_dispatch(dispatch, experts_BTK, config.num_experts, capacity)
+        groups = config.router_groups, config.router_groups_kept
+        return plan_dispatch(dispatch, experts_BTK, config.num_experts, capacity, groups)
 
     def _capacity(self, seq_len: int) -> int:
         """Tokens of a sequence that an expert accepts; 0 is no limit."""

@@ -131,6 +131,12 @@ _TPU_SPARSE_CORES = (
         "of 128 does not divide by the sides of the torus (`Zero.ranks_as_dimension` avoids most)",
     ),
     XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_ragged_all_to_all",
+        True,
+        "and the all-to-alls of experts: of Mixtral's, over 8 ranks, 42 % of the bytes then "
+        "overlap with matmuls, in place of 20 % (libtpu 0.0.52)",
+    ),
+    XlaFlag(
         "xla_tpu_enable_sparse_core_offload_queuing_in_lhs",
         True,
         "queues all the collectives of a layer before it computes, not one after the other",

@@ -131,19 +131,21 @@ ENTRY %main (p: (s32[], bf16[128,256])) -> (s32[], bf16[128,256]) {
 
 
 @pytest.mark.parametrize(
-    ("groups", "axes"),
+    ("groups", "axes", "subgroup"),
     [
-        ("[2,4]<=[8]", ("fsdp",)),
-        ("[4,2]<=[2,4]T(1,0)", ("data",)),
-        ("[1,8]<=[8]", ("data", "fsdp")),
-        ("[4,2]<=[8]", ("fsdp",)),
-        ("{{0,4},{1,5},{2,6},{3,7}}", ("data",)),
+        ("[2,4]<=[8]", ("fsdp",), None),
+        ("[4,2]<=[2,4]T(1,0)", ("data",), None),
+        ("[1,8]<=[8]", ("data", "fsdp"), None),
+        ("[4,2]<=[8]", ("fsdp",), (2, True)),
+        ("[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",), (2, False)),
+        ("{{0,4},{1,5},{2,6},{3,7}}", ("data",), None),
     ],
 )
-def test_groups_in_short_are_those_of_their_axes(groups, axes):
+def test_groups_in_short_are_those_of_their_axes(groups, axes, subgroup):
     """An iota is arranged, turned round, and cut: [2,4]T(1,0) is 0 4 1 5 2 6 3 7."""
     text = GPU.replace("[2,4]<=[8]", groups)
-    assert collectives(hlo.parse_hlo(text), MESH)[0].axes == axes
+    found = collectives(hlo.parse_hlo(text), MESH)[0]
+    assert (found.axes, found.subgroup) == (axes, subgroup)
 
 
 def test_a_gather_that_starts_early_overlaps_the_loop():

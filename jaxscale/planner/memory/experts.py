@@ -53,7 +53,11 @@ class RowArrays(NamedTuple):
 
 WHOLE = (RowArrays(5, 3, 0.75), RowArrays(3, 4, 0.75))
 """At the gradients of the activation, and while the gradients of the experts' inputs are sent back:
-one matmul for all experts, with a capacity, or `ragged_dot` on TPUs."""
+one matmul for all experts, with a capacity."""
+ON_USE = tuple(one._replace(gradients=0) for one in WHOLE)
+"""The same on TPUs, with or without a capacity: experts are gathered before their tokens are
+dispatched, and each matrix's gradients are reduced at once. Counted in steps of Mixtral for 64 v5p
+(libtpu 0.0.52)."""
 KERNELS = (RowArrays(3, 4),)
 """Kernels of grouped matmuls on GPUs: the gradients of the activation overwrite their operands.
 Counted in steps of Mixtral and Qwen3-MoE for eight H100 and H200."""
@@ -114,8 +118,8 @@ def row_bytes(loop: Any, head: Ints, grouped: str) -> Ints:
     pipelined = loop.layout.pipeline > 1
     slots = PIPED.hidden * hidden + PIPED.stream * stream
     if grouped != "blocks" or model.capacity_factor:
-        in_kernels = grouped == "kernels" and not model.capacity_factor
-        return select(pipelined, slots, live(KERNELS if in_kernels else WHOLE))
+        counts = {"ragged_dot": ON_USE, "kernels": WHOLE if model.capacity_factor else KERNELS}
+        return select(pipelined, slots, live(counts.get(grouped, WHOLE)))
     several = loop.scatters & loop.repeats
     # Where everything is saved, also in passes without a loop: counted in steps of DeepSeek-V3.
     saved_all = loop.scatters & np.logical_not(loop.single) & (remat.kind == "none")

@@ -262,20 +262,21 @@ def carried_bytes(loop: LayerLoop, transients: Transients) -> Ints:
 
 def end_of_backward_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """Gradients at the end of the loop: with no compute left to overlap, reductions queue up."""
-    embed = loop.trained.elements("embed")
-    outer = embed + select(loop.early, 0, loop.trained.elements("head"))
+    embed = loop.over_context(loop.trained.elements("embed"))
+    outer = embed + select(loop.early, 0, loop.over_context(loop.trained.elements("head")))
     layers = select(loop.gathers, 2, 1)
     # Attention's are never ragged: heads are a separate dimension.
     mlp = loop.trained.mlp_elements(loop.part)
     results = select(ragged(loop, transients), outer + layers * mlp)
     # The embedding's also before the cast. And the loop's carry leaves fragments too small for a
     # whole matrix: 8 GB for gpt_175b.
-    narrow = embed + select(loop.gathers, 2 * loop.gradients)
+    queued = loop.gradients - transients.on_use * loop.trained.expert_elements(loop.part)
+    narrow = embed + select(loop.gathers, 2 * queued)
     # Gradients of the two matrices out of the stream, before the compiler reduces over context.
     gated = loop.is_custom or loop.model.gated
     matrices = mlp * (1 + gated) // (2 + gated)
     crossing = select(loop.unreduced != loop.gradients, matrices)
-    wide = layers * loop.unreduced + crossing + outer + results
+    wide = layers * loop.over_context(queued) + crossing + outer + results
     return select(_carries(loop, transients), loop.accumulated * wide + loop.compute * narrow)
 
 
