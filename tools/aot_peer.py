@@ -17,7 +17,6 @@ import json
 import os
 import pathlib
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ ENVIRONMENT = pathlib.Path.home() / ".cache" / "jaxscale" / "peers" / "maxtext"
 BEGIN, END = "<!-- aot peer -->", "<!-- end of aot peer -->"
 MINIMAL = "save:query,key,value,attention_out,mlp_gate,mlp_up"
 NUM_LAYERS, SHALLOW, DEEP = 32, 4, 6
-ESTIMATE, PROCESSOR = "estimate", "processor_seconds"
+ESTIMATE = "estimate"
 
 
 class Case(NamedTuple):
@@ -153,7 +152,7 @@ def main() -> int:
     for case in CASES:
         if case.settings not in kept:
             numbers = maxtext(options.environment, case.settings)
-            kept[case.settings] = {name: numbers[name] for name in (*SIZES, PROCESSOR)}
+            kept[case.settings] = {name: numbers[name] for name in SIZES}
             KEPT.write_text(json.dumps(kept, indent=1) + "\n")
     if ESTIMATE not in kept:
         theirs = maxtext(options.environment, WRITTEN_OUT)["optimal_seconds"]
@@ -192,8 +191,7 @@ class Row(NamedTuple):
 
 
 def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
-    """Arguments and temporaries in bytes, XLA's estimate in seconds, and the processor seconds of
-    the compilation, of MaxText's step.
+    """Arguments and temporaries in bytes, and XLA's estimate in seconds, of MaxText's step.
 
     Raises:
       RuntimeError: it did not compile; with the end of its output.
@@ -225,9 +223,7 @@ def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
             "JAX_PLATFORMS": "cpu",
             "DECOUPLE_GCLOUD": "TRUE",
         }
-        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         done = subprocess.run(command, env=surroundings, cwd=folder, capture_output=True, text=True)
-        processor = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
     printed = done.stdout + done.stderr
     arguments, temporaries = (
         re.search(rf"[( ]{name}_size_in_bytes=(\d+)", printed) for name in ("argument", "temp")
@@ -239,7 +235,6 @@ def maxtext(environment: pathlib.Path, settings: str) -> dict[str, float]:
         "argument_bytes": float(arguments[1]),
         "temp_bytes": float(temporaries[1]),
         "optimal_seconds": float(seconds[1]) if seconds else float("nan"),
-        PROCESSOR: processor,
     }
 
 
@@ -281,19 +276,17 @@ def rows(compiled: Mapping[str, Any], kept: Mapping[str, Any]) -> list[Row]:
 def table(compiled: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
     """The comparison in Markdown."""
 
-    def cell(row: Row, name: str, scale: float, digits: int) -> str:
+    def cell(row: Row, name: str) -> str:
         both = (one.get(name) for one in (row.theirs, row.ours))
-        return " / ".join("-" if x is None else f"{x / scale:.{digits}f}" for x in both)
+        return " / ".join("-" if x is None else f"{x / 1e9:.2f}" for x in both)
 
     lines = [
-        "| MaxText / jaxscale | arguments, GB | temporaries, GB | ratio "
-        "| compilation, processor s |",
-        "|---|---|---|---|---|",
+        "| MaxText / jaxscale | arguments, GB | temporaries, GB | ratio |",
+        "|---|---|---|---|",
     ]
     for row in rows(compiled, kept):
-        cells = [cell(row, name, 1e9, 2) for name in SIZES]
-        cells += [f"{row.ratio:.2f}", cell(row, PROCESSOR, 1, 0)]
-        lines.append(f"| {row.case.text} | {' | '.join(cells)} |")
+        cells = [cell(row, name) for name in SIZES]
+        lines.append(f"| {row.case.text} | {' | '.join(cells)} | {row.ratio:.2f} |")
     theirs, ours = kept[ESTIMATE]
     last = f"Estimate of the first, loops unrolled: {theirs:.3f} / {ours:.3f} s"
     return "\n".join([*lines, "", f"{last}, ratio {ours / theirs:.2f}."])

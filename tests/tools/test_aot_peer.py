@@ -20,13 +20,11 @@ def test_a_layer_costs_half_of_what_programs_that_differ_by_two_do():
 
 
 def test_each_case_has_a_row_with_both_numbers():
-    ours, theirs = (
-        {"argument_bytes": 1e9, "temp_bytes": size, tool.PROCESSOR: 80.0} for size in (10e9, 12e9)
-    )
+    ours, theirs = ({"argument_bytes": 1e9, "temp_bytes": size} for size in (10e9, 12e9))
     compiled = {case.ours: ours for case in tool.CASES}
     kept = {case.settings: theirs for case in tool.CASES} | {tool.ESTIMATE: [2.243, 2.19]}
     text = tool.table(compiled, kept)
-    row = "| 1.00 / 1.00 | 12.00 / 10.00 | 0.85 | 80 / 80 |"
+    row = "| 1.00 / 1.00 | 12.00 / 10.00 | 0.85 |"
     assert text.count(row) == len(tool.CASES)
     assert text.endswith("2.243 / 2.190 s, ratio 0.98.")
     only = tool.CASES[0]
