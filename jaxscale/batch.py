@@ -3,6 +3,13 @@
 from typing import Any, NamedTuple
 
 
+class Within(NamedTuple):
+    """The place of a batch whose rows are parts of longer rows."""
+
+    begin: Any  # int32, position of the parts' first tokens in their rows
+    segments: Any  # as in `Batch`, of the longer rows
+
+
 class Batch(NamedTuple):
     """A batch of packed sequences: NumPy or JAX arrays of shape [batch, seq].
 
@@ -16,6 +23,7 @@ class Batch(NamedTuple):
       weights: float32 factors of each position's loss; 0 without a target.
       extras: name -> further array [batch, length] for the model; () without.
       noise: uint32 [batch], made by the step of a model with dropout; () without.
+      within: `Within`, in a pipeline that splits sequences; () for whole rows.
 
     Examples:
       >>> tokens = np.array([[5, 6, 7, 8]], np.int32)
@@ -32,6 +40,7 @@ class Batch(NamedTuple):
     weights: Any
     extras: Any = ()
     noise: Any = ()
+    within: Any = ()
 
 
 class ShardedBatch(Batch):

@@ -12,6 +12,9 @@ MODEL = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "d_ff": 96, "vocab_si
 DATA = {"global_batch_size": 16, "seq_len": 32}
 
 # (settings, what the error says); eight devices.
+SEGMENTS = (
+    "layout.schedule=seq1f1b layout.sequence_chunks=2 layout.pipeline=2 layout.microbatches=2"
+)
 REFUSED = [
     # devices
     ("layout.fsdp=16", "the layout (fsdp 16) needs a multiple of 16 devices and there are 8"),
@@ -184,7 +187,52 @@ REFUSED = [
         "layout.zero_stage=1",
         "neither weights nor gradients of a micro-batch are in shards; set layout.pipeline_gather",
     ),
-    ("layout.sequence_chunks=2", "layout.sequence_chunks = 2 is not available in this version"),
+    ("layout.sequence_chunks=0", "layout.sequence_chunks = 0 is too small; at least 1"),
+    (
+        "layout.sequence_chunks=2 layout.pipeline=2 layout.microbatches=2",
+        "layout.schedule = '1f1b': 1f1b needs sequence_chunks = 1",
+    ),
+    (
+        f"{SEGMENTS} layout.context=2 layout.context_method=ulysses",
+        "layout.context_method = 'ulysses' with layout.sequence_chunks = 2 is not available",
+    ),
+    (
+        f"{SEGMENTS} layout.sequence_chunks=3",
+        "x layout.sequence_chunks = 3 x layout.tensor = 1, which takes multiples of 3; set",
+    ),
+    (
+        f"{SEGMENTS} model.attention=cudnn",
+        "model.attention = 'cudnn' needs queries and keys of whole sequences",
+    ),
+    (
+        f"{SEGMENTS} model.family=bert model.max_seq_len=512 data.objective=masked",
+        "with model.causal = False: attention reads whole sequences; set layout.sequence_chunks",
+    ),
+    (
+        f"{SEGMENTS} model.family=t5 model.num_encoder_layers=2 data.objective=ul2 "
+        "data.target_len=64",
+        "with model.num_encoder_layers = 2: an encoder reads whole sequences",
+    ),
+    (
+        f"{SEGMENTS} model.family=deepseek_v3 model.num_experts=0 model.kv_rank=8 "
+        "model.num_kv_heads=8 model.rope_head_dim=4 model.prediction_depth=1",
+        "with model.prediction_depth = 1: MTP modules read whole sequences; set "
+        "model.prediction_depth = 0, or layout.sequence_chunks = 1",
+    ),
+    (
+        f"{SEGMENTS} model.family=mixtral model.num_experts=4",
+        "with model.balance_weight = 0.02: the auxiliary loss is a product of means over whole",
+    ),
+    (
+        f"{SEGMENTS} model.family=mixtral model.num_experts=4 model.balance_weight=0 "
+        "model.capacity_factor=1",
+        "an expert's capacity is of whole sequences; set model.capacity_factor = 0",
+    ),
+    (
+        f"{SEGMENTS} model.family=tests.models.experts:make model.num_experts=4 "
+        "model.router=expert_choice model.capacity_factor=1 model.balance_weight=0",
+        "with model.router = 'expert_choice': experts choose from whole sequences",
+    ),
 ]
 
 

@@ -262,7 +262,6 @@ def test_every_setting_of_a_layout_is_listed_with_its_default():
         )
     }
     defaults = {field.name: str(field.default) for field in dataclasses.fields(Layout)}
-    del defaults["sequence_chunks"]
     assert listed == defaults
     assert not [name for name in BLOCK_TENSORS if f"`{name}`" not in TEXTS["layouts.md"]]
 

@@ -16,7 +16,7 @@ from jaxscale.config.layout import (
     parse_schedule,
     unread_settings,
 )
-from jaxscale.pipeline_schedules.shipped import RUNNABLE, find_schedule, is_foreign
+from jaxscale.pipeline_schedules.shipped import SEARCHED, find_schedule, is_foreign
 from jaxscale.planner.search import space
 from jaxscale.planner.search.trainable_model import TrainableModel
 
@@ -116,7 +116,7 @@ def _schedules(wanted: str) -> list[tuple[str, int]]:
     """The schedules to try, each with its virtual stages, fewest first: the package's, and the
     wanted one if it is custom."""
     name = parse_schedule(wanted).name
-    names = [*RUNNABLE, *([name] if is_foreign(name) else [])]
+    names = [*SEARCHED, *([name] if is_foreign(name) else [])]
     searched = {name: find_schedule(name).searched_virtual_stages for name in names}
     return [
         (name, chunks)

@@ -100,7 +100,7 @@ class Layout:
       accumulation: "sequential", or without a pipeline "layered" (arXiv 2106.02679).
       schedule: pipeline schedule; parsed as `schedule_spec`.
       virtual_stages: chunks of a pipeline rank; 0 is the fewest that the schedule can have.
-      sequence_chunks: 1 in this version.
+      sequence_chunks: segments of each sequence, which follow each other through a pipeline.
       pipeline_gather: "chunk" keeps the gathered weights and the summed gradients of a chunk;
         "layer" gathers and reduces those of one layer at a time: less memory, more traffic.
       context_method: how keys reach queries of other ranks: "ring", "gather", or "ulysses"
@@ -156,7 +156,7 @@ class Layout:
         self._check_tensor_rows()
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"layout.zero_stage = {self.zero_stage}; it can be 0, 1, 2 or 3")
-        check_at_least("layout", self, microbatches=1, expert_nodes=1)
+        check_at_least("layout", self, microbatches=1, expert_nodes=1, sequence_chunks=1)
         if self.expert > 0 and self.expert % self.expert_nodes:
             nearest = nearest_divisors(self.expert, self.expert_nodes)
             raise ValueError(
@@ -186,11 +186,6 @@ class Layout:
             raise ValueError(
                 f"layout.remat = {self.remat!r} is for a pipeline, and layout.pipeline = 1; set "
                 "layout.remat = 'full', or save:TENSOR,... for some tensors of each layer"
-            )
-        if self.sequence_chunks != 1:
-            raise ValueError(
-                f"layout.sequence_chunks = {self.sequence_chunks} is not available in this "
-                "version; set layout.sequence_chunks = 1"
             )
 
     def _check_axes(self) -> None:
@@ -261,6 +256,12 @@ class Layout:
                 f"layout.context_method = 'ring' with layout.pipeline = {self.pipeline} is not "
                 "available in this version; set layout.context_method = 'gather' or 'ulysses'"
             )
+        if self.sequence_chunks > 1 and self.context > 1 and self.context_method == ULYSSES:
+            raise ValueError(
+                f"layout.context_method = 'ulysses' with layout.sequence_chunks = "
+                f"{self.sequence_chunks} is not available in this version: it needs whole "
+                "sequences; set layout.context_method = 'gather', or layout.sequence_chunks = 1"
+            )
         if self.overlap_tensor:
             # For the same reason.
             raise ValueError(
@@ -284,6 +285,11 @@ class Layout:
     def remat_policy(self) -> "RematPolicy":
         """`remat`, parsed."""
         return parse_remat(self.remat)
+
+    @property
+    def segments(self) -> int:
+        """Segments of a sequence that follow each other through a pipeline."""
+        return 1 + (self.pipeline > 1) * (self.sequence_chunks - 1)
 
     @property
     def num_groups(self) -> int:

@@ -22,7 +22,7 @@ from jaxscale.models.embedding import Embedding
 from jaxscale.models.experts import ExpertBlock, expert_metrics
 from jaxscale.models.forward import scan_periods
 from jaxscale.models.head import Head, make_norm
-from jaxscale.models.kernels import Kernels, plain_lookup
+from jaxscale.models.kernels import Kernels, kernels_within, plain_lookup
 from jaxscale.models.latent_attention import empty_latent_cache
 from jaxscale.models.lora import borrowed_rows, frozen_names, rows_in_head
 from jaxscale.models.positions import rotary_for
@@ -40,6 +40,7 @@ from jaxscale.models.stacks import (
     join_sums,
     part_axes,
     part_linear,
+    part_memory,
     part_params,
     part_sums,
     trunk_parts,
@@ -122,12 +123,16 @@ class Decoder(Model):
             )
 
         def enter(embed: Params, stream: Stream, batch: Batch) -> Stream:
-            return {"x": stream["x"] if part.first else self.embed(embed, batch)}
+            kernels, _ = kernels_within(self.kernels, stream, batch)
+            model = dataclasses.replace(self, kernels=kernels)
+            return {"x": stream["x"] if part.first else model.embed(embed, batch)}
 
         def block(weights: Params, stream: Stream, batch: Batch, layer: Layer) -> tuple:
             index = part.layer(layer.index)
-            x, sums = self._stack_layer(part, weights, stream["x"], batch, layer.kind, index)
-            return {"x": x}, sums
+            kernels, left = kernels_within(self.kernels, stream, batch)
+            model = dataclasses.replace(self, kernels=kernels)
+            x, sums = model._stack_layer(part, weights, stream["x"], batch, layer.kind, index)
+            return {"x": x, **left}, sums
 
         return Stack(
             part.name,
@@ -138,6 +143,7 @@ class Decoder(Model):
             period=self.settings.period,
             model_layers=len(part.blocks),
             linear=part_linear(part, self.settings),
+            memory=functools.partial(part_memory, part, self.settings, self.kernels),
             tensors=BLOCK_TENSORS,
         )
 

@@ -73,6 +73,12 @@ class Stack:
     """Weights read only by `Kernels.columns`, `rows` and `linear`: path in the block, such as
     "mlp/up" -> number of contracted leading dimensions. A step may quantise them once, before its
     micro-batches, and then passes `ops.matmul.QuantisedWeight`s to the block."""
+    memory: Callable[[], Mapping[str, jax.ShapeDtypeStruct]] = dict
+    """What a layer leaves to later parts of its rows, such as keys and values: the shapes for one
+    token, by names that `carried` lacks. With `Batch.within` the block finds arrays [batch, row
+    length, ...] in its stream, and returns them with its tokens' entries written and all others
+    unchanged: the backward pass of a part reads them as the last part left them. {} if rows cannot
+    be split."""
     tensors: tuple[str, ...] = ()
     """Checkpoint names of the block's activations, for `layout.remat`."""
 
@@ -211,7 +217,7 @@ def layer_function(stack: Stack, kind: int = 0) -> LayerFunction:
     def layer(weights: Params, carried: Stream, shared: Stream, context: tuple) -> tuple:
         batch, index = context
         stream, sums = stack.block(weights, {**carried, **shared}, batch, Layer(index, kind))
-        _check_names(f"the block of stack {stack.name!r} returns", stream, stack.carried)
+        _check_names(f"the block of stack {stack.name!r} returns", stream, carried)
         _check_names(f"the block of stack {stack.name!r} returns the sums", sums, stack.sums)
         _check_carried(stack, stream, carried)
         return (stream, sums.get("loss")), {n: s for n, s in sums.items() if n != "loss"}

@@ -15,6 +15,7 @@ import numpy as np
 from jaxscale.config.model import ModelConfig
 from jaxscale.models.block import MLP, Attention, Block
 from jaxscale.models.experts import ExpertBlock, expert_sums
+from jaxscale.models.kernels import KEYS, VALUES, Kernels
 from jaxscale.models.latent_attention import MultiHeadLatentAttention
 from jaxscale.models.prediction import MERGE, PREDICTION, Merge
 from jaxscale.models.protocol import Params, Sums, add_at_path
@@ -123,6 +124,26 @@ def part_linear(part: Part, config: ModelConfig) -> dict[str, int]:
             ):
                 found |= {"/".join((*path, module, name)): n for name, n in names.items()}
     return found
+
+
+def part_memory(part: Part, config: ModelConfig, kernels: Kernels) -> dict:
+    """`Stack.memory` of a part's stack: one token's keys and values of every block; {} for blocks
+    that are not the package's, or read later tokens."""
+    if part.name == PREDICTION or not config.causal or {*part.blocks} - {Block, ExpertBlock}:
+        return {}
+    heads = config.num_heads if config.kv_rank else _key_heads(config, kernels)
+    found = {}
+    for number in range(len(part.blocks)):
+        for name, features in ((KEYS, config.head_dim), (VALUES, config.value_dim)):
+            shape = heads, features
+            found[f"{name}_{number}"] = jax.ShapeDtypeStruct(shape, config.compute_dtype)
+    return found
+
+
+def _key_heads(config: ModelConfig, kernels: Kernels) -> int:
+    """Key heads, with the copies of `Kernels.key_heads`."""
+    one = jax.ShapeDtypeStruct((config.num_kv_heads, config.head_dim), config.compute_dtype)
+    return jax.eval_shape(kernels.key_heads, one).shape[0]
 
 
 def part_sums(part: Part, config: ModelConfig) -> dict[str, tuple[int, ...]]:

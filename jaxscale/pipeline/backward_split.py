@@ -5,12 +5,14 @@ Models need no changes: the split is made in the jaxpr of a traced layer. B has 
 the input's gradient needs, W the rest. Values that B computes and W reads are saved in between.
 
 F saves residuals in two parts: one last read by B, one that W reads, too. Weights are never
-saved, since the backward pass has them, nor are values that do not depend on the input.
+saved, since the backward pass has them, nor are values that do not depend on the input, nor what
+the layer leaves to later segments (`Stack.memory`), which waits in a separate buffer.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -45,8 +47,9 @@ class Split:
     y shaped as x (see `models.protocol.layer_function`).
 
     - `forward(weights, x, shared, context) -> ((y, loss), sums, residuals_b, residuals_w)`
-    - `input_gradient(weights, shared, context, residuals_b, residuals_w, dy)
-      -> (dx, dshared, saved)`: B
+    - `input_gradient(weights, shared, context, residuals_b, residuals_w, dy, memory={})
+      -> (dx, dshared, saved)`: B; `memory` are the entries of x that are memory, as the last
+      segment left them
     - `weight_gradient(shared, context, residuals_w, saved) -> dweights`: W
 
     `residuals_b`, `residuals_w` and `saved` are lists of arrays, of the shapes given here;
@@ -63,11 +66,23 @@ class Split:
     names_w: tuple[str, ...] = ()
 
 
-def split(function: Callable, weights: Tree, x: Tree, shared: Tree, context: Tree) -> Split:
-    """Traces a layer for these argument shapes and splits its backward pass."""
-    forward, kept, names, backward = _passes(function, weights, x, shared, context)
-    program = TracedFunction.of(backward, weights, shared, context, kept, x)
-    weights_in, shared_in, context_in, kept_in, dy = program.inputs
+def split(
+    function: Callable,
+    weights: Tree,
+    x: Tree,
+    shared: Tree,
+    context: Tree,
+    memory: Collection[str] = (),
+) -> Split:
+    """Traces a layer for these argument shapes and splits its backward pass.
+
+    Args:
+      memory: the names of x's entries that are the stack's memory.
+    """
+    forward, kept, names, backward = _passes(function, weights, x, shared, context, memory)
+    again = {name: x[name] for name in memory}
+    program = TracedFunction.of(backward, weights, shared, context, again, kept, x)
+    weights_in, shared_in, context_in, memory_in, kept_in, dy = program.inputs
     dweights = program.outputs[: len(weights_in)]
     gradients = program.outputs[len(weights_in) :]  # of x and of shared arrays
     b_wanted, w_eqns = _divide(program, dweights, gradients)
@@ -85,10 +100,17 @@ def split(function: Callable, weights: Tree, x: Tree, shared: Tree, context: Tre
         return y, sums, [kept[i] for i in to_b], [kept[i] for i in to_w]
 
     def input_gradient(
-        weights: Tree, shared: Tree, context: Tree, residuals_b: list, residuals_w: list, dy_: Tree
+        weights: Tree,
+        shared: Tree,
+        context: Tree,
+        residuals_b: list,
+        residuals_w: list,
+        dy_: Tree,
+        memory_: Mapping[str, jax.Array] = MappingProxyType({}),
     ) -> tuple[Tree, Tree, list]:
-        given = [weights_in, shared_in, context_in, [kept_in[i] for i in (*to_b, *to_w)], dy]
-        values = [weights, shared, context, [*residuals_b, *residuals_w], dy_]
+        kept_vars = [kept_in[i] for i in (*to_b, *to_w)]
+        given = [weights_in, shared_in, context_in, memory_in, kept_vars, dy]
+        values = [weights, shared, context, dict(memory_), [*residuals_b, *residuals_w], dy_]
         found = program.run(b_eqns, given, values, [*gradients, *saved])
         dx, dshared = jax.tree.unflatten(structures[1], found[: len(gradients)])
         return dx, dshared, found[len(gradients) :]
@@ -122,9 +144,16 @@ def forward_only(function: Callable) -> Split:
     return Split(forward, refuse, refuse, [], [], [])
 
 
-def _passes(function: Callable, weights: Tree, x: Tree, shared: Tree, context: Tree):
+def _passes(
+    function: Callable,
+    weights: Tree,
+    x: Tree,
+    shared: Tree,
+    context: Tree,
+    memory: Collection[str],
+):
     """`forward(weights, x, shared, context) -> ((y, loss), sums, kept)`, the shapes and names of
-    the residuals `kept`, and `backward(weights, shared, context, kept, dy)
+    the residuals `kept`, and `backward(weights, shared, context, memory, kept, dy)
     -> (dweights, dx, dshared)`. Residuals that depend on neither x nor shared arrays are
     recomputed."""
     vjp_forward, vjp_backward = split_vjp(function)
@@ -137,7 +166,12 @@ def _passes(function: Callable, weights: Tree, x: Tree, shared: Tree, context: T
         program.outputs[structure.num_leaves :],
     )
     from_x = program.dependent([*x_in, *shared_in])
-    kept = [v for v in dict.fromkeys(_variables(leaves)) if v in from_x]
+    # Memory, as the layer found and as it left it: the same entries, for the backward pass.
+    names_x = sorted(x) if memory else []
+    in_memory = {
+        variables[names_x.index(name)]: name for name in memory for variables in (x_in, made)
+    }
+    kept = [v for v in dict.fromkeys(_variables(leaves)) if v in from_x and v not in in_memory]
     recomputed = [leaf for leaf in leaves if isinstance(leaf, Literal) or leaf not in from_x]
 
     def forward(weights: Tree, x: Tree, shared: Tree, context: Tree) -> tuple[Tree, Tree, list]:
@@ -148,10 +182,12 @@ def _passes(function: Callable, weights: Tree, x: Tree, shared: Tree, context: T
         y, sums = jax.tree.unflatten(structure, values[: len(made)])
         return y, sums, values[len(made) :]
 
-    def backward(weights: Tree, shared: Tree, context: Tree, kept_: list, dy: Tree) -> tuple:
+    def backward(
+        weights: Tree, shared: Tree, context: Tree, memory_: Tree, kept_: list, dy: Tree
+    ) -> tuple:
         eqns, given = program.needed(recomputed), [weights_in, shared_in, context_in]
         values = iter(program.run(eqns, given, [weights, shared, context], recomputed))
-        known = dict(zip(kept, kept_))
+        known = dict(zip(kept, kept_)) | {v: memory_[name] for v, name in in_memory.items()}
         residuals = [
             next(values) if isinstance(leaf, Literal) or leaf not in from_x else known[leaf]
             for leaf in leaves
@@ -167,7 +203,7 @@ def _divide(
     program: "TracedFunction", dweights: list, gradients: list
 ) -> tuple[list, list[JaxprEqn]]:
     """The outputs of B, and the equations of W."""
-    weights_in, shared_in, context_in, kept_in, dy = program.inputs
+    weights_in, shared_in, context_in, memory_in, kept_in, dy = program.inputs
     # Elementwise functions of residuals are cheaper to recompute in W than to save.
     cheap = {*shared_in, *context_in, *kept_in}
     for eqn in program.eqns:
@@ -184,7 +220,8 @@ def _divide(
     b_wanted += [v for v in dweights if not any(map(_is_matmul, rest(gradients, [v])))]
     while True:
         w_eqns = rest(b_wanted, dweights)
-        reading = [e for e in w_eqns if not set(weights_in).isdisjoint(_variables(e.invars))]
+        again = {*weights_in, *memory_in}  # W has neither
+        reading = [e for e in w_eqns if not again.isdisjoint(_variables(e.invars))]
         if not reading:
             return b_wanted, w_eqns
         b_wanted += [v for eqn in reading for v in eqn.outvars]

@@ -27,7 +27,9 @@ class TickProgram:
     - Slots that the operation reads or writes, by buffer. `inbox`: the activation for F, the
       gradient for B or X; in the last stage, the output of its F. The first stage reads tokens.
       `input`: written by F for its R. `residual_b`: written by F or R, for B or X. `residual_w`:
-      written by F or R, for W, too. `cotangent`: written by B for W.
+      written by F or R, for W, too. `cotangent`: written by B for W. With several segments also
+      `memory`, what a stage's layers leave to later segments of a micro-batch: read and written by
+      each F and R, read by each B; and its gradients, `memory_gradient`: read and written by B.
     - `from_left`, `from_right`, `from_self`: the inbox slot for the result of the neighbour (the
       ranks are a ring), or of the rank itself, at the end of the tick. If nothing is received it is
       the slot after the last, so that a receiver does not branch.
@@ -105,13 +107,29 @@ def _users(table: Table) -> dict[str, tuple[np.ndarray, ...]]:
     last[needs[weight, 0]] = weight
     # The backward of the last stage reads the output of the same pass's F.
     sender = np.where((kind == F) | (stage == table.order.stages - 1), needs[:, 0], needs[:, 2])
-    return {
+    found = {
         "inbox": (sender[received], received),
         "input": (needs[recompute, 0], recompute),
         "residual_b": (maker, backward),
         "residual_w": (maker, backward, last[backward]),
         "cotangent": (needs[weight, 0], weight),
     }
+    return {**found, **_users_of_memory(table)} if table.order.sequence_chunks > 1 else found
+
+
+def _users_of_memory(table: Table) -> dict[str, tuple[np.ndarray, ...]]:
+    """The users of a stage's memory of a micro-batch, and of its gradients: forward passes in the
+    order of segments, backward passes in reverse."""
+    kind, order = table.ops.kind, table.order
+    shape = X + 1, order.microbatches, order.stages, order.sequence_chunks
+    where = np.full(shape, -1)
+    where[kind, table.ops.microbatch, table.ops.stage, table.ops.segment] = np.arange(len(kind))
+    where = where.reshape(X + 1, -1, order.sequence_chunks)
+    forward, backward = where[F].T, np.maximum(where[B], where[X]).T[::-1]
+    if not (backward >= 0).all():  # an evaluation
+        return {"memory": tuple(forward), "memory_gradient": (forward[0, :0],) * 2}
+    again = np.where(where[R].T >= 0, where[R].T, forward)
+    return {"memory": (*forward, *again, *backward), "memory_gradient": tuple(backward)}
 
 
 def _receives(

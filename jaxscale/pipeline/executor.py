@@ -6,7 +6,8 @@ on data: each of F, R, B, W and X is a loop of zero or one trips (`when`).
 
 Buffers, in slots by the table's names: `inbox`, received and not read yet; `input`, from which R
 recomputes; and for each layer of a chunk the arrays of `split`: `residual_b` from F to B,
-`residual_w` from F to W, `cotangent` from B to W. For models with several stacks, or layers with
+`residual_w` from F to W, `cotangent` from B to W. With several segments in a micro-batch `memory`
+and `memory_gradient` (`segments.py`). For models with several stacks, or layers with
 shared arrays, `received` is the input stream of a chunk's forward pass, from F to W.
 
 Messages are the union of all stacks' streams, with zeros for arrays that a stage's stack lacks.
@@ -31,7 +32,9 @@ from jaxscale.models.protocol import (
     split_stream,
 )
 from jaxscale.ops.array_stack import Index, add, add_rows, at, put
-from jaxscale.pipeline.rank import Chunks, Columns, Rank, Remat, Row, StackPart, State, when
+from jaxscale.pipeline.rank import Chunks, Columns, Rank, Row, State, when
+from jaxscale.pipeline.segments import GRADIENT, MEMORY
+from jaxscale.pipeline.stack_part import Remat, StackPart
 from jaxscale.pipeline.stages import (
     EMBEDDING,
     GATHER,
@@ -168,7 +171,7 @@ def _forward(rank: Rank, state: State, row: Row) -> State:
 
 def _add_losses(rank: Rank, state: State, row: Row) -> State:
     """Adds the losses in the last stage's F, for evaluation."""
-    batch, last = at(rank.batches, row["microbatch"]), rank.stages.table.order.stages - 1
+    batch, last = rank.batch_of(row), rank.stages.table.order.stages - 1
 
     def losses(sums: Sums) -> Sums:
         found = rank.model.loss(rank.head, rank.own_stream(rank.parts[-1], state.made), batch)
@@ -201,7 +204,7 @@ def _backward(rank: Rank, state: State, row: Row) -> State:
 
 
 def _weight_gradient(rank: Rank, state: State, row: Row) -> State:
-    batch = at(rank.batches, row["microbatch"])
+    batch = rank.batch_of(row)
     shared = rank.shared(state, row)
     for part in rank.parts:
 
@@ -280,8 +283,9 @@ def _chunk_forward(
       saves_residuals: False saves the input, for R.
       again: whether this repeats a forward pass, whose sums are counted already.
     """
-    batch = at(rank.batches, row["microbatch"])
+    batch = rank.batch_of(row)
     begins = received if rank.keeps_received else stream
+    first = (row["segment"] == 0) & jnp.logical_not(again)
     if "received" in state.buffers and saves_residuals:
         kept = put(state.buffers["received"], received, row["residual_w"])
         state = state._replace(buffers={**state.buffers, "received": kept})
@@ -293,7 +297,12 @@ def _chunk_forward(
             context = batch, rank.layer_index(row, index)
             weights = rank.layer_weights(state, row, part, index)
             split = part.kinds[kind]
-            (x, loss), sums, residuals_b, residuals_w = split.forward(weights, x, shared, context)
+            past = rank.read_memory(state, row, MEMORY, part, index, first)
+            (y, loss), sums, residuals_b, residuals_w = split.forward(
+                weights, {**x, **past}, shared, context
+            )
+            x, past = ({name: y[name] for name in names} for names in (x, past))
+            state = rank.write(state, row, MEMORY, part, index, past)
             state = rank.count_sums(state, part, context[1], loss, sums, again)
             if not saves_residuals:
                 # Written in every layer: with XLA:CPU (jaxlib 0.12) a loop over layers that does
@@ -313,7 +322,7 @@ def _chunk_forward(
 def _chunk_backward(rank: Rank, state: State, row: Row, fused: bool) -> State:
     """Backward pass of a chunk from the gradient in the inbox. In the last stage the inbox has the
     output of the stage's forward pass, from which the head computes loss and gradient."""
-    batch, last = at(rank.batches, row["microbatch"]), rank.stages.table.order.stages - 1
+    batch, last = rank.batch_of(row), rank.stages.table.order.stages - 1
 
     def head_pass(carry):
         stream, sums, grads = carry
@@ -332,6 +341,7 @@ def _chunk_backward(rank: Rank, state: State, row: Row, fused: bool) -> State:
     )
     state = state._replace(sums=sums, grads={**state.grads, "head": head})
     shared = rank.shared(state, row)
+    latest = row["segment"] == rank.stages.table.order.sequence_chunks - 1
     for part in reversed(rank.parts):
 
         def one(index, kind, carry, part=part):
@@ -342,9 +352,13 @@ def _chunk_backward(rank: Rank, state: State, row: Row, fused: bool) -> State:
             )
             split, here = part.kinds[kind], shared[part.name]
             context = batch, rank.layer_index(row, index)
-            dx, more, saved = split.input_gradient(
-                weights, here, context, residuals_b, residuals_w, dx
+            past = rank.read(state, row, MEMORY, part, index)
+            dpast = rank.read_memory(state, row, GRADIENT, part, index, latest)
+            dy, more, saved = split.input_gradient(
+                weights, here, context, residuals_b, residuals_w, {**dx, **dpast}, past
             )
+            dx, dpast = ({name: dy[name] for name in names} for names in (dx, dpast))
+            state = rank.write(state, row, GRADIENT, part, index, dpast)
             dshared = add(dshared, more)
             if not fused:
                 return rank.write(state, row, "cotangent", part, index, saved), dx, dshared
@@ -360,7 +374,7 @@ def _chunk_backward(rank: Rank, state: State, row: Row, fused: bool) -> State:
 
 def _enter_backward(rank: Rank, state: State, row: Row, dstream: Stream) -> State:
     """Backward pass of `Stack.enter`, in a stack's first stage."""
-    batch, dembed = at(rank.batches, row["microbatch"]), state.grads["embed"]
+    batch, dembed = rank.batch_of(row), state.grads["embed"]
     for part in rank.parts:
 
         def entering(carry, part=part):

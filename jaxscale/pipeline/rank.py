@@ -4,7 +4,7 @@ For use in a `shard_map` in which pipeline, data and fsdp are manual.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,21 +16,18 @@ from jax.experimental.layout import with_layout_constraint
 
 from jaxscale.batch import Batch
 from jaxscale.models.protocol import (
-    LayerFunction,
     Model,
-    Stack,
     Stream,
     Sums,
     add_layer_sums,
     head_params,
-    layer_functions,
-    split_stream,
     sum_shapes,
     zero_sums,
 )
 from jaxscale.ops.array_stack import Index, add_rows, at, put
-from jaxscale.pipeline.backward_split import Split, forward_only, split
 from jaxscale.pipeline.buffer_slots import TickProgram
+from jaxscale.pipeline.segments import GRADIENT, MEMORY, segment_of
+from jaxscale.pipeline.stack_part import Remat, StackPart, StreamShapes, trace_stacks
 from jaxscale.pipeline.stages import (
     KIND,
     LAYERS,
@@ -44,7 +41,6 @@ Tree = Any
 Row = Mapping[str, jax.Array]  # a rank's cell of every column, int32 scalars
 Columns = Mapping[str, jax.Array | np.ndarray]
 Chunks = Mapping[str, jax.Array | np.ndarray]
-Remat = Callable[[LayerFunction], LayerFunction]
 
 
 class State(NamedTuple):
@@ -65,19 +61,6 @@ def _outer(model: Model, zero: Zero, params: Tree) -> tuple[Tree, Tree]:
     return outer["embed"], head_params(model, outer)
 
 
-class StackPart(NamedTuple):
-    """A stack of the model on one rank."""
-
-    number: int
-    stack: Stack
-    kinds: tuple[Split, ...]  # the operations of a layer, for each index % period
-    layers: Tree  # parameters at rest, or gathered and kept, [chunks * capacity, ...]
-
-    @property
-    def name(self) -> str:
-        return self.stack.name
-
-
 @dataclass(frozen=True)
 class Rank:
     """One rank: values fixed during a step, and access to its `State`."""
@@ -89,7 +72,7 @@ class Rank:
     parts: tuple[StackPart, ...]
     embed: Tree  # gathered
     head: Tree  # gathered
-    stream: dict[str, jax.ShapeDtypeStruct]  # of all stacks
+    stream: StreamShapes  # of all stacks
     batches: Batch
     chunks: Mapping[str, jax.Array]  # [chunks] each
     row_major: bool
@@ -114,24 +97,7 @@ class Rank:
           remat: applies the layout's policy; None is for the `forward_program`.
         """
         embed, head = _outer(model, zero, params)
-        first, stream, union, parts = at(batches, 0), {}, {}, []
-        for number, stack in enumerate(model.stacks):
-            stream = jax.eval_shape(stack.enter, embed, stream, first)
-            union = _union(union, stream)
-            layers = params[stack.name]
-            axes = zero.layer_axes(stack.name)
-            layer = jax.eval_shape(lambda x, a=axes: zero.gather(at(x, 0), a), layers)
-            if zero.keeps:
-                layers = zero.gather(layers, zero.axes[stack.name])
-            context = first, jax.ShapeDtypeStruct((), jnp.int32)
-            kinds = tuple(
-                split(remat(one), layer, *split_stream(stack, stream), context)
-                if remat
-                else forward_only(one)
-                for one in layer_functions(stack)
-            )
-            _check_same_shapes(stack, kinds)
-            parts.append(StackPart(number, stack, kinds, layers))
+        parts, union = trace_stacks(model, zero, stages, params, embed, batches, remat)
         held = {name: jnp.asarray(values[0]) for name, values in chunks.items()}
         zero = zero.kept
         # Before the first tick: one gather a step, and no tick has a loop with a collective, which
@@ -144,7 +110,7 @@ class Rank:
             zero=zero,
             program=stages.program if remat else stages.forward_program,
             stages=stages,
-            parts=tuple(parts),
+            parts=parts,
             embed=embed,
             head=head,
             stream=union,
@@ -200,6 +166,8 @@ class Rank:
             "residual_w": of_layers("residual_w", "residuals_w"),
             "cotangent": of_layers("cotangent", "saved"),
         }
+        for name in (MEMORY, GRADIENT):
+            found[name] = {part.name: self._empty_memory(part, name) for part in self.parts}
         if self.keeps_received and grads:
             found["received"] = streams(slots["residual_w"])
         weights, pending = self._chunk_arrays() if not self.stages.by_layer else (None, None)
@@ -211,6 +179,13 @@ class Rank:
             grads=grads,
             sums=zero_sums(self.model, zero.loss_dtype),
         )
+
+    def _empty_memory(self, part: StackPart, name: str) -> Stream:
+        layers, slots = self.stages.capacity(part.number), self.program.slots
+        return {
+            key: jnp.zeros((slots[name], layers, *x.shape), x.dtype)
+            for key, x in part.memory.items()
+        }
 
     def _chunk_arrays(self) -> tuple[Tree, Tree]:
         """Arrays for the gathered weights of a chunk, if ticks gather them, and for the sums of its
@@ -232,10 +207,16 @@ class Rank:
             if name in axes
         )
 
+    def batch_of(self, row: Row) -> Batch:
+        """The segment of the micro-batch of the row's operation."""
+        count = self.stages.table.order.sequence_chunks
+        batch, ranks = at(self.batches, row["microbatch"]), self.zero.sizes["context"]
+        return segment_of(batch, row["segment"], count, ranks)
+
     def entered(self, received: Stream, row: Row) -> Stream:
         """The input stream of a chunk's layers: the received stream or, in the first stage of a
         stack, the result of `Stack.enter`."""
-        batch = at(self.batches, row["microbatch"])
+        batch = self.batch_of(row)
 
         def enter(part: StackPart, stream: Stream) -> Stream:
             before = self.own_stream(self.parts[part.number - 1], stream) if part.number else {}
@@ -362,13 +343,19 @@ class Rank:
         summed = add_rows(state.grads[name], self.first_row(row) + index, rows)
         return state._replace(grads={**state.grads, name: summed})
 
-    def read(
-        self, state: State, row: Row, name: str, part: StackPart, index: jax.Array
-    ) -> list[jax.Array]:
-        return [
-            self._in_order(at(buffer, row[name], index))
-            for buffer in state.buffers[name][part.name]
-        ]
+    def read_memory(
+        self, state: State, row: Row, name: str, part: StackPart, index: jax.Array, first: jax.Array
+    ) -> Stream:
+        """A layer's memory or its gradients, by the name of the buffer; zeros for the `first`
+        segment that uses the slot; {} without segments."""
+        kept = self.read(state, row, name, part, index)
+        found = {key: jnp.where(first, jnp.zeros_like(x), x) for key, x in kept.items()}
+        # Read once: XLA:CPU (jaxlib 0.12) copies a buffer that two kernels read and one updates.
+        return jax.lax.optimization_barrier(found)
+
+    def read(self, state: State, row: Row, name: str, part: StackPart, index: jax.Array) -> Tree:
+        buffers = state.buffers[name][part.name]
+        return jax.tree.map(lambda x: self._in_order(at(x, row[name], index)), buffers)
 
     def write(
         self,
@@ -377,12 +364,13 @@ class Rank:
         name: str,
         part: StackPart,
         index: jax.Array,
-        values: list[jax.Array],
+        values: Tree,
     ) -> State:
-        written = [
-            put(buffer, self._in_order(value), row[name], index)
-            for buffer, value in zip(state.buffers[name][part.name], values, strict=True)
-        ]
+        written = jax.tree.map(
+            lambda buffer, value: put(buffer, self._in_order(value), row[name], index),
+            state.buffers[name][part.name],
+            values,
+        )
         buffers = {**state.buffers[name], part.name: written}
         return state._replace(buffers={**state.buffers, name: buffers})
 
@@ -393,39 +381,6 @@ class Rank:
             with_layout_constraint(x, DimensionOrder(major_to_minor=tuple(range(x.ndim))))
             if self.row_major
             else x
-        )
-
-
-def _union(
-    union: dict[str, jax.ShapeDtypeStruct], stream: dict[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of both streams.
-
-    Raises:
-      ValueError: arrays of one name have different shapes or types.
-    """
-    for name in union.keys() & stream.keys():
-        one, other = union[name], stream[name]
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            raise ValueError(
-                f"two stacks have an array {name!r} in their streams, {one.shape} {one.dtype} and "
-                f"{other.shape} {other.dtype}; a pipeline sends both: give them different names"
-            )
-    return {**union, **stream}
-
-
-def _check_same_shapes(stack: Stack, kinds: Sequence[Split]) -> None:
-    """Refuses layers of one stack with residuals of different shapes, since they share buffers.
-
-    Raises:
-      ValueError: the shapes differ.
-    """
-    shapes = [(kind.residuals_b, kind.residuals_w, kind.saved) for kind in kinds]
-    if any(one != shapes[0] for one in shapes):
-        raise ValueError(
-            f"the layers of stack {stack.name!r} save arrays of different shapes for the backward "
-            "pass, which a pipeline has no buffers for; set layout.pipeline = 1, or layout.remat "
-            "= 'full'"
         )
 
 

@@ -213,7 +213,6 @@ def check_runnable(order: Order) -> None:
     """
     ops = [op for row in order.rows for op in row]
     missing = {
-        "sequence chunks": order.sequence_chunks > 1,
         "two directions": any(op.direction for op in ops),
         "overlapped pairs": any(op.paired for op in ops),
     }

@@ -15,6 +15,7 @@ def table_rows(stages: PipelineStages) -> list[tuple[str, str]]:
     """(name, value) for a printed table."""
     order, slots = stages.table.order, stages.program.slots
     chunks = f" of {order.virtual_stages} chunks" if order.virtual_stages > 1 else ""
+    chunks += f", {order.sequence_chunks} segments" if order.sequence_chunks > 1 else ""
     used = ", ".join(f"{name} {count}" for name, count in slots.items() if count)
     return [
         ("schedule", f"{order.name}: {order.ranks} ranks{chunks}, {stages.table.ticks} ticks"),

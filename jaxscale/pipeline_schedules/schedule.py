@@ -60,6 +60,11 @@ class Schedule:
     # the schedule has needs for micro-batches other than ROUNDS_OF_STAGES.
     steady_rounds: int | None = None
 
+    @property
+    def splits_sequences(self) -> bool:
+        """Whether it is for sequences in several segments."""
+        return WHOLE_SEQUENCES not in self.needs
+
     def serves(self, *numbers: int) -> bool:
         """Whether the schedule supports these ranks, micro-batches, virtual stages, sequence
         chunks."""

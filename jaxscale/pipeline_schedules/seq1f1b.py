@@ -46,7 +46,6 @@ SEQ1F1B = Schedule(
     paper="Seq1F1B, arXiv 2406.03488",
     make_rows=_seq1f1b,
     needs=(ONE_CHUNK,),
-    runs=False,
 )
 
 SEQ1F1B_INTERLEAVED = Schedule(
@@ -62,5 +61,5 @@ SEQ1F1B_INTERLEAVED = Schedule(
         ),
     ),
     virtual_stages=2,
-    runs=False,
+    searched_virtual_stages=(2, 4),
 )

@@ -39,6 +39,10 @@ RUNNABLE = tuple(schedule.name for schedule in SHIPPED if schedule.runs)
 """The names of schedules that the executor runs."""
 
 
+SEARCHED = tuple(one.name for one in SHIPPED if one.runs and not one.splits_sequences)
+"""The names of those for whole sequences, which searches try."""
+
+
 def is_foreign(name: str) -> bool:
     """Whether a name is "module:RECORD", a custom schedule."""
     module, colon, record = name.partition(":")

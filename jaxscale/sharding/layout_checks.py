@@ -148,11 +148,17 @@ def ulysses_refusal(layout: Layout, heads: int, key_heads: int) -> str:
 
 
 def check_spread_attention(layout: Layout, kernel: str) -> None:
-    """Refuses an attention kernel for one device where sequences are sharded over several.
+    """Refuses an attention kernel for whole sequences where they are split.
 
     Raises:
       ValueError: names the setting to change.
     """
+    if layout.segments > 1 and kernel == "cudnn":
+        raise ValueError(
+            f"model.attention = 'cudnn' needs queries and keys of whole sequences, and "
+            f"layout.sequence_chunks = {layout.segments} splits the queries; set model.attention = "
+            "'auto', or layout.sequence_chunks = 1"
+        )
     if spreads_attention(layout) and kernel not in ("auto", *SPREAD_ATTENTIONS):
         raise ValueError(
             f"model.attention = {kernel!r} needs whole sequences on a device, and layout.context = "
@@ -181,6 +187,32 @@ def check_tensor_rows(layout: Layout, model: ModelSettings) -> None:
         )
 
 
+def check_sequence_chunks(layout: Layout, model: ModelSettings) -> None:
+    """Refuses segments of sequences for models whose layers need whole sequences.
+
+    Raises:
+      ValueError: names the setting to change.
+    """
+    if layout.segments == 1:
+        return
+    balances = model.num_experts and model.balance_weight
+    for setting, is_needed, why, change in (
+        ("num_encoder_layers", model.num_encoder_layers, "an encoder reads", ""),
+        ("causal", not model.causal, "attention reads", ""),
+        ("prediction_depth", model.prediction_depth, "MTP modules read", "0"),
+        ("router", model.router == "expert_choice", "experts choose from", "'top_k'"),
+        ("capacity_factor", model.capacity_factor, "an expert's capacity is of", "0"),
+        ("balance_weight", balances, "the auxiliary loss is a product of means over", "0"),
+    ):
+        if is_needed:
+            other = f"model.{setting} = {change}, or " if change else ""
+            raise ValueError(
+                f"layout.sequence_chunks = {layout.sequence_chunks} with model.{setting} = "
+                f"{getattr(model, setting)!r}: {why} whole sequences; set {other}"
+                "layout.sequence_chunks = 1"
+            )
+
+
 def check_sequence(layout: Layout, data: DataConfig) -> None:
     """Refuses a sequence length that ranks of context and tensor do not divide.
 
@@ -188,7 +220,7 @@ def check_sequence(layout: Layout, data: DataConfig) -> None:
       ValueError: with the nearest lengths that they divide.
     """
     chunks = 2 * layout.context if layout.context > 1 else 1
-    unit = math.lcm(chunks, layout.context * layout.tensor_columns)
+    unit = math.lcm(chunks, layout.context * layout.tensor_columns) * layout.segments
     rows = f" / layout.tensor_rows {layout.tensor_rows}" if layout.tensor_rows > 1 else ""
     for name in ("seq_len", "target_len"):
         length = getattr(data, name)
@@ -196,6 +228,7 @@ def check_sequence(layout: Layout, data: DataConfig) -> None:
             below, above = length // unit * unit, -(-length // unit) * unit
             nearest = f"{below} or {above}" if below else f"{above}"
             two = " (two chunks a rank)" if layout.context > 1 else ""
+            two += f" x layout.sequence_chunks = {layout.segments}" if layout.segments > 1 else ""
             raise ValueError(
                 f"data.{name} = {length} does not split over layout.context = {layout.context}"
                 f"{two} x layout.tensor = {layout.tensor}{rows}, which takes multiples of {unit}; "

@@ -398,7 +398,7 @@ class ModelWork:
 class SavedValue:
     """An array of a layer saved by one pass for another, before a layout divides it."""
 
-    held: str  # "" in the layers' loop; in a pipeline "residual_b", "residual_w" or "cotangent"
+    held: str  # "" in the layers' loop; in a pipeline the name of a buffer, such as "residual_b"
     per: str  # "sequence", or "row" of experts
     spread: str
     """Sharding over tensor: "stream" by tokens, "gathered" by tokens and gathered for a matmul,

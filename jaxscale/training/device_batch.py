@@ -55,7 +55,7 @@ def shard_batch(
     local = {row: i for i, row in enumerate(held)}
 
     def on_devices(field: np.ndarray) -> jax.Array:
-        order = balanced_order(field.shape[1], config.layout.context)
+        order = balanced_order(field.shape[1], config.layout.context, config.layout.segments)
 
         def part(index):
             return field[[local[row] for row in every_row[index[0]]]][:, order[index[1]]]
@@ -103,9 +103,10 @@ def _check_fields(batch: Any) -> None:
     if not isinstance(batch, Batch):
         raise ValueError(f"the batch is a {type(batch).__name__}; pass a jaxscale.Batch")
     fields = batch._asdict()
-    extras, noise = fields.pop("extras"), fields.pop("noise")
-    if noise != ():
-        raise ValueError("batch.noise is given; leave it out: each step makes its noise")
+    extras = fields.pop("extras")
+    for name in ("noise", "within"):
+        if fields.pop(name) != ():
+            raise ValueError(f"batch.{name} is given; leave it out: each step makes its own")
     if extras != () and not isinstance(extras, dict):
         raise ValueError(f"batch.extras is a {_type(extras)}; pass a dictionary of arrays")
     for name, field in fields.items():

@@ -90,6 +90,7 @@ def check_engine_settings(config: Config, mesh: Mesh) -> None:
     layout_checks.check_pipeline_gather(layout)
     layout_checks.check_ring(layout)
     layout_checks.check_sequence(layout, data)
+    layout_checks.check_sequence_chunks(layout, model)
     layout_checks.check_tensor_rows(layout, model)
     layout_checks.check_ulysses(layout, model)
     _check_types({"model": model, "optimizer": config.optimizer})

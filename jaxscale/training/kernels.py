@@ -18,11 +18,12 @@ from jaxscale.config import DataConfig, zero_stage
 from jaxscale.config.layout import TENSOR_ROWS, ULYSSES, Layout
 from jaxscale.config.model import ModelSettings
 from jaxscale.hardware import check_matmul_units, find_chip
-from jaxscale.models.kernels import Kernels, plain_lookup
+from jaxscale.models.kernels import Kernels, plain_extend, plain_lookup
 from jaxscale.ops.attention.attention import attention, choose, score_settings
 from jaxscale.ops.attention.blocks import AttentionArrays
 from jaxscale.ops.attention.context import context_attention
 from jaxscale.ops.attention.context_chunks import balanced_order
+from jaxscale.ops.attention.parts import part_attention
 from jaxscale.ops.attention.platform_kernels import maskless
 from jaxscale.ops.attention.ulysses import ulysses_attention
 from jaxscale.ops.dropout import dropout, jitter
@@ -106,6 +107,7 @@ def make_kernels(
         attend=_attend(layout, implementation, one_document),
         **replaced,
         lookup=functools.partial(_lookup, layout),
+        extend=functools.partial(_extend, layout) if layout.context > 1 else plain_extend,
         dropout=functools.partial(_noisy, layout, dropout),
         jitter=functools.partial(_noisy, layout, jitter),
         dispatch=Dispatch(
@@ -156,10 +158,12 @@ def attention_name(
         head_dim=model.head_dim,
         # With ring or gather a kernel attends to chunks (`context_chunks.py`). An encoder-decoder
         # has sequences of two lengths.
-        seq_len=math.gcd(data.seq_len, data.target_len) // (2 * layout.context if spread else 1),
+        seq_len=math.gcd(data.seq_len, data.target_len)
+        // (2 * layout.context if spread else 1)
+        // layout.segments,
         value_dim=model.value_dim,
         generation=generation,
-        uses=model.attention_uses,
+        uses=(*model.attention_uses, *(("part",) if layout.segments > 1 else ())),
         causal=model.causal,
         one_document=data.one_document,
         spread=spread,
@@ -205,22 +209,27 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
 
     def attend(*arrays: Any, **settings: Any) -> jax.Array:
         given = AttentionArrays(*arrays)
-        scoring = score_settings(*given[:2], given.segments_BS, given.bias_bN, **settings)
-        if spreads_attention(layout):
+        scoring = score_settings(
+            *given[:2], given.segments_BS, given.bias_bN, part=given.begin is not None, **settings
+        )
+        whole = functools.partial(
+            attention, implementation=implementation, one_document=one_document, **settings
+        )
+        if layout.context > 1 and given.begin is not None:
+            local = functools.partial(part_attention, axis="context", attend=whole)
+        elif spreads_attention(layout):
             kernel = _context_kernel(implementation)
             local = functools.partial(
                 kernel, axis="context", method=layout.context_method, scoring=scoring
             )
         else:
-            local = functools.partial(
-                attention, implementation=implementation, one_document=one_document, **settings
-            )
+            local = whole
         has_mask = not (one_document and scoring.causal)
         if implementation == "cudnn" and has_mask and not under_policy:
             local = maskless(local)
         if layout.context > 1 and layout.context_method == ULYSSES:
             local = functools.partial(ulysses_attention, axis="context", attend=local)
-        specs = (queries, keys, keys, segments, segments, bias, sinks)
+        specs = (queries, keys, keys, segments, segments, bias, sinks, REPLICATED)
         with jax.named_scope(ATTENTION_SCOPE):
             return _manual(layout, local, specs, queries)(*given)
 
@@ -261,10 +270,20 @@ def _noisy(
     layer: jax.Array | int,
     site: int,
     amount: float,
+    begin: jax.Array | int = 0,
 ) -> jax.Array:
-    """`dropout` or `jitter` with the tokens' positions in the text."""
-    positions = jnp.asarray(balanced_order(x.shape[1], layout.context))
+    """`dropout` or `jitter` with the tokens' positions in the text, from `begin`."""
+    positions = begin + jnp.asarray(balanced_order(x.shape[1], layout.context))
     return kernel(x, noise, layer, site, amount, positions)
+
+
+def _extend(layout: Layout, row_BS: jax.Array, new_BT: jax.Array, begin: jax.Array) -> jax.Array:
+    """`plain_extend` where each rank of context has its parts of all segments in order."""
+    (batch, length, *features), ranks = new_BT.shape, layout.context
+    by_rank = row_BS.reshape(batch, ranks, -1, length // ranks, *features)
+    new = new_BT.reshape(batch, ranks, 1, length // ranks, *features)
+    found = jax.lax.dynamic_update_slice_in_dim(by_rank, new, begin // length, axis=2)
+    return found.reshape(row_BS.shape)
 
 
 def _sum_over_batch_ranks(layout: Layout, x: jax.Array) -> jax.Array:

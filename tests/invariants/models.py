@@ -131,6 +131,19 @@ KINDS = {
             "expert_pattern": "DE",
         }
     ),
+    "segments": Kind(
+        {
+            "family": "tests.models.experts:make",
+            **SIZES,
+            **experts.EVERYTHING,
+            **experts.LATENT_ATTENTION,
+            "balance_weight": 0.0,
+            "num_layers": 7,
+            "dense_layers": 2,
+            "dropout": 0.2,
+        },
+        axes=(),
+    ),
     "bert": Kind(MASKED | {"family": "bert", "max_seq_len": SEQ_LEN}, objective="masked"),
     "esm": Kind(
         MASKED | {"family": "esm", "dropped_token": 3, "embedding_norm": True}, objective="masked"

@@ -83,6 +83,12 @@ LAYOUTS = {
         },
         {"pipeline": 2, "expert": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_v"},
     ],
+    "segments": [
+        {
+            **{"pipeline": 2, "fsdp": 2, "expert": 2, "microbatches": 2, "virtual_stages": 2},
+            **{"schedule": "seq1f1b_interleaved", "sequence_chunks": 2},
+        }
+    ],
     "prototypes": [{"expert": 2, "tensor": 2, "overlap_experts": True}],
     "expert choice": [{"expert": 2, "context": 2, "tensor": 2, "overlap_tensor": True}],
     "bert": [

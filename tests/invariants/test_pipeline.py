@@ -163,11 +163,23 @@ def in_order(engine, params):
     return {**params, "layers": jax.tree.map(lambda x: x[place[:layers]], params["layers"])}
 
 
+SEGMENTS = (
+    {"schedule": "seq1f1b", "sequence_chunks": 4, "pipeline": 4, "fsdp": 2, "zero_stage": 3}
+    | {"remat": "none", "microbatches": 8},
+    {"schedule": "seq1f1b_interleaved", "sequence_chunks": 2, "virtual_stages": 2, "pipeline": 2}
+    | {"fsdp": 2, "tensor": 2, "zero_stage": 1, "remat": "keep:3", "microbatches": 8},
+    {"schedule": "seq1f1b", "sequence_chunks": 2, "pipeline": 2, "fsdp": 2, "context": 2}
+    | {"context_method": "gather", "zero_stage": 2, "remat": "full", "microbatches": 8},
+)
+"""Of packed documents, as all rows here."""
+
 SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ALIKE[:-1]]
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("layout", [*each_schedule(), ALIKE[-1], BY_LAYER, *SLOW], ids=name)
+@pytest.mark.parametrize(
+    "layout", [*each_schedule(), ALIKE[-1], BY_LAYER, *SEGMENTS, *SLOW], ids=name
+)
 def test_every_pipeline_is_one_device_in_float64(layout, capfd):
     check_pipeline(layout)
     assert INVOLUNTARY not in capfd.readouterr().err

@@ -100,7 +100,27 @@ def operate(row, unit, buffers, stages, recompute):
     if kind == W:
         assert read("residual_w") == ("residual", stage, *unit)
         assert read("cotangent") == ("cotangent", stage, *unit)
+    if "memory" in row:
+        use_memory(row, buffers, again=recompute and kind == R)
     return {F: ("activation", stage + 1, *unit)}.get(kind, ("gradient", stage - 1, *unit))
+
+
+def use_memory(row, buffers, again):
+    """What a segment reads of others, and leaves to them."""
+    chunk, segment = (row["microbatch"], row["stage"]), row["segment"]
+    if row["kind"] == W:
+        return
+    memory, gradient = (buffers[name][row[name]] for name in ("memory", "memory_gradient"))
+    if row["kind"] in (F, R):
+        earlier = memory if segment or again else (chunk, set())
+        assert earlier[0] == chunk
+        assert earlier[1] >= set(range(segment))
+        buffers["memory"][row["memory"]] = chunk, earlier[1] | {segment}
+    if row["kind"] in (B, X):
+        assert memory[0] == chunk
+        later = gradient if segment + 1 < len(memory[1]) else (chunk, set())
+        assert later == (chunk, set(range(segment + 1, len(memory[1]))))
+        buffers["memory_gradient"][row["memory_gradient"]] = chunk, later[1] | {segment}
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": 0}, {"keep": 1}, {"fused": True}], ids=str)

@@ -9,12 +9,14 @@ import pytest
 
 from jaxscale.compiled import hlo
 from jaxscale.config import from_dict
+from jaxscale.planner.memory.step import step_memory
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 
 pytestmark = pytest.mark.compiles
 
 RANKS, SEQ_LEN = 4, 64
+MEMORIES = "residual_b", "memory", "memory_gradient"
 
 
 @functools.cache
@@ -91,6 +93,30 @@ def test_memory_is_that_of_the_slots():
 
 
 @pytest.mark.proof
+def test_memory_of_segments_is_that_of_their_slots():
+    """Activations of (p + k - 1) / k micro-batches on the first rank, one array of keys and values
+    for each of these micro-batches, and one of their gradients, as the planner counts them."""
+    saved, again = ({"sequence_chunks": 2, "remat": remat} for remat in ("none", "full"))
+    engine, _ = compiled("seq1f1b", 4 * RANKS, **saved)
+    buffers = engine.pipeline_buffers()
+    slots = {name: [x.shape[0] for x in jax.tree.leaves(buffers[name])] for name in MEMORIES}
+    assert set(slots["residual_b"]) == {RANKS + 1}
+    assert slots["memory"] == [-(-(RANKS + 1) // 2)] * 2  # keys and values
+    assert slots["memory_gradient"] == [1] * 2
+    arrays = jax.tree.leaves([buffers[name] for name in (*MEMORIES, "residual_w", "cotangent")])
+    held = sum(x.size * x.dtype.itemsize for x in arrays)
+    assert step_memory(engine.config).stash == pytest.approx(held, rel=0.001)
+    # The bodies are the same, except for the input of a pass.
+    work = [
+        temporaries("seq1f1b", 4 * RANKS, **one) - predicted("seq1f1b", 4 * RANKS, **one)
+        for one in (saved, again)
+    ]
+    needs = [temporaries("seq1f1b", 4 * RANKS, **one) for one in (saved, again)]
+    assert needs[0] > 1.3 * needs[1]
+    assert abs(work[0] - work[1]) < 0.02 * needs[1]
+
+
+@pytest.mark.proof
 def test_memory_of_passes_that_are_kept_is_that_of_their_slots():
     layouts = [{"remat": remat} for remat in ("full", "keep:2")]
     work = [
@@ -107,7 +133,14 @@ def test_memory_of_passes_that_are_kept_is_that_of_their_slots():
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    ("schedule", "layout"), [("1f1b", {}), ("zb_h2", {}), ("1f1b", {"remat": "keep:2"})], ids=str
+    ("schedule", "layout"),
+    [
+        ("1f1b", {}),
+        ("zb_h2", {}),
+        ("1f1b", {"remat": "keep:2"}),
+        ("seq1f1b", {"sequence_chunks": 2}),
+    ],
+    ids=str,
 )
 def test_no_tick_copies_a_buffer(schedule, layout):
     """Every update is in place: an array of the shape of a buffer or of an accumulator is copied

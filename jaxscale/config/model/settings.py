@@ -67,6 +67,7 @@ class ModelSettings:
     prediction_depth = 0
     relative_bias = "none"
     capacity_factor = 0.0
+    balance_weight = 0.0
     dense_layers = 0
     kv_rank = 0
     value_dim = 0  # features of a head's values; 0 is head_dim

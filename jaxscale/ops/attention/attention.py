@@ -39,6 +39,7 @@ USES = {
     "bias": "no relative position bias",
     "cross": "no cross attention",
     "sinks": "no attention sinks",
+    "part": "no queries that are a part of a sequence (layout.sequence_chunks above 1)",
 }
 """Optional feature of attention -> the words with which an error says that a kernel lacks it."""
 
@@ -70,9 +71,11 @@ def attention(
       ValueError: an unknown implementation, or settings that it or cross attention lacks.
     """
     given = AttentionArrays(*arrays)
-    q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N = given
-    scoring = score_settings(q_BTNH, k_BSKH, segments_BS, bias_bN, **settings)
-    if sinks_N is not None and segments_BS is not None:
+    q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N, begin = given
+    scoring = score_settings(
+        q_BTNH, k_BSKH, segments_BS, bias_bN, part=begin is not None, **settings
+    )
+    if sinks_N is not None and given.crosses:
         raise ValueError(
             "sinks_N with segments_BS: cross attention has no attention sinks; leave one out"
         )
@@ -84,8 +87,9 @@ def attention(
     asked = {
         "soft_cap": scoring.soft_cap,
         "bias": bias_bN is not None,
-        "cross": segments_BS is not None,
+        "cross": given.crosses,
         "sinks": sinks_N is not None,
+        "part": begin is not None,
     }
     check_uses(implementation, [use for use, is_asked in asked.items() if is_asked])
     # With one document per row, causal order already hides the padding at the end of the row.
@@ -116,6 +120,7 @@ def score_settings(
     scale: float | None = None,
     soft_cap: float = 0.0,
     max_distance: int = 128,
+    part: bool = False,
 ) -> Scoring:
     """The scoring settings of one call of attention; layers of a model may differ in them.
 
@@ -126,11 +131,13 @@ def score_settings(
       scale: of the scores; None is H**-0.5.
       soft_cap: scores become cap * tanh(score / cap), after scaling; 0 disables.
       max_distance: distances from this on share a bucket of the bias, which is added last.
+      part: whether the queries are a part of the keys' sequence.
 
     Raises:
       ValueError: settings that contradict each other.
     """
-    if segments_BS is not None and (causal or sliding_window or bias_bN is not None):
+    crosses = segments_BS is not None and not part
+    if crosses and (causal or sliding_window or bias_bN is not None):
         wrong = "causal order" if causal else "a window" if sliding_window else "a position bias"
         raise ValueError(
             f"cross attention with {wrong}: queries and keys of different sequences have no "
@@ -252,7 +259,7 @@ def check_uses(implementation: str, uses: Collection[str]) -> None:
 LACKS = {
     "reference": (),
     "blockwise": (),
-    "cudnn": ("soft_cap", "bias", "cross", "sinks"),
+    "cudnn": ("soft_cap", "bias", "cross", "sinks", "part"),
     "flash": (),
     "splash": (),
 }
@@ -293,9 +300,10 @@ def decode_attention(
 
 
 def _reference(given: AttentionArrays, scoring: Scoring) -> Array:
-    q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N = given
+    q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BS, bias_bN, sinks_N, begin = given
     segments_BS = segments_BT if segments_BS is None else segments_BS
     query_time, key_time = jnp.arange(q_BTNH.shape[1]), jnp.arange(k_BSKH.shape[1])
+    query_time = query_time if begin is None else begin + query_time
     distance_TS = query_time[:, None] - key_time[None, :]
     mask_TS = in_reach(distance_TS, scoring.window, scoring.causal)
     mask_BTS = segments_BT[:, :, None] == segments_BS[:, None, :]

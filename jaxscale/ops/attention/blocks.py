@@ -48,18 +48,25 @@ class AttentionArrays(NamedTuple):
     k_BSKH: Array
     v_BSKH: Array  # may have another number of features than keys
     segments_BT: Array
-    segments_BS: Array | None = None  # the keys' in cross attention; None in self-attention
+    segments_BS: Array | None = None  # the keys', if they are not those of the queries
     bias_bN: Array | None = None  # the table of T5's relative position bias (`relative_bias.py`)
     sinks_N: Array | None = None  # one logit per head in the softmax's denominator, without a value
+    begin: Array | None = None  # int32, of queries that are a part of the keys' tokens: the first's
+    # position among them
 
     @property
     def wide(self) -> jnp.dtype:
         """The type of scores and sums: float32 or wider."""
         return _wide(self.q_BTNH)
 
+    @property
+    def crosses(self) -> bool:
+        """Whether this is cross attention: keys of other sequences than the queries."""
+        return self.segments_BS is not None and self.begin is None
+
     def widened(self) -> "AttentionArrays":
         """Casts bias and sinks to the type of the scores, in which their gradients are summed."""
-        bias_bN, sinks_N = (None if x is None else x.astype(self.wide) for x in self[5:])
+        bias_bN, sinks_N = (None if x is None else x.astype(self.wide) for x in self[5:7])
         return self._replace(bias_bN=bias_bN, sinks_N=sinks_N)
 
 

@@ -24,8 +24,10 @@ def blockwise_attention(*arrays: Any, scoring: Scoring, block: int | None = None
       block: queries (and keys) of a block; None is `blocks.block_size`.
     """
     given = AttentionArrays(*arrays).widened()
-    longest = max(given.q_BTNH.shape[1], given.k_BSKH.shape[1])
-    return _attention(min(block or blocks.block_size(given.q_BTNH), longest), scoring, given)
+    lengths = given.q_BTNH.shape[1], given.k_BSKH.shape[1]
+    # Blocks longer than a part's queries would be padded.
+    most = max(lengths) if given.begin is None else lengths[0]
+    return _attention(min(block or blocks.block_size(given.q_BTNH), most), scoring, given)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -36,14 +38,13 @@ def _attention(block: int, scoring: Scoring, given: AttentionArrays) -> Array:
 def _forward(block: int, scoring: Scoring, given: AttentionArrays) -> tuple[Array, Array]:
     """The output, and log(sum(exp(score))) as [I, B, K, G, t]."""
     queries, keys = blocks.in_blocks(given, block)
-    reach = blocks.reaches(queries, keys, offset=0, scoring=scoring)
+    reach = blocks.reaches(queries, keys, offset=_offset(given), scoring=scoring)
 
     def query_block(arguments):
         queries, reach = arguments
         softmax = blocks.start(queries.q, given.v_BSKH.shape[-1], given.sinks_N)
         softmax = blocks.attend_block(softmax, queries, reach, keys, given.bias_bN, scoring=scoring)
-        blind = given.segments_BS is not None
-        return blocks.finish_softmax(softmax, given.q_BTNH.dtype, blind=blind)
+        return blocks.finish_softmax(softmax, given.q_BTNH.dtype, blind=given.crosses)
 
     out_IBKGtH, log_z_IBKGt = jax.lax.map(query_block, (queries, reach))
     return blocks.from_query_blocks(out_IBKGtH, given.q_BTNH.shape[1]), log_z_IBKGt
@@ -67,7 +68,7 @@ def _backward_rule(block: int, scoring: Scoring, residuals, grad_BTNH: Array):
         output,
         keys,
         given.bias_bN,
-        offset=0,
+        offset=_offset(given),
         scoring=scoring,
         dtype=k_BSKH.dtype,
     )
@@ -83,3 +84,7 @@ def _backward_rule(block: int, scoring: Scoring, residuals, grad_BTNH: Array):
 
 
 _attention.defvjp(_forward_rule, _backward_rule)
+
+
+def _offset(given: AttentionArrays) -> Array | int:
+    return 0 if given.begin is None else given.begin

@@ -66,7 +66,7 @@ def _forward(static: _Static, given: AttentionArrays) -> tuple[Array, Array]:
     start = blocks.start(queries.q, given.v_BSKH.shape[-1], given.sinks_N)
     softmax, _ = visit_pairs(static.chunks, keys, visit, start, ())
     out_hIBKGtH, log_z_hIBKGt = blocks.finish_softmax(
-        softmax, given.q_BTNH.dtype, blind=given.segments_BS is not None
+        softmax, given.q_BTNH.dtype, blind=given.crosses
     )
     out_BTNH = _joined(blocks.from_query_blocks, out_hIBKGtH, static.chunks.chunk)
     return out_BTNH, log_z_hIBKGt

@@ -29,16 +29,20 @@ from jaxscale.ops.array_stack import add
 Tree = Any
 
 
-def balanced_order(seq_len: int, ranks: int) -> np.ndarray:
+def balanced_order(seq_len: int, ranks: int, segments: int = 1) -> np.ndarray:
     """The zigzag order of a sequence's positions: `x[..., order]` has the ranks' parts in order.
 
     >>> balanced_order(8, 2)
     array([0, 1, 6, 7, 2, 3, 4, 5])
+
+    Args:
+      segments: each of which all ranks share; a rank has its parts of all of them in order.
     """
     if ranks == 1:
         return np.arange(seq_len)
-    chunks = np.arange(seq_len).reshape(2 * ranks, -1)
-    return np.stack([chunks[:ranks], chunks[: ranks - 1 : -1]], axis=1).reshape(-1)
+    chunks = np.arange(seq_len).reshape(segments, 2 * ranks, -1)
+    pairs = np.stack([chunks[:, :ranks], chunks[:, : ranks - 1 : -1]], axis=2)
+    return pairs.swapaxes(0, 1).reshape(-1)
 
 
 class Starts(NamedTuple):
@@ -48,9 +52,10 @@ class Starts(NamedTuple):
     keys: Array  # [chunks]
 
     @classmethod
-    def of_whole(cls) -> "Starts":
-        """Of queries and keys that are whole sequences."""
-        return cls(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+    def of_whole(cls, begin: Array | None = None) -> "Starts":
+        """Of keys that are whole sequences, and of their queries, or of those from `begin` on."""
+        first = jnp.zeros(1, jnp.int32)
+        return cls(first if begin is None else begin.reshape(1), first)
 
     @property
     def offset(self) -> Array:

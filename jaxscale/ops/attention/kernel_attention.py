@@ -63,7 +63,7 @@ def _attention(static: _Static, given: AttentionArrays) -> Array:
 def _forward_rule(static: _Static, given: AttentionArrays):
     kernel, chunks = static
     if chunks is None:
-        results = kernel.output(kernel.settings, given, Starts.of_whole())
+        results = kernel.output(kernel.settings, given, Starts.of_whole(given.begin))
     else:
         results = _spread_output(kernel, chunks, given)
     out_BTNH, log_z_BNT = checkpoint_name(results, "attention")
@@ -76,7 +76,8 @@ def _backward_rule(static: _Static, residuals, grad_BTNH: Array):
     wide = (x.astype(given.wide) for x in (out_BTNH, grad_BTNH))
     results = (grad_BTNH, log_z_BNT, jnp.einsum("BTNH,BTNH->BNT", *wide))
     if chunks is None:
-        *grads, bias_bN = kernel.gradients(kernel.settings, given, Starts.of_whole(), *results)
+        starts = Starts.of_whole(given.begin)
+        *grads, bias_bN = kernel.gradients(kernel.settings, given, starts, *results)
     else:
         *grads, bias_bN = _spread_gradients(kernel, chunks, given, results)
     if bias_bN is not None:

@@ -46,7 +46,7 @@ def ulysses_attention(*arrays: Any, axis: str, attend: Callable[..., Array]) -> 
         None if x is None else _natural(jax.lax.all_gather(x, axis, axis=1, tiled=True), ranks)
         for x in given[3:5]
     ]
-    tables = [None if x is None else _own_heads(x, axis) for x in given[5:]]
+    tables = [None if x is None else _own_heads(x, axis) for x in given[5:7]]
     return _to_time(attend(*heads, *segments, *tables), axis)
 
 

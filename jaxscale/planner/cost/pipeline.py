@@ -150,7 +150,8 @@ def _table_seconds(parallelism: Parallelism, costs: table_makespan.OperationSeco
 
 
 def _columns(parallelism: Parallelism) -> tuple[Floats, ...]:
-    return parallelism.pipeline, parallelism.microbatches, parallelism.virtual_stages
+    sizes = parallelism.pipeline, parallelism.microbatches, parallelism.virtual_stages
+    return *sizes, parallelism.segments
 
 
 def _tables(
@@ -161,6 +162,6 @@ def _tables(
     keys = np.stack(columns, axis=-1).astype(int)
     keep = 0 if parallelism.remat == "full" else None
     for key in np.unique(keys[keys[:, 0] > 1], axis=0):
-        p, m, v = key.tolist()
-        spec = TableSpec(parallelism.schedule, p, m, v, parallelism.fused, keep)
+        p, m, v, k = key.tolist()
+        spec = TableSpec(parallelism.schedule, p, m, v, parallelism.fused, keep, k)
         yield spec, np.flatnonzero((keys == key).all(axis=1))

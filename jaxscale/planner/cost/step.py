@@ -4,6 +4,7 @@ Terms are those of the busiest pipeline rank, its idle time is the bubble, and c
 where it is exposed.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from jaxscale.planner.cost.communication import (
     local_params,
     state_traffic,
 )
-from jaxscale.planner.cost.layer import LayerCompute, layer_compute
+from jaxscale.planner.cost.layer import ComputeSeconds, LayerCompute, layer_compute
 from jaxscale.planner.cost.passes import LayerPass, make_passes
 from jaxscale.planner.cost.pipeline import (
     BusiestRank,
@@ -231,6 +232,18 @@ def end_operation_seconds(parts: StepParts) -> table_makespan.OperationSeconds:
     return stage_operation_seconds(
         parts.stages, parts.parallelism, parts.passes[0], parts.layer, 0.0, count=2
     )
+
+
+def end_attention_seconds(parts: StepParts) -> table_makespan.OperationSeconds:
+    """The core attention in `end_operation_seconds`."""
+    only = {
+        name: LayerPass(ComputeSeconds(attention=one.work.attention))
+        for name, one in parts.passes[0].items()
+    }
+    none = dataclasses.replace(
+        parts.layer, head_forward=ComputeSeconds(), head_backward=ComputeSeconds()
+    )
+    return stage_operation_seconds(parts.stages, parts.parallelism, only, none, 0.0, count=2)
 
 
 def message_seconds(parts: StepParts) -> Floats:

@@ -16,6 +16,7 @@ from jaxscale.planner.cost.step import (
     StepParts,
     StepSeconds,
     cost_of_parts,
+    end_attention_seconds,
     end_operation_seconds,
     message_seconds,
 )
@@ -57,6 +58,7 @@ class UnevenPipelineCost:
     stacks: tuple[StackCost, ...]
     head: table_makespan.OperationSeconds  # [N, 1]: extra cost of the last stage
     message: table_makespan.OperationSeconds  # [N, 1]: sends of a rank's chunks
+    attention: table_makespan.OperationSeconds  # [N, 1]: core attention, part of the stacks' shares
     in_ticks: TickCollectives  # [N]: gathers and reductions within ticks
     parallelism: Parallelism
 
@@ -88,6 +90,7 @@ class UnevenPipelineCost:
             tuple(stacks),
             seconds_of(*(one[:, -1:] - one[:, :1] for one in even)),
             seconds_of(*(np.where(one > 0, sent, 0.0) for one in layers)),
+            seconds_of(*(np.atleast_2d(one)[:, :1] for one in end_attention_seconds(parts))),
             TickCollectives(*(np.broadcast_to(one, total.shape) for one in parts.in_ticks)),
             parallelism,
         )
@@ -129,7 +132,10 @@ class UnevenPipelineCost:
 
     def makespan(self, rows: Any, spec: TableSpec, layers: Any) -> np.ndarray:
         """float [rows], seconds of the table; or [...] for several splits of one row."""
-        return table_makespan.makespan(spec, self.costs(rows, layers))
+        layers = np.asarray(layers)
+        share = layers * layers.shape[-1] / layers.sum(axis=-1, keepdims=True)
+        attention = table_makespan.OperationSeconds(*(one[rows] * share for one in self.attention))
+        return table_makespan.makespan(spec, self.costs(rows, layers), attention)
 
     def gathers_and_reductions(self, rows: Any, spec: TableSpec) -> np.ndarray:
         """float [rows], seconds that gathers and reductions add to the ticks of the table."""
@@ -178,7 +184,8 @@ def recomputed_share(spec: TableSpec) -> float:
         return 1.0
     ops = table_makespan.pipeline_table(spec).ops
     counts = np.bincount(ops.rank[ops.kind == R])
-    return float(counts.max() / (spec.virtual_stages * spec.microbatches))
+    passes = spec.virtual_stages * spec.microbatches * spec.segments
+    return float(counts.max() / passes)
 
 
 def busiest_rank_seconds(spec: TableSpec, costs: table_makespan.OperationSeconds) -> float:

@@ -74,7 +74,7 @@ class LayerLoop:
     width: int  # features of each in the residual stream
     heads: int  # of attention
     sequences: Ints  # of a micro-batch on a device, of all tensor and context ranks together
-    tokens: Ints  # of a micro-batch on a device, of all tensor ranks together
+    tokens: Ints  # of a micro-batch, or its segment, on a device, of all tensor ranks together
     rows: Ints  # of the experts of a rank, that tokens of a micro-batch are in; 0: no experts
     source: Ints  # tokens that its cross attention reads, as `tokens`; 0: no cross attention
     group: Ints  # micro-batches of an accumulation group: one loop over the layers
@@ -116,7 +116,7 @@ class LayerLoop:
         )
         scatters = several & zero_stage.leaves_shards(stage, single)
         splits = layout.batch_shards * layout.microbatches
-        shards = splits * layout.context
+        shards = splits * layout.context * layout.segments
         saved = saved_values(model, *lengths, "full", piped=False).of(stack.name)
         length, custom = saved.length, is_own_family(model.family)
         crosses = stack.name == "decoder" and model.num_encoder_layers
@@ -201,10 +201,12 @@ class LayerLoop:
 
     def saved(self, remat: str, *, piped: bool = False) -> StackSaved:
         """Values that a layer saves under a policy; in a pipeline whose table recomputes passes,
-        without a policy."""
+        without a policy. With segments some wait in the stack's memory."""
         if piped and parse_remat(remat).kept_passes is not None:
             remat = "none"
-        return saved_values(self.model, *self.lengths, remat, piped=piped).of(self.part)
+        in_parts = piped and bool(np.all(self.layout.segments > 1))
+        how: dict[str, bool] = {"piped": piped, "in_parts": in_parts}
+        return saved_values(self.model, *self.lengths, remat, **how).of(self.part)
 
     @property
     def has_experts(self) -> bool:

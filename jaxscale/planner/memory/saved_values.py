@@ -45,7 +45,9 @@ def slot_bytes(loop: LayerLoop, held: str, *, tiled: bool) -> Ints:
         if one.held == held:
             each = _tiled_bytes if tiled and one.heads > 1 else _bytes
             total[one.per] = total[one.per] + each(one, layout, layout.tensor_columns)
-    tokens = loop.tokens * total["sequence"] // loop.length
+    # Of whole sequences, not of a segment.
+    whole = layout.segments if held.startswith("memory") else 1
+    tokens = loop.tokens * whole * total["sequence"] // loop.length
     return (tokens + loop.rows * total["row"]) // layout.tensor
 
 

@@ -55,6 +55,9 @@ from jaxscale.training.tracing.traces import model_trace
 HELD = ("residual_b", "residual_w", "cotangent")
 """A pipeline's buffers of saved activations."""
 
+LEFT = ("memory", "memory_gradient")
+"""Its buffers of what segments of a sequence leave to later ones."""
+
 
 def step_memory(
     config: Config,
@@ -228,7 +231,7 @@ def _slots(loops: list[LayerLoop], buffers: RankBuffers, transients: Transients)
     if not np.any(loops[0].layout.pipeline > 1):
         return 0
     for loop in loops:
-        for held in HELD:
+        for held in (*HELD, *LEFT):
             slots = getattr(buffers, held)
             total = total + slots * loop.capacity * slot_bytes(loop, held, tiled=tiled)
     return total

@@ -46,6 +46,7 @@ def layout_text(layout: Layout) -> str:
     if layout.pipeline > 1:
         chunks = f" of {layout.virtual_stages} chunks" if layout.virtual_stages > 1 else ""
         parts.append(layout.schedule + chunks)
+        parts += [f"{layout.segments} segments"] * (layout.segments > 1)
     by_layer = layout.pipeline > 1 and layout.pipeline_gather == "layer"
     parts += ["gathered by layer"] * by_layer
     if layout.context > 1:

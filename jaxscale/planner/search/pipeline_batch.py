@@ -112,7 +112,8 @@ def _with_few_microbatches(spec: TableSpec) -> TableSpec:
         return spec
     schedule, ranks = find_schedule(spec.schedule), spec.ranks
     fewer = range(ranks, spec.microbatches)
-    served = (m for m in fewer if schedule.serves(ranks, m, spec.virtual_stages, 1))
+    numbers = spec.virtual_stages, spec.segments
+    served = (m for m in fewer if schedule.serves(ranks, m, *numbers))
     return spec._replace(microbatches=next(served, spec.microbatches))
 
 
@@ -121,11 +122,12 @@ def _distinct_tables(layouts: LayoutBatch) -> tuple[list[TableSpec], np.ndarray]
     schedule, keep = layouts.schedule_spec, layouts.remat_policy.kept_passes
     columns = [
         np.broadcast_to(getattr(layouts, field), (len(layouts),))
-        for field in ("pipeline", "microbatches", "virtual_stages")
+        for field in ("pipeline", "microbatches", "virtual_stages", "segments")
     ]
     distinct, index = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
     specs = [
-        TableSpec(schedule.name, p, m, v, schedule.fused, keep) for p, m, v in distinct.tolist()
+        TableSpec(schedule.name, p, m, v, schedule.fused, keep, k)
+        for p, m, v, k in distinct.tolist()
     ]
     return specs, index.reshape(-1)
 

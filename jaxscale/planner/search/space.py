@@ -149,6 +149,7 @@ def enumerate_sizes(
     `messages`."""
     rows, model = [], query.planned_model
     given = {name: query.pins.get(name, False) for name in (*OVERLAPS, "unroll_layers")}
+    given |= {"sequence_chunks": query.pins.get("sequence_chunks", 1)}
     method = query.pins.get("context_method", "gather")  # which accepts every mesh that "ring" does
     for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.work.num_experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
@@ -267,7 +268,8 @@ def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
 
 def _schedules(pins: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Schedules, each with the numbers of virtual stages that are tried."""
-    runs = [schedule for schedule in SHIPPED if schedule.runs]
+    splits = pins.get("sequence_chunks", 1) > 1
+    runs = [one for one in SHIPPED if one.runs and one.splits_sequences == splits]
     fused = (f"{schedule.name}:fused" for schedule in runs if not schedule.splits_backward)
     for text in _pinned(pins, "schedule", [*(schedule.name for schedule in runs), *fused]):
         schedule = find_schedule(parse_schedule(text).name)
@@ -317,7 +319,7 @@ def _runnable(
     query: Query, layouts: LayoutBatch, rejected: collections.Counter
 ) -> LayoutBatch | None:
     """Layouts whose schedule supports their ranks, micro-batches and layers."""
-    spec, v = layouts.schedule_spec, int(layouts.virtual_stages)
+    spec, v, k = layouts.schedule_spec, int(layouts.virtual_stages), layouts.sequence_chunks
     schedule = find_schedule(spec.name)
     # Layouts that differ in other axes have the same pipeline: each is checked once.
     ranks, base = np.asarray(layouts.pipeline), int(np.max(layouts.microbatches)) + 1
@@ -325,7 +327,7 @@ def _runnable(
         ranks * base + layouts.microbatches, return_inverse=True, return_counts=True
     )
     pipelines, stacks = [divmod(key, base) for key in keys.tolist()], query.planned_model.stacks
-    serves = np.array([schedule.serves(p, m, v, 1) for p, m in pipelines])
+    serves = np.array([schedule.serves(p, m, v, k) for p, m in pipelines])
     enough = np.array([has_layers(stacks, p * v) for p, _ in pipelines])
     rejected["the schedule does not support the ranks and micro-batches"] += int(
         count[~serves].sum()
@@ -335,7 +337,9 @@ def _runnable(
     if keep := layouts.remat_policy.kept_passes:
         more = np.array(
             [
-                ok and most_slots(TableSpec(spec.name, p, m, v, spec.fused))["residual_w"] > keep
+                ok
+                and most_slots(TableSpec(spec.name, p, m, v, spec.fused, segments=k))["residual_w"]
+                > keep
                 for ok, (p, m) in zip(good, pipelines)
             ]
         )

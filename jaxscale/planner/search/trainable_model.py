@@ -24,6 +24,7 @@ from jaxscale.sharding.layout_checks import (
     check_pipeline_gather,
     check_ring,
     check_sequence,
+    check_sequence_chunks,
     check_spread_attention,
     check_tensor_rows,
     check_ulysses,
@@ -232,6 +233,7 @@ class TrainableModel:
             NO_SPREAD: functools.partial(check_spread_attention, layout, model.attention),
             sized_model.NO_HEADS: functools.partial(check_ulysses, layout, model),
             "data.seq_len does not split": functools.partial(check_sequence, layout, data),
+            "needs whole sequences": functools.partial(check_sequence_chunks, layout, model),
             "not available in this version": functools.partial(check_tensor_rows, layout, model),
             "a dimension of the model does not divide": functools.partial(check_parameters, config),
         }

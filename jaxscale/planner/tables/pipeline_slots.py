@@ -33,7 +33,7 @@ from jaxscale.planner.tables.table_makespan import (
 from jaxscale.sharding.model_trace import Ints
 from jaxscale.training.tracing.traces import model_trace, model_work
 
-SLOTS = ("residual_b", "residual_w", "cotangent", "input", "inbox")
+SLOTS = ("residual_b", "residual_w", "cotangent", "input", "inbox", "memory", "memory_gradient")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class RankBuffers:
     cotangent: Ints = 0
     input: Ints = 0
     inbox: Ints = 0
+    memory: Ints = 0
+    memory_gradient: Ints = 0
     chunks: Ints = 1  # of a rank
 
     @classmethod
@@ -124,7 +126,7 @@ def buffers_by_rank(
         RankBuffers(
             tuple(int(mine.sum()) for mine in of_stacks(rank)),
             tuple(int(mine.max(initial=0)) for mine in of_stacks(rank)),
-            **{name: int(slots[name][rank]) for name in SLOTS},
+            **{name: int(slots[name][rank]) for name in SLOTS if name in slots},
             chunks=chunks.shape[1],
         )
         for rank in range(len(chunks))
@@ -157,7 +159,7 @@ def layout_buffers(model: ModelConfig, data: DataConfig, layout: Layout) -> Rank
     stages = open_stages(layout, stacks, head_cost)
     held = [(stages.chunks["stack"] == n).sum(axis=1).max() for n in range(len(stacks))]
     capacity = tuple(stages.capacity(n) for n in range(len(stacks)))
-    slots = {name: stages.program.slots[name] for name in SLOTS}
+    slots = {name: stages.program.slots.get(name, 0) for name in SLOTS}
     rows = tuple(int(h) * c for h, c in zip(held, capacity))
     return RankBuffers(rows, capacity, **slots, chunks=stages.counts.shape[1])
 
@@ -170,7 +172,7 @@ def most_slots(spec: TableSpec) -> dict[str, int]:
 @functools.lru_cache(maxsize=4096)
 def _most_slots(spec: TableSpec) -> np.ndarray:
     counts = count_slots(pipeline_table(spec))
-    return np.array([counts[name].max() for name in SLOTS])
+    return np.array([counts[name].max() if name in counts else 0 for name in SLOTS])
 
 
 @functools.lru_cache(maxsize=4096)

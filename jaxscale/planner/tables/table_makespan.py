@@ -28,13 +28,15 @@ class TableSpec(NamedTuple):
     virtual_stages: int = 1
     fused: bool = False  # one operation for the whole backward pass
     keep: int | None = None  # passes that a rank saves at a time; None without recompute
+    segments: int = 1
 
     @classmethod
     def of(cls, layout: Layout) -> "TableSpec":
         """The table of a resolved layout."""
         spec, keep = layout.schedule_spec, layout.remat_policy.kept_passes
         chunks = max(1, layout.virtual_stages)
-        return cls(spec.name, layout.pipeline, layout.microbatches, chunks, spec.fused, keep)
+        how = spec.fused, keep, layout.segments
+        return cls(spec.name, layout.pipeline, layout.microbatches, chunks, *how)
 
     @property
     def stages(self) -> int:
@@ -61,7 +63,7 @@ class TableSpec(NamedTuple):
 
 class OperationSeconds(NamedTuple):
     """Seconds of a rank's whole share of the model for one micro-batch, by operation; a chunk takes
-    1/v of them.
+    1/v of them, and one of k segments 1/k of that.
 
     Each a number, or float [..., 1] (equal for all virtual stages), or float [..., virtual stages].
     A fused backward costs b + w.
@@ -73,7 +75,9 @@ class OperationSeconds(NamedTuple):
     r: Any = 0.0
 
 
-def makespan(spec: TableSpec, costs: OperationSeconds) -> np.ndarray:
+def makespan(
+    spec: TableSpec, costs: OperationSeconds, attention: OperationSeconds | None = None
+) -> np.ndarray:
     """Seconds from the first operation to the end of the last: a tick lasts as long as its slowest
     operation, as in our executor.
 
@@ -83,6 +87,7 @@ def makespan(spec: TableSpec, costs: OperationSeconds) -> np.ndarray:
 
     Args:
       costs: costs of operations that the schedule does not have are ignored.
+      attention: the parts of them that grow with the number of earlier tokens; None is none.
 
     Returns:
       Float [...], the leading dimensions of the costs.
@@ -92,8 +97,21 @@ def makespan(spec: TableSpec, costs: OperationSeconds) -> np.ndarray:
         costs of another number of stages.
     """
     durations, shape = _durations(costs, spec.stages)
+    if spec.segments > 1:
+        grows, _ = _durations(attention or OperationSeconds(0, 0, 0, 0), spec.stages)
+        durations = _by_segment(spec, durations, grows)
     found = extended(spec, lambda spec: _seconds(spec, durations))
-    return found.reshape(shape) / spec.virtual_stages
+    return found.reshape(shape) / (spec.virtual_stages * spec.segments)
+
+
+def _by_segment(spec: TableSpec, durations: np.ndarray, attention: np.ndarray) -> np.ndarray:
+    """float [kinds, N, stages * segments]: attention of segment g of k takes (2 g + 1) / k of the
+    mean."""
+    count = spec.segments
+    growth = (2 * np.arange(count) + 1) / count
+    each = durations[..., None] + attention[..., None] * (growth - 1)
+    shape = *durations.shape[:2], spec.stages, count
+    return np.broadcast_to(each, shape).reshape(*shape[:2], -1)
 
 
 def extended(spec: TableSpec, found_of: Callable[[TableSpec], np.ndarray]) -> np.ndarray:
@@ -133,8 +151,8 @@ def pipeline_table(spec: TableSpec) -> Table:
     Raises:
       ValueError: an unknown schedule, numbers that it does not support, or overlapped pairs.
     """
-    name, ranks, microbatches, chunks, fused, keep = spec
-    order = make_order(name, ranks, microbatches, chunks, fused=fused, keep=keep)
+    name, ranks, microbatches, chunks, fused, keep, segments = spec
+    order = make_order(name, ranks, microbatches, chunks, segments, fused=fused, keep=keep)
     if any(op.paired for row in order.rows for op in row):
         raise ValueError(f"{name} overlaps pairs of operations, which the planner has no cost for")
     return compile_order(order, complete=name in NAMES)
@@ -142,7 +160,7 @@ def pipeline_table(spec: TableSpec) -> Table:
 
 def _seconds(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
     """float [N]: the sum over ticks of the slowest operation."""
-    classes, index = _stage_classes(durations, spec.stages)
+    classes, index = _stage_classes(durations, spec.stages * spec.segments)
     active, counts = _patterns(spec, classes)
     costs = durations[:, :, index].transpose(0, 2, 1).reshape(-1, durations.shape[1])
     total = np.zeros(durations.shape[1])
@@ -152,7 +170,8 @@ def _seconds(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
 
 
 def _stage_classes(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...], np.ndarray]:
-    """A class for each stage, with equal costs in a class, and one stage of each class."""
+    """A class for each stage, or each segment in one, with equal costs in a class, and one of
+    each class."""
     if durations.shape[-1] == 1:
         return (0,) * stages, np.zeros(1, int)
     columns = np.ascontiguousarray(durations.reshape(-1, stages).T)
@@ -165,10 +184,10 @@ def _stage_classes(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...],
 def _patterns(spec: TableSpec, classes: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
     """The distinct sets of active operations, as indices into [kinds * classes], and their
     ticks."""
-    tick, kind, stage = _cells(spec)
+    tick, kind, place = _cells(spec)
     count = max(classes) + 1
     there = np.zeros((tick.max() + 1, (X + 1) * count), bool)
-    there[tick, kind * count + np.array(classes)[stage]] = True
+    there[tick, kind * count + np.array(classes)[place]] = True
     # Ticks with the same active operations last equally long, so each distinct set is priced once.
     packed = np.packbits(there, axis=1)
     _, index, counts = np.unique(packed, axis=0, return_index=True, return_counts=True)
@@ -177,6 +196,7 @@ def _patterns(spec: TableSpec, classes: tuple[int, ...]) -> tuple[list[np.ndarra
 
 @functools.lru_cache(maxsize=4096)
 def _cells(spec: TableSpec) -> tuple[np.ndarray, ...]:
-    """Tick, kind and stage of every operation."""
+    """Tick, kind and place, stage * segments + segment, of every operation."""
     table = pipeline_table(spec)
-    return tuple(x.astype(np.int32) for x in (table.tick, table.ops.kind, table.ops.stage))
+    place = table.ops.stage * spec.segments + table.ops.segment
+    return tuple(x.astype(np.int32) for x in (table.tick, table.ops.kind, place))

@@ -75,7 +75,14 @@ def layer_arguments(
         weights = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[stack.name]
         )
-        yield stack, stream, (weights, *split_stream(stack, stream), context)
+        x, shared = split_stream(stack, stream)
+        if batch.within != ():
+            rows = batch.within.segments.shape
+            x |= {
+                n: jax.ShapeDtypeStruct((*rows, *s.shape), s.dtype)
+                for n, s in stack.memory().items()
+            }
+        yield stack, stream, (weights, x, shared, context)
 
 
 def carried_tokens(stack: Stack, stream: Any, output_len: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
+from jaxscale.batch import Within
 from jaxscale.config.layout import RematPolicy, parse_remat
 from jaxscale.config.model import ModelSettings, is_own_family
 from jaxscale.models.decoder import plain_kernels
@@ -50,6 +51,7 @@ def trace_saved(
     output_len: int,
     remat: str,
     piped: bool,
+    in_parts: bool = False,
     make: MakeModel | None = None,
 ) -> SavedValues:
     """The arrays that the layers of each stack save.
@@ -58,6 +60,7 @@ def trace_saved(
       seq_len, output_len: as in `trace_work`.
       remat: a policy of `Layout.remat`.
       piped: for the operations of a pipeline, not for a loop over layers.
+      in_parts: for sequences that are parts of longer ones (`Batch.within`).
       make: the function that makes the model; None: by `settings.family`.
     """
     policy, given, heads = parse_remat(remat), [], []
@@ -66,6 +69,9 @@ def trace_saved(
     one = example_of(model, seq_len, output_len)
     sequences = _unused_size((params, one))
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((sequences, *x.shape[1:]), x.dtype), one)
+    if in_parts:
+        rows = jax.ShapeDtypeStruct((sequences, 2 * output_len), jnp.int32)
+        batch = batch._replace(within=Within(jax.ShapeDtypeStruct((), jnp.int32), rows))
     found = []
     for stack, stream, arguments in layer_arguments(model, params, batch):
         length, width = carried_tokens(stack, stream, output_len)
@@ -80,7 +86,7 @@ def trace_saved(
             rows = _expert_rows(layer, arguments) if experts else 0
             share = len(range(kind, stack.num_layers, stack.period)) / stack.num_layers
             shape = _Shape(sequences, length, rows, widths)
-            for value in _saved(layer, arguments, shape, piped):
+            for value in _saved(stack, layer, arguments, shape, piped):
                 counts[value] += 1.0 if piped else share
         values = tuple(dataclasses.replace(one, count=count) for one, count in counts.items())
         saved = StackSaved(stack.name, length, width, rows / sequences / length, values)
@@ -163,10 +169,16 @@ def _expert_rows(layer: LayerFunction, arguments: tuple) -> int:
 
 
 def _saved(
-    layer: LayerFunction, arguments: tuple, shape: _Shape, piped: bool
+    stack: Stack, layer: LayerFunction, arguments: tuple, shape: _Shape, piped: bool
 ) -> Iterator[SavedValue]:
     if piped:
-        parts = split(layer, *arguments)
+        memory = tuple(arguments[1].keys() & stack.memory().keys())
+        for name in memory:
+            *heads, features = stack.memory()[name].shape
+            size, count = stack.memory()[name].dtype.itemsize, math.prod(heads)
+            for held in ("memory", "memory_gradient"):
+                yield SavedValue(held, "sequence", "features", count, features, shape.length, size)
+        parts = split(layer, *arguments, memory=memory)
         yield from _values("residual_b", parts.residuals_b, parts.names_b, shape)
         yield from _values("residual_w", parts.residuals_w, parts.names_w, shape)
         yield from _values("cotangent", parts.saved, (), shape)

@@ -58,14 +58,21 @@ def model_work(
 
 
 def saved_values(
-    settings: ModelSettings, seq_len: int, output_len: int, remat: str, *, piped: bool
+    settings: ModelSettings,
+    seq_len: int,
+    output_len: int,
+    remat: str,
+    *,
+    piped: bool,
+    in_parts: bool = False,
 ) -> SavedValues:
     """The arrays that a model's layers save, by `trace_saved`.
 
     Raises:
       ValueError: the family of a custom model cannot be imported.
     """
-    return _trace(SavedValues, settings, _made_by(settings), seq_len, output_len, remat, piped)
+    how = remat, piped, in_parts
+    return _trace(SavedValues, settings, _made_by(settings), seq_len, output_len, *how)
 
 
 def _made_by(settings: ModelSettings) -> Any:

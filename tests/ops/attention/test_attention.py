@@ -22,6 +22,7 @@ from jaxscale.ops.attention.attention import (
 from jaxscale.ops.attention.blockwise import blockwise_attention
 from jaxscale.ops.attention.flash import flash_attention
 from jaxscale.ops.attention.platform_kernels import maskless
+from jaxscale.ops.attention.splash import splash_attention
 from jaxscale.ops.rope import rotary
 
 reference = functools.partial(attention, implementation="reference")
@@ -706,3 +707,49 @@ def test_a_query_that_sees_no_key_gets_zeros():
     positions = jnp.broadcast_to(jnp.arange(3), (2, 3))
     got = decode_attention(q, k, v, positions, jnp.full((2, 3), -1))
     np.testing.assert_array_equal(got, jnp.zeros_like(q))
+
+
+def in_parts(kernel, length):
+    """Attention of queries a part at a time, each to the keys up to its own: the gradients of keys
+    and values are summed over the parts."""
+
+    def attend(q, k, v, segments, sinks):
+        def one(begin):
+            some, of_some = (
+                jax.lax.dynamic_slice_in_dim(x, begin, length, axis=1) for x in (q, segments)
+            )
+            return kernel(some, k, v, of_some, segments, None, sinks, begin)
+
+        parts = jax.lax.map(one, jnp.arange(0, q.shape[1], length, dtype=jnp.int32))
+        return jnp.concatenate(list(parts), axis=1)
+
+    return attend
+
+
+@pytest.mark.proof(but=("blockwise",))
+@pytest.mark.parametrize("implementation", ["reference", "blockwise", "flash", "splash"])
+def test_queries_may_be_a_part_of_the_sequence(implementation):
+    q, k, v, segments, _, _, sinks = arguments(48, 4, 2, sinks=1)
+    settings = {"sliding_window": 19}
+    kernels = {"flash": flash_attention, "splash": splash_attention}
+    if implementation in kernels:
+        scoring = score_settings(q, k, segments, part=True, **settings)
+        kernel = functools.partial(kernels[implementation], scoring=scoring, interpret=True)
+    else:
+        kernel = functools.partial(attention, implementation=implementation, **settings)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(attend):
+        out, pullback = jax.vjp(lambda q, k, v, s: attend(q, k, v, segments, s), q, k, v, sinks)
+        return (out, *pullback(jnp.sin(jnp.arange(out.size)).reshape(out.shape)))
+
+    def whole(q, k, v, segments, sinks):
+        return reference(q, k, v, segments, None, None, sinks, **settings)
+
+    assert_close(run(in_parts(kernel, 16)), run(whole), 1e-12)
+
+
+def test_cudnn_has_no_part_of_a_sequence():
+    q, k, v, segments = arguments(8, 2, 2)
+    with pytest.raises(ValueError, match="no queries that are a part of a sequence"):
+        attention(q, k, v, segments, segments, None, None, 0, implementation="cudnn")

@@ -23,6 +23,7 @@ SHAPES = [
     ("zb_h2", 1),
     ("zb_v", 2),
 ]
+SEGMENTS = {"seq1f1b": 1, "seq1f1b_interleaved": 2}
 CASES = [
     (name, chunks, fused, recompute)
     for (name, chunks), fused, recompute in itertools.product(SHAPES, (False, True), (False, True))
@@ -41,8 +42,9 @@ def random_costs(
 
 def simulated(spec: TableSpec, costs: table_makespan.OperationSeconds) -> np.ndarray:
     """[rows]."""
-    name, *numbers, fused, keep = spec
-    table, found = compile_order(make_order(name, *numbers, fused=fused, keep=keep)), []
+    name, *numbers, fused, keep, segments = spec
+    order = make_order(name, *numbers, segments, fused=fused, keep=keep)
+    table, found = compile_order(order), []
     wide = [np.broadcast_to(cost, (3, spec.stages)) for cost in map(np.asarray, costs)]
     for row in range(3):
         run = simulate(table, Costs(*(tuple(cost[row]) for cost in wide)))
@@ -52,8 +54,20 @@ def simulated(spec: TableSpec, costs: table_makespan.OperationSeconds) -> np.nda
 
 def test_the_cases_are_what_the_executor_runs():
     named = {name for name, _ in SHAPES}
-    assert named == {schedule.name for schedule in SHIPPED if schedule.runs}
+    assert named | {*SEGMENTS} == {schedule.name for schedule in SHIPPED if schedule.runs}
     assert named == {schedule.name for schedule in SHIPPED if schedule.steady_rounds}
+
+
+@pytest.mark.parametrize(("name", "chunks"), SEGMENTS.items())
+def test_makespans_of_segments_are_the_simulators(name, chunks):
+    costs = random_costs(4 * chunks, False, True)
+    spec = TableSpec(name, 4, 8, chunks, segments=2)
+    np.testing.assert_allclose(makespan(spec, costs), simulated(spec, costs), rtol=1e-12)
+    # One rank does one segment after the other: what the last takes longer, the first is shorter.
+    alone, attention = TableSpec(name, 1, 2, chunks, segments=4), random_costs(chunks, False, True)
+    own = table_makespan.OperationSeconds(*(np.ones((3, chunks)) * 4 + i for i in range(3)))
+    np.testing.assert_allclose(makespan(alone, own, attention), makespan(alone, own), rtol=1e-12)
+    assert np.all(makespan(spec, costs, costs) > makespan(spec, costs))
 
 
 @pytest.mark.proof(but=("1f1b-1-True-False", "gpipe-1-True-False", "gpipe-1-True-True"))
