@@ -97,7 +97,7 @@ def test_the_command_ranks_and_writes(tmp_path, capsys):
         (["--why_not", "tensor"], "'tensor' is not KEY=VALUE"),
         (["--why_not", "tensr=3"], "--why_not tensr is not a field of a layout"),
         (["--why_not", "remat=ful"], "did you mean 'full'"),
-        (["--why_not", "schedule=dualpipe"], "--why_not schedule=dualpipe: the planner ranks"),
+        (["--why_not", "schedule=order.csv"], "--why_not schedule=order.csv: the planner ranks"),
         (["--why_not", "tensor=4,tensor=2"], "'tensor=2': tensor is already 4; give it once"),
         (["--pin", "remat=none"], "'remat=none': remat is already full; give it once"),
         (["--compare", "1", "zero_stage=7"], "layout.zero_stage = 7; it can be"),

@@ -34,7 +34,11 @@ SHRINKS_IN_PIPELINES = {
 }
 """The same for a layout with a pipeline."""
 
-PIPELINE_BUFFERS = {"weights": "weights in use", "gradients": "gradients"}
+PIPELINE_BUFFERS = {
+    "weights": "weights in use",
+    "weights of two directions": "weights in use",
+    "gradients": "gradients",
+}
 """Names of `pipeline_buffers` -> keys of SHRINKS; all others are SAVED."""
 
 

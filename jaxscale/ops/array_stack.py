@@ -63,6 +63,15 @@ def add_rows(total: Tree, begin: Index, rows: Tree) -> Tree:
     return jax.tree.map(one, total, rows)
 
 
+def put_rows(stack: Tree, begin: Index, rows: Tree) -> Tree:
+    """Replaces as many entries as there are `rows`, from `begin`."""
+    return jax.tree.map(
+        lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, begin, axis=0, **FROM_ZERO),
+        stack,
+        rows,
+    )
+
+
 def after(index: Index, tree: Tree) -> jax.Array:
     """Makes an index depend on arrays, so that users of the index run after them.
 

@@ -22,8 +22,9 @@ class TickProgram:
     forward with a backward in one tick. -1 is none.
 
     - `kind` (NOP if idle), `microbatch`, `stage`, `segment`, `direction`; `chunk`, the stage's
-      index on its rank, in that direction. If some passes are recomputed, an F that saves its
-      residuals is an R without an `input`: it does the same, from the inbox.
+      index on its rank, those of direction 1 after those of direction 0. If some passes are
+      recomputed, an F that saves its residuals is an R without an `input`: it does the same, from
+      the inbox.
     - Slots that the operation reads or writes, by buffer. `inbox`: the activation for F, the
       gradient for B or X; in the last stage, the output of its F. The first stage reads tokens.
       `input`: written by F for its R. `residual_b`: written by F or R, for B or X. `residual_w`:
@@ -33,7 +34,8 @@ class TickProgram:
     - `from_left`, `from_right`, `from_self`: the inbox slot for the result of the neighbour (the
       ranks are a ring), or of the rank itself, at the end of the tick. If nothing is received it is
       the slot after the last, so that a receiver does not branch.
-    - `gather`: 1 where a rank gathers the weights of a chunk, if it stores one chunk's at a time.
+    - `gather`: 1 where a rank gathers the weights of a chunk, if it stores one chunk's at a time,
+      with pairs two chunks'; `weights`, the chunk's place among them.
       `reduce`: 1 where the weight gradients of a chunk are complete, until the rank's next
       operations on it.
     """
@@ -49,13 +51,15 @@ def make_program(table: Table) -> TickProgram:
     shape = table.ticks, table.order.ranks, 1 + int(ops.paired.max())
     columns = {"kind": np.full(shape, NOP, np.int32)}
     columns["kind"][cell] = ops.kind
+    gather, weights = _weight_slots(table)
     for name, values in {
         "microbatch": ops.microbatch,
         "stage": ops.stage,
         "segment": ops.segment,
         "direction": ops.direction,
-        "chunk": ops.stage // table.order.ranks,
-        "gather": gathers(table),
+        "chunk": ops.direction * table.order.virtual_stages + ops.stage // table.order.ranks,
+        "gather": gather,
+        "weights": weights,
         "reduce": reduces(table),
     }.items():
         columns[name] = np.full(shape, -1, np.int32)
@@ -149,8 +153,30 @@ def _receives(
 
 def gathers(table: Table) -> np.ndarray:
     """int [N], 1 where an operation is of another chunk than the rank's previous one, so that
-    weights are gathered."""
-    return _changes(table, np.flatnonzero(table.ops.kind != W), ahead=False)
+    weights are gathered; with pairs, than the last two that it gathered."""
+    return _weight_slots(table)[0]
+
+
+def _weight_slots(table: Table) -> tuple[np.ndarray, np.ndarray]:
+    """`gathers`, and int [N], the place of the chunk's weights: with pairs the one of two that was
+    used last is kept."""
+    ops, among = table.ops, np.flatnonzero(table.ops.kind != W)
+    if not ops.paired.any():
+        return _changes(table, among, ahead=False), np.zeros_like(ops.kind)
+    gather, place = np.zeros_like(ops.kind), np.zeros_like(ops.kind)
+    held: dict[int, list[tuple[int, int]]] = {}  # of each rank
+    latest: dict[int, int] = {}
+    for n in among.tolist():
+        rank, chunk = int(ops.rank[n]), (int(ops.direction[n]), int(ops.stage[n]))
+        chunks = held.setdefault(rank, [])
+        if chunk not in chunks:
+            gather[n] = 1
+            if len(chunks) < 2:
+                chunks.append(chunk)
+            else:
+                chunks[1 - latest[rank]] = chunk
+        place[n] = latest[rank] = chunks.index(chunk)
+    return gather, place
 
 
 def reduces(table: Table) -> np.ndarray:

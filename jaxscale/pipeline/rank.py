@@ -3,7 +3,6 @@
 For use in a `shard_map` in which pipeline, data and fsdp are manual.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,13 +25,10 @@ from jaxscale.models.protocol import (
 )
 from jaxscale.ops.array_stack import Index, add_rows, at, put
 from jaxscale.pipeline.buffer_slots import TickProgram
-from jaxscale.pipeline.segments import GRADIENT, MEMORY, segment_of
-from jaxscale.pipeline.stack_part import Remat, StackPart, StreamShapes, trace_stacks
-from jaxscale.pipeline.stages import (
-    KIND,
-    LAYERS,
-    PipelineStages,
-)
+from jaxscale.pipeline.layers.mirror import with_rows
+from jaxscale.pipeline.layers.segments import GRADIENT, MEMORY, segment_of
+from jaxscale.pipeline.layers.stack_part import Remat, StackPart, StreamShapes, trace_stacks
+from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.resolve import constrain
 from jaxscale.sharding.rules import ACTIVATIONS
 from jaxscale.sharding.zero import Zero
@@ -47,6 +43,7 @@ class State(NamedTuple):
     """A rank's carry of the scan over ticks."""
 
     made: Stream  # the result of this tick, for a neighbour
+    made_paired: Stream | None  # that of a pair's second operation, if pairs are one operation
     buffers: dict[str, Tree]  # [slots, ...]
     weights: Tree  # gathered, of a chunk of each stack; None if ticks do not gather
     pending: Tree  # gradients of a chunk, not reduced yet; None without reductions
@@ -103,7 +100,7 @@ class Rank:
         # Before the first tick: one gather a step, and no tick has a loop with a collective, which
         # XLA for GPUs cannot put into a CUDA graph (NCCL: NVIDIA/nccl#1986).
         only_chunk = None
-        if zero.gathers and stages.table.order.virtual_stages == 1 and not stages.by_layer:
+        if zero.gathers and stages.has_one_chunk and not stages.by_layer:
             only_chunk = {p.name: zero.gather(p.layers, zero.axes[p.name]) for p in parts}
         return cls(
             model=model,
@@ -121,10 +118,6 @@ class Rank:
         )
 
     @property
-    def has_one_chunk(self) -> bool:
-        return self.stages.table.order.virtual_stages == 1
-
-    @property
     def keeps_received(self) -> bool:
         """Whether backward passes read the stream received by the forward pass."""
         return len(self.parts) > 1 or any(part.stack.shared for part in self.parts)
@@ -132,8 +125,11 @@ class Rank:
     def accumulators(self, params: Tree) -> dict[str, Tree]:
         """Zeros for sums of gradients."""
         model, zero, axes = self.model, self.zero, self.zero.axes
+        layers = {part.name: params[part.name] for part in self.parts}
+        if self.stages.table.order.directions > 1:
+            layers = with_rows(layers, 2)
         return {
-            **{p.name: zero.zeros(params[p.name], axes[p.name]) for p in self.parts},
+            **{name: zero.zeros(rows, axes[name]) for name, rows in layers.items()},
             "embed": zero.zeros(params["embed"], axes["embed"]),
             "head": zero.zeros(head_params(model, params), head_params(model, axes)),
         }
@@ -171,8 +167,10 @@ class Rank:
         if self.keeps_received and grads:
             found["received"] = streams(slots["residual_w"])
         weights, pending = self._chunk_arrays() if not self.stages.by_layer else (None, None)
+        made = {name: jnp.zeros(x.shape, x.dtype) for name, x in self.stream.items()}
         return State(
-            made={name: jnp.zeros(x.shape, x.dtype) for name, x in self.stream.items()},
+            made=made,
+            made_paired=made if grads and self.stages.joint_pairs else None,
             buffers=found,
             weights=weights,
             pending=pending if grads else None,
@@ -194,8 +192,9 @@ class Rank:
         chunk = {p.name: jax.eval_shape(lambda p=p: self.chunk_weights(p, 0)) for p in parts}
         axes = {part.name: zero.axes[part.name] for part in parts}
         gathers = zero.gathers and not self.only_chunk
+        held = with_rows(chunk, 1 + int(self.program.columns["weights"].max()))
         return (
-            zero.empty_weights(chunk, axes) if gathers else None,
+            zero.empty_weights(held, axes) if gathers else None,
             zero.accumulators(chunk, axes) if zero.reduces else None,
         )
 
@@ -279,33 +278,6 @@ class Rank:
     def scope(self, name: str, part: StackPart) -> str:
         return self.stages.scope(name, part.number)
 
-    def each_layer(
-        self, row: Row, part: StackPart, one: Callable, carry: Tree, downward: bool = False
-    ) -> Tree:
-        """`one(index, kind, carry)` for each layer of the row's chunk, if it is of this stack."""
-        period, count = part.stack.period, self.chunks["count"][row["chunk"]]
-        if len(self.stages.stacks) > 1:  # an evaluation may omit the last stacks
-            count = jnp.where(self.chunks["stack"][row["chunk"]] == part.number, count, 0)
-
-        def one_period(number, carry):
-            for kind in reversed(range(period)) if downward else range(period):
-                index = number * period + kind
-                if self.stages.whole_periods(part.number):
-                    carry = one(index, kind, carry)
-                else:
-                    body = functools.partial(one, index, kind)
-                    carry = when(index < count, body, carry, KIND)
-            return carry
-
-        def body(i, carry):
-            if period == 1:
-                return one(count - 1 - i if downward else i, 0, carry)
-            return one_period(periods - 1 - i if downward else i, carry)
-
-        periods = count if period == 1 else -(-count // period)
-        with jax.named_scope(self.scope(LAYERS, part)):
-            return jax.lax.fori_loop(0, periods, body, carry)
-
     def layer_index(self, row: Row, index: jax.Array) -> jax.Array:
         """A layer's index in its stack, from its index in the chunk."""
         return self.chunks["first"][row["chunk"]] + index
@@ -318,11 +290,17 @@ class Rank:
 
     def layer_weights(self, state: State, row: Row, part: StackPart, index: jax.Array) -> Tree:
         """One layer of the chunk, gathered."""
-        chunk = self.only_chunk or state.weights
-        if chunk is not None:
-            return at(chunk[part.name], index)
+        if self.only_chunk is not None:
+            return at(self.only_chunk[part.name], index)
+        if state.weights is not None:
+            return at(state.weights[part.name], self.first_gathered(row, part) + index)
         shards = at(part.layers, self.first_row(row) + index)
         return self.zero.gather(shards, self.zero.layer_axes(part.name))
+
+    def first_gathered(self, row: Row, part: StackPart) -> Index:
+        """The chunk's first row among gathered weights, which may be of several chunks."""
+        several = self.program.columns["weights"].max() > 0
+        return row["weights"] * self.stages.capacity(part.number) if several else 0
 
     def chunk_weights(self, part: StackPart, begin: Index) -> Tree:
         size = self.stages.capacity(part.number)

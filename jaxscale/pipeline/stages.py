@@ -1,6 +1,7 @@
 """The pipeline of a run: its table, and the layers of each stage and rank. NumPy only."""
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +22,12 @@ from jaxscale.pipeline.partition import (
 )
 from jaxscale.pipeline.simulator import Costs
 from jaxscale.pipeline.table import Ops, Table, compile_order, replay
-from jaxscale.pipeline_schedules.operations import B, F, Order, R, W, X
-from jaxscale.pipeline_schedules.shipped import RUNNABLE
+from jaxscale.pipeline_schedules.operations import NOP, B, F, Order, R, W, X
 
 OPERATIONS = {F: "pipeline_F", R: "pipeline_R", B: "pipeline_B", W: "pipeline_W", X: "pipeline_X"}
 GATHER, REDUCE = "pipeline_gather", "pipeline_reduce"
 HEAD, EMBEDDING = "pipeline_head", "pipeline_embedding"
+PAIR, PAIRED_LAYERS, PAIR_ALONE = "pipeline_pair", "pipeline_pair_layers", "pipeline_pair_alone"
 LAYERS, KIND = "pipeline_layers", "pipeline_kind"
 """Names, in a compiled program, of the executor's loops, with trip counts known from the table."""
 
@@ -55,8 +56,22 @@ class PipelineStages:
         index = np.full(len(ops.kind) + 1, -1)  # the last entry for a need of -1
         index[kept] = np.arange(len(kept))
         ops, needs, step = Ops(*(field[kept] for field in ops)), index[needs[kept]], index[kept]
+        ops = ops._replace(paired=np.zeros_like(step))
         ends = replay(ops.rank, step, needs, np.ones(len(kept)))
         return make_program(Table(self.table.order, ops, needs, step, ends.astype(np.int64) - 1))
+
+    @functools.cached_property
+    def joint_pairs(self) -> tuple[tuple[int, int], ...]:
+        """The kinds of overlapped pairs that are one operation, with one loop over the layers of
+        both: of a forward and a backward pass, in a model of one stack. Otherwise, (): a pair is
+        two operations, one after the other."""
+        kinds = self.program.columns["kind"]
+        if kinds.shape[-1] == 1:
+            return ()
+        found = {tuple(pair) for pair in kinds.reshape(-1, 2).tolist() if pair[1] != NOP}
+        joint = found <= set(itertools.product((F, R), (B, X)))
+        can = joint and len(self.stacks) == 1 and self.whole_periods(0)
+        return tuple(sorted(found)) if can else ()
 
     @property
     def costs(self) -> Costs:
@@ -67,11 +82,15 @@ class PipelineStages:
     def trips(self) -> dict[str, float]:
         """The trip count of each of the executor's loops, on average over ranks and ticks."""
         columns, stages = self.program.columns, self.table.order.stages
-        cells = columns["kind"].size
-        trips = {
-            name: np.count_nonzero(columns["kind"] == kind) / cells
-            for kind, name in OPERATIONS.items()
-        }
+        ticks, ranks, lanes = columns["kind"].shape
+        cells = ticks * ranks * lanes
+        trips, kinds = self._pair_trips, columns["kind"]
+        if trips:
+            kinds = np.where(kinds[..., 1] == NOP, kinds[..., 0], NOP)[..., None]
+        for kind, name in OPERATIONS.items():
+            here = kinds == kind
+            loops = max(1, np.count_nonzero(here.any(axis=(0, 1))))  # one in each lane that has it
+            trips[name] = np.count_nonzero(here) / (ticks * ranks * loops)
         stack = self.stage_stacks[columns["stage"]]
         for number in range(len(self.stacks)):
             for name, column in ((GATHER, "gather"), (REDUCE, "reduce")):
@@ -84,6 +103,22 @@ class PipelineStages:
             periods = -(-mine // one.period)
             trips[self.scope(LAYERS, number)] = float(periods.sum()) / stages
         return {**trips, KIND: 1.0}
+
+    @property
+    def _pair_trips(self) -> dict[str, float]:
+        """The trip counts of pairs that are one operation: of one pair, of the loop over layers of
+        both, and of the loops over the remaining layers of one."""
+        if not self.joint_pairs:
+            return {}
+        columns = self.program.columns
+        cells = columns["kind"][..., 1] != NOP
+        periods = -(-np.array(self.layers) // self.stacks[0].period)[columns["stage"][cells]]
+        both = periods.min(axis=-1)
+        return {
+            PAIR: float(cells.mean()) / len(self.joint_pairs),
+            PAIRED_LAYERS: float(both.mean()),
+            PAIR_ALONE: float((periods.mean(axis=-1) - both).mean()),
+        }
 
     def scope(self, name: str, number: int) -> str:
         """The name of one stack's loops in a compiled program."""
@@ -114,8 +149,13 @@ class PipelineStages:
         return self.stack_of_stage.index(number)
 
     @property
+    def has_one_chunk(self) -> bool:
+        """Whether every rank runs the layers of one chunk only."""
+        return self.table.order.virtual_stages * self.table.order.directions == 1
+
+    @property
     def counts(self) -> np.ndarray:
-        """int32 [ranks, chunks], layers of each chunk."""
+        """int32 [ranks, chunks], layers of each chunk at rest."""
         order = self.table.order
         return np.array(self.layers, np.int32)[chunk_stages(order)]
 
@@ -123,7 +163,17 @@ class PipelineStages:
     def chunks(self) -> dict[str, np.ndarray]:
         """Properties of each chunk, int32 [ranks, chunks]: `count`, its layers; `stack`, the index
         of their stack; `first`, its first layer's index in the stack; `begin`, its first row among
-        the rank's rows."""
+        the rank's rows. With two directions the chunks and rows of the mirrored rank follow."""
+        found = self._chunks_at_rest
+        if self.table.order.directions == 1:
+            return found
+        mirrored = {name: array[::-1] for name, array in found.items()}
+        own_rows = self._rows_at_rest(found)[found["stack"]]
+        mirrored["begin"] = mirrored["begin"] + own_rows[::-1]
+        return {name: np.concatenate([found[name], mirrored[name]], axis=1) for name in found}
+
+    @functools.cached_property
+    def _chunks_at_rest(self) -> dict[str, np.ndarray]:
         chosen, stacks = chunk_stages(self.table.order), self.stage_stacks
         first, begin = np.zeros(len(stacks), np.int64), np.zeros(chosen.shape, np.int64)
         for number in range(len(self.stacks)):
@@ -131,23 +181,28 @@ class PipelineStages:
             first[mine] = np.cumsum([0, *np.array(self.layers)[mine][:-1]])
             held = stacks[chosen] == number
             begin[held] = ((np.cumsum(held, axis=1) - 1) * self.capacity(number))[held]
-        found = {
+        at_rest = {
             "count": self.counts,
             "stack": stacks[chosen],
             "first": first[chosen],
             "begin": begin,
         }
-        return {name: array.astype(np.int32) for name, array in found.items()}
+        return {name: array.astype(np.int32) for name, array in at_rest.items()}
+
+    def _rows_at_rest(self, chunks: dict[str, np.ndarray]) -> np.ndarray:
+        """int [stacks], the rows of each stack on a rank, padding included."""
+        held = [int((chunks["stack"] == n).sum(axis=1).max()) for n in range(len(self.stacks))]
+        return np.array([h * self.capacity(n) for n, h in enumerate(held)], np.int32)
 
     @property
     def layer_of_row(self) -> dict[str, np.ndarray]:
         """For each stack, int [ranks * chunks * capacity]: the layer in each row of its parameters,
         -1 for padding."""
-        chunks, rows = self.chunks, {}
-        ranks = len(self.counts)
+        chunks, rows = self._chunks_at_rest, {}
+        ranks, sizes = len(self.counts), self._rows_at_rest(chunks)
         for number, stack in enumerate(self.stacks):
-            held, capacity = chunks["stack"] == number, self.capacity(number)
-            table = np.full((ranks, int(held.sum(axis=1).max()) * capacity), -1, np.int64)
+            held = chunks["stack"] == number
+            table = np.full((ranks, int(sizes[number])), -1, np.int64)
             for rank, chunk in np.argwhere(held).tolist():
                 begin, first = chunks["begin"][rank, chunk], chunks["first"][rank, chunk]
                 count = chunks["count"][rank, chunk]
@@ -186,7 +241,6 @@ def open_stages(
         remat = "" if keep is None else f", layout.remat = {layout.remat!r}"
         said = re.sub(r"\bstages\b", "pipeline", str(error))  # the setting's name
         raise ValueError(f"layout.schedule = {spec.name!r}{remat}: {said}") from None
-    check_runnable(order)
     table = compile_order(order)
     check_enough(stacks, order)
     shares = assign_stages([stack.num_layers for stack in stacks], order.stages)
@@ -203,25 +257,6 @@ def open_stages(
         tuple(n for n, share in enumerate(shares) for _ in range(share)),
         layout.pipeline_gather == "layer",
     )
-
-
-def check_runnable(order: Order) -> None:
-    """Refuses orders that the executor does not support.
-
-    Raises:
-      ValueError: names the unsupported feature, and the schedules that run.
-    """
-    ops = [op for row in order.rows for op in row]
-    missing = {
-        "two directions": any(op.direction for op in ops),
-        "overlapped pairs": any(op.paired for op in ops),
-    }
-    for feature, is_used in missing.items():
-        if is_used:
-            raise ValueError(
-                f"layout.schedule = {order.name!r} has {feature}, which this version draws but "
-                f"does not run; set one of {', '.join(RUNNABLE)}, or a .csv file without {feature}"
-            )
 
 
 def chunk_stages(order: Order) -> np.ndarray:

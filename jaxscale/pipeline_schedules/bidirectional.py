@@ -38,7 +38,7 @@ CHIMERA = Schedule(
     paper="Chimera, arXiv 2107.06925",
     make_rows=_bidirectional,
     needs=(ONE_CHUNK, WHOLE_SEQUENCES, EVEN_STAGES, ROUNDS_OF_STAGES),
-    runs=False,
+    steady_rounds=2,
 )
 
 BITPIPE = Schedule(
@@ -52,6 +52,7 @@ BITPIPE = Schedule(
         ROUNDS_OF_STAGES,
     ),
     stage_to_rank=zigzag,
-    runs=False,
     virtual_stages=2,
+    searched_virtual_stages=(2,),
+    steady_rounds=2,
 )

@@ -2,6 +2,7 @@
 
 from jaxscale.pipeline_schedules.operations import Rows, zigzag
 from jaxscale.pipeline_schedules.schedule import (
+    EVEN_MICROBATCHES,
     EVEN_STAGES,
     ONE_CHUNK,
     TWO_CHUNKS,
@@ -64,11 +65,11 @@ DUALPIPE = Schedule(
         ONE_CHUNK,
         WHOLE_SEQUENCES,
         EVEN_STAGES,
-        Need("an even number of microbatches", lambda p, m, v, k: m % 2 == 0),
+        EVEN_MICROBATCHES,
         ENOUGH_MICROBATCHES,
     ),
     splits_backward=True,
-    runs=False,
+    steady_rounds=2,
 )
 
 DUALPIPE_V = Schedule(
@@ -78,6 +79,7 @@ DUALPIPE_V = Schedule(
     needs=(TWO_CHUNKS, WHOLE_SEQUENCES, ENOUGH_MICROBATCHES),
     stage_to_rank=zigzag,
     splits_backward=True,
-    runs=False,
     virtual_stages=2,
+    searched_virtual_stages=(2,),
+    steady_rounds=3,
 )

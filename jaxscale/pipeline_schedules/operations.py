@@ -67,6 +67,16 @@ class Order:
         """Virtual stages of the whole model."""
         return self.ranks * self.virtual_stages
 
+    @property
+    def directions(self) -> int:
+        """2 if some micro-batches enter at the last rank, else 1."""
+        return 1 + max((op.direction for row in self.rows for op in row), default=0)
+
+    @property
+    def lanes(self) -> int:
+        """2 if some operations are overlapped pairs, else 1."""
+        return 1 + max((op.paired for row in self.rows for op in row), default=0)
+
     def rank_of(self, stage: int, direction: int) -> int:
         """The rank of a stage; direction 1 mirrors the ranks."""
         rank = self.stage_to_rank(stage, self.ranks)

@@ -25,6 +25,7 @@ ONE_CHUNK = Need("virtual_stages = 1", lambda p, m, v, k: v == 1)
 TWO_CHUNKS = Need("virtual_stages = 2, a V of two chunks per rank", lambda p, m, v, k: v == 2)
 WHOLE_SEQUENCES = Need("sequence_chunks = 1", lambda p, m, v, k: k == 1)
 EVEN_STAGES = Need("an even number of stages", lambda p, m, v, k: p % 2 == 0)
+EVEN_MICROBATCHES = Need("an even number of microbatches", lambda p, m, v, k: m % 2 == 0)
 ROUNDS_OF_STAGES = Need("microbatches to be a multiple of stages", lambda p, m, v, k: m % p == 0)
 
 
@@ -93,6 +94,8 @@ class Schedule:
 
     def round(self, ranks: int) -> int:
         """The number of which micro-batches must be a multiple."""
+        if EVEN_MICROBATCHES in self.needs:
+            return 2
         return ranks if ROUNDS_OF_STAGES in self.needs else 1
 
 

@@ -14,8 +14,8 @@ from jaxscale.config.layout import MANUAL_AXES, Layout
 from jaxscale.models.forward import forward
 from jaxscale.models.protocol import Model, Sums, head_params
 from jaxscale.pipeline.executor import buffers, execute, execute_forward
+from jaxscale.pipeline.layers.stack_part import Remat
 from jaxscale.pipeline.rank import Chunks, Columns
-from jaxscale.pipeline.stack_part import Remat
 from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.resolve import is_axes, manual_part
 from jaxscale.sharding.specs import (

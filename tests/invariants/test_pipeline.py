@@ -12,12 +12,14 @@ import pytest
 from jaxscale.pipeline import layer_placement
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.schedule_csv import write_csv
+from jaxscale.pipeline_schedules.operations import F, X
 from jaxscale.run.setup.layout_report import describe_layout
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.resolve import is_axes
 from jaxscale.training.engine import make_engine
 from tests.invariants.layouts import (
     CLIP_NORM,
+    EXPERTS,
     GPT,
     LEAST_GRADIENT,
     VOCABULARY,
@@ -44,7 +46,7 @@ LLAMA = {
     "z_loss": 1e-3,
 }
 DEEP_GPT = {**GPT, "num_layers": 5, "d_model": 32, "num_heads": 4, "num_kv_heads": 4, "d_ff": 64}
-MODELS = {"llama": LLAMA, "gpt": DEEP_GPT}
+MODELS = {"llama": LLAMA, "gpt": DEEP_GPT, "experts": {**EXPERTS, "num_layers": 4}}
 ROWS = {"tensor": 2, "tensor_rows": 2}
 
 CHOICES = (
@@ -80,6 +82,21 @@ ALIKE = (
     {"schedule": "zb_h2", "pipeline": 4, "fsdp": 2, "zero_stage": 3}
     | {"remat": "save:query,attention", "microbatches": 8, "pipeline_gather": "layer"},
 )
+DIRECTIONS = (
+    {"schedule": "chimera", "pipeline": 2, "data": 2, "fsdp": 2, "zero_stage": 1}
+    | {"remat": "full", "microbatches": 4},
+    {"schedule": "dualpipe_v", "virtual_stages": 2, "pipeline": 4, "fsdp": 2, "zero_stage": 3}
+    | {"remat": "save:query,attention", "microbatches": 8, "pipeline_gather": "layer"},
+)
+"""Two directions, or overlapped pairs of operations."""
+V_IN_TWO_DIRECTIONS = {
+    "schedule": "bitpipe",
+    "virtual_stages": 2,
+    "pipeline": 4,
+    "fsdp": 2,
+    "zero_stage": 3,
+} | {"remat": "none", "microbatches": 8}
+PAIRED_EXPERTS = {"schedule": "dualpipe", "pipeline": 2, "expert": 2, "fsdp": 2, "microbatches": 4}
 TURNS = (0, 0, 0), (0, 1, 3), (0, 2, 1)
 """Of each schedule, by how many places the choices of meshes, stages and policies are turned."""
 BY_LAYER = {
@@ -173,12 +190,16 @@ SEGMENTS = (
 )
 """Of packed documents, as all rows here."""
 
-SLOW = [pytest.param(layout, marks=pytest.mark.slow) for layout in ALIKE[:-1]]
+SLOW = [
+    pytest.param(layout, marks=pytest.mark.slow) for layout in (*ALIKE[:-1], V_IN_TWO_DIRECTIONS)
+]
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    "layout", [*each_schedule(), ALIKE[-1], BY_LAYER, *SEGMENTS, *SLOW], ids=name
+    "layout",
+    [*each_schedule(), ALIKE[-1], BY_LAYER, *DIRECTIONS, *SEGMENTS, *SLOW],
+    ids=name,
 )
 def test_every_pipeline_is_one_device_in_float64(layout, capfd):
     check_pipeline(layout)
@@ -207,6 +228,15 @@ def test_a_sample_of_all_pipelines_is_one_device_in_float64(layout):
 )
 def test_a_tied_gpt_is_one_device_in_float64(layout):
     check_pipeline(layout, "gpt")
+
+
+@pytest.mark.proof
+def test_experts_in_two_directions_and_overlapped_pairs_are_one_device():
+    """Both passes of a pair have all-to-alls over the same ranks, in one loop."""
+    engine = check_pipeline(PAIRED_EXPERTS, "experts")
+    assert engine.stages is not None
+    assert engine.stages.joint_pairs == ((F, X),)
+    assert engine.stages.table.order.directions == 2
 
 
 @pytest.mark.proof

@@ -87,6 +87,7 @@ def test_memory_is_that_of_the_slots():
         ("gpipe", 8 * RANKS),
         ("1f1b", 8 * RANKS),
         ("zb_h2", 4 * RANKS),
+        ("chimera", 4 * RANKS),
     ):
         expected = predicted(schedule, microbatches) + work
         assert temporaries(schedule, microbatches) == pytest.approx(expected, rel=0.02), schedule
@@ -138,6 +139,8 @@ def test_memory_of_passes_that_are_kept_is_that_of_their_slots():
         ("1f1b", {}),
         ("zb_h2", {}),
         ("1f1b", {"remat": "keep:2"}),
+        # Forward and backward passes in one loop read and write the same buffers.
+        ("dualpipe_v", {"virtual_stages": 2}),
         ("seq1f1b", {"sequence_chunks": 2}),
     ],
     ids=str,

@@ -89,6 +89,36 @@ def test_stacks_share_the_stages_by_their_layers_in_whole_periods():
     assert stages.layer_of_row["decoder"].tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
 
 
+@pytest.mark.parametrize("schedule", ["chimera", "bitpipe", "dualpipe"])
+def test_a_second_direction_adds_the_chunks_of_the_mirrored_rank(schedule):
+    """At rest a stage is on one rank; an operation's chunk is its stage's, in either direction."""
+    stages = stages_of(schedule, 4, 8, 9)
+    chunks, columns = stages.chunks, stages.program.columns
+    own = {name: array[:, : stages.counts.shape[1]] for name, array in chunks.items()}
+    rows = len(stages.layer_of_row["layers"]) // 4
+    assert sorted(stages.layer_of_row["layers"].tolist())[-9:] == list(range(9))
+    for name, array in chunks.items():
+        added = rows if name == "begin" else 0
+        assert (array == np.concatenate([own[name], own[name][::-1] + added], axis=1)).all()
+    first = np.cumsum([0, *stages.layers[:-1]])
+    for place in np.argwhere(columns["kind"] > 0):
+        rank, cell = place[1], {name: column[tuple(place)] for name, column in columns.items()}
+        assert chunks["first"][rank, cell["chunk"]] == first[cell["stage"]]
+        assert chunks["count"][rank, cell["chunk"]] == stages.layers[cell["stage"]]
+
+
+def test_two_stacks_in_two_directions_have_their_own_rows():
+    stages = stages_of("bitpipe", 4, 8, [StackLayers("encoder", 5), StackLayers("decoder", 9)])
+    chunks = stages.chunks
+    for number, (name, rows) in enumerate(stages.layer_of_row.items()):
+        of_rank = rows.reshape(4, -1)
+        both = np.concatenate([of_rank, of_rank[::-1]], axis=1)
+        for rank, chunk in np.argwhere(chunks["stack"] == number):
+            begin, count = (chunks[key][rank, chunk] for key in ("begin", "count"))
+            wanted = chunks["first"][rank, chunk] + np.arange(count)
+            assert (both[rank, begin : begin + count] == wanted).all(), name
+
+
 def test_the_forward_program_evaluates_every_microbatch_at_every_stage():
     stages = stages_of("zb_v", 2, 5, 4)
     columns = stages.forward_program.columns
@@ -101,8 +131,7 @@ def test_the_forward_program_evaluates_every_microbatch_at_every_stage():
 
 REFUSED = [
     (("seq1f1b", 2, 4, 8), {}, None),
-    (("chimera", 2, 4, 8), {}, "has two directions, which this version draws but does not run"),
-    (("dualpipe_v", 2, 8, 8), {}, "has overlapped pairs"),
+    (("chimera", 3, 6, 8), {}, "chimera needs an even number of pipeline"),
     (("1f1b", 4, 8, 3), {}, "model.num_layers = 3 is less than the 4 stages"),
     (("interleaved", 4, 8, 6, 2), {}, "set model.num_layers = 8, or layout.pipeline = 3"),
     (

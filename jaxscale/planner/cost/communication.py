@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.config import zero_stage
 from jaxscale.planner.cost import collectives
 from jaxscale.planner.cost.collectives import Levels
 from jaxscale.planner.cost.tensor_volumes import (
@@ -20,6 +21,7 @@ from jaxscale.planner.cost.tensor_volumes import (
     stream_collectives,
 )
 from jaxscale.planner.model.parallelism import Parallelism
+from jaxscale.planner.tables.table_makespan import count_copies
 from jaxscale.sharding.model_trace import ModelWork, StackWork
 
 Floats = Any  # a float, or float [N]
@@ -144,8 +146,16 @@ def layer_traffic(
 
 
 def _message(parallelism: Parallelism, levels: dict[str, Levels], stream: Floats) -> Floats:
-    """A send from one pipeline rank to the next, split over tensor ranks."""
-    return collectives.send_seconds(levels["pipeline"], stream / parallelism.tensor)
+    """A send from one pipeline rank to the next, split over tensor ranks; with overlapped pairs
+    every tick sends two."""
+    lanes = _copies(parallelism)[1]
+    return collectives.send_seconds(levels["pipeline"], lanes * stream / parallelism.tensor)
+
+
+def _copies(parallelism: Parallelism) -> tuple[int, int]:
+    """Directions and lanes of the schedule, if any layout has a pipeline."""
+    piped = np.any(np.asarray(parallelism.pipeline) > 1)
+    return count_copies(parallelism.schedule) if piped else (1, 1)
 
 
 @dataclass(frozen=True)
@@ -160,7 +170,9 @@ class StateTraffic:
     replicas: Floats  # all-reduce of gradient shards, over data
     whole: Floats  # all-reduce of whole gradients, over data and the axes of ZeRO
     update: Floats  # all-gather of updated parameters, over the axes of ZeRO
-    ends: Floats  # exchange of tied embedding gradients between first and last pipeline rank
+    # Exchange of tied embedding gradients between first and last pipeline rank; and of weights
+    # and gradients with the mirrored rank.
+    ends: Floats
 
 
 class LocalParams(NamedTuple):
@@ -205,6 +217,22 @@ def local_params(work: ModelWork, parallelism: Parallelism) -> LocalParams:
     return LocalParams(dense, routed, ends / t)
 
 
+def _mirror_seconds(
+    params: LocalParams, parallelism: Parallelism, levels: dict[str, Levels]
+) -> Floats:
+    """With two directions: a permute of weights in 16 bits before the first tick, of shards where
+    there are some; and of accumulated gradients in 32 bits after the last."""
+    if _copies(parallelism)[0] == 1:
+        return np.zeros(())
+    zero = parallelism.zero_stage
+    weights = params.shards(parallelism, zero_stage.shards_state(zero)).layers
+    grads = params.shards(parallelism, zero_stage.scatters(zero)).layers
+    return sum(
+        collectives.send_seconds(levels["pipeline"], size)
+        for size in (2.0 * weights, 4.0 * (not parallelism.frozen) * grads)
+    )
+
+
 def state_traffic(
     work: ModelWork,
     params: LocalParams,
@@ -238,6 +266,7 @@ def state_traffic(
         replicas=collectives.reduce_seconds(data, width * shards),
         whole=both(collectives.reduce_seconds, width, params.outer)
         + collectives.reduce_seconds(data, width * params.total),
-        update=gather(2.0, params.outer),
-        ends=collectives.send_seconds(levels["pipeline"], tied),
+        update=gather(2.0, params.outer) + (_copies(parallelism)[0] - 1) * gather(2.0, 0.0),
+        ends=collectives.send_seconds(levels["pipeline"], tied)
+        + _mirror_seconds(params, parallelism, levels),
     )

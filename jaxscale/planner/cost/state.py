@@ -14,6 +14,7 @@ from jaxscale.planner.cost.passes import LayerPass, contention
 from jaxscale.planner.cost.pipeline import StageLayers
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.tables.state_ticks import TickCollectives
+from jaxscale.planner.tables.table_makespan import count_copies
 from jaxscale.sharding.model_trace import ModelWork, StackWork
 from jaxscale.sharding.rules import layer_ranks
 
@@ -57,7 +58,7 @@ def state_seconds(
     if not np.any(piped):
         return fsdp, data, hidden
     # Outside the ticks, where there is no compute to hide behind.
-    zero, chunks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.virtual_stages)
+    zero, chunks = np.asarray(parallelism.zero_stage), _chunks(parallelism)
     by_layer = parallelism.pipeline_gather == "layer"
     at_once = (chunks == 1) & (not by_layer)
     around = zero_stage.gathers_each_pass(zero) * (state.gather_outer + at_once * state.gather)
@@ -75,12 +76,19 @@ def tick_collectives(parallelism: Parallelism, state: StateTraffic) -> TickColle
     several, and of the gradients of embedding and head with every micro-batch."""
     zero, chunks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.virtual_stages)
     piped = np.asarray(parallelism.pipeline) > 1
-    by_chunk = piped & (chunks > 1) & (parallelism.pipeline_gather == "chunk")
+    by_chunk = piped & (_chunks(parallelism) > 1) & (parallelism.pipeline_gather == "chunk")
     return TickCollectives(
         gather=by_chunk * zero_stage.gathers_each_pass(zero) * state.gather / chunks,
         reduce=by_chunk * zero_stage.scatters(zero) * state.scatter_layers / chunks,
         outer=piped * zero_stage.scatters(zero) * state.scatter_outer,
     )
+
+
+def _chunks(parallelism: Parallelism) -> np.ndarray:
+    """Chunks of a rank, of both directions together."""
+    if np.all(np.asarray(parallelism.pipeline) == 1):
+        return np.ones((), int)
+    return np.asarray(parallelism.virtual_stages) * count_copies(parallelism.schedule)[0]
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,12 @@ def analytic_memory(
     summed = np.where(step.single, 0.0, ends)
     gradients = WIDE * np.where(step.scatters, step.stack_shard + summed / z, step.stack + summed)
     late = (z > 1) & zero_stage.scatters_last(zero) & ~step.scatters & ~pipelined
+    directions, lanes = np.asarray(buffers.directions), np.asarray(buffers.lanes)
+    both = np.where(
+        (z > 1) & zero_stage.keeps(zero),
+        step.stack,
+        2 * np.where(step.gathers, step.stack_shard, step.stack),
+    )
     in_place = transients.in_place
     return Memory(
         parameters=WIDE * rest,
@@ -137,7 +143,8 @@ def analytic_memory(
             capacity * _slots(buffers, whole if parallelism.remat == "full" else kept),
             rows * group * kept,
         ),
-        layer_weights=NARROW * np.where(step.gathers, np.where(pipelined, held, 2 * layer), layer),
+        layer_weights=NARROW
+        * np.where(step.gathers, np.where(pipelined, lanes * held, 2 * layer), layer),
         outer_gradients=_outer_gradients(step, z, transients.late),
         group=together * (group * (kept + 3 * stream) + 2 * WIDE * layer),
         working_set=working,
@@ -152,7 +159,12 @@ def analytic_memory(
             2 * WIDE * (layer + step.outer) * (reduces & np.logical_not(shards)),
         ),
         host_optimizer=moments,
-        messages=np.where(pipelined, (buffers.inbox + buffers.input + 2) * stream, 0.0),
+        messages=np.where(pipelined, (buffers.inbox + buffers.input + 2 * lanes) * stream, 0.0),
+        paired_forward=(lanes - 1) * kept,
+        mirrored_weights=NARROW * (directions > 1) * both,
+        mirrored_gradients=WIDE
+        * (directions - 1)
+        * np.where(step.scatters, step.stack_shard, step.stack),
         reduced_gradients=late * WIDE * step.stack_shard,
         kept_weights=NARROW
         * ((z > 1) & zero_stage.keeps(zero))

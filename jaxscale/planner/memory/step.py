@@ -128,7 +128,7 @@ def _stack_memory(
         batch=batch_bytes(model, config.data, layout),
         gradients=gradients,
         stash=select(pipelined, _slots(loops, buffers, transients), stash - own_host * host_stash),
-        layer_weights=_layer_weights(loop, loops, transients),
+        layer_weights=_layer_weights(loop, loops, buffers, transients),
         zeros=loop.last_outside
         * transients.zeros
         * max(loop.compute, 4)
@@ -156,10 +156,13 @@ def _stack_memory(
         moments_copy=moments if optimizer.name == "lion" else 0,
         host_optimizer=host_optimizer,
         host_stash=host_stash,
-        messages=select(pipelined, (buffers.inbox + buffers.input + 2) * message),
+        messages=select(pipelined, (buffers.inbox + buffers.input + 2 * buffers.lanes) * message),
+        paired_forward=select(pipelined, _paired_forward(loop, buffers, transients)),
         received=select(pipelined & (len(loops) > 1), buffers.residual_w * message),
         outer_weights=select(pipelined, _held_weights(loop, buffers)),
         pending=select(pipelined & loop.scatters, _pending(loop, loops, buffers)),
+        mirrored_weights=_mirrored_weights(loop, rows, buffers),
+        mirrored_gradients=_mirrored_gradients(loop, rows, buffers),
         reduced_gradients=loop.accumulated * loop.reduced,
         kept_weights=loop.compute
         * select(
@@ -190,12 +193,15 @@ def _transients(back_end: str, *, gated: bool) -> Transients:
     return TRANSIENTS[back_end, "llama" if gated else "gpt"]
 
 
-def _layer_weights(loop: LayerLoop, loops: list[LayerLoop], transients: Transients) -> Ints:
+def _layer_weights(
+    loop: LayerLoop, loops: list[LayerLoop], buffers: RankBuffers, transients: Transients
+) -> Ints:
     """Gathered weights of the current layer and of a prefetched one; in a pipeline of a chunk of
-    each stack, or of the current layer."""
+    each stack, or of the current layer; with pairs two of them."""
     held = sum(one.capacity * one.weights for one in loops)
     if loop.layout.pipeline_gather == "layer":
         held = loop.weights
+    held = buffers.lanes * held
     layers = min(loop.num_layers, 2)  # a single layer prefetches nothing
     ahead = loop.weights - transients.on_use * loop.parameters.expert_elements(loop.part)
     gathered = select(loop.layout.pipeline > 1, held, loop.weights + (layers - 1) * ahead)
@@ -213,6 +219,22 @@ def _kept(loop: LayerLoop, rows: Rows) -> Ints:
     head = loop.parameters.head_elements() // loop.layout.context
     outer = head + select(loop.single, 0, again)
     return layers + select(loop.layout.pipeline == 1, outer)
+
+
+def _mirrored_weights(loop: LayerLoop, rows: Rows, buffers: RankBuffers) -> Ints:
+    """In the compute type, weights of a rank's layers in both directions; where they are gathered
+    and kept, those of the second direction, since `_kept` has the others."""
+    whole, shards = (
+        sum(count * loop.parameters.elements(part, over) for part, count in rows.items())
+        for over in (False, True)
+    )
+    both = select(loop.keeps, whole, 2 * select(loop.gathers, shards, whole))
+    return loop.compute * select(np.asarray(buffers.directions) > 1, both)
+
+
+def _mirrored_gradients(loop: LayerLoop, rows: Rows, buffers: RankBuffers) -> Ints:
+    layers = sum(count * loop.trained.elements(p, loop.scatters) for p, count in rows.items())
+    return loop.accumulated * (np.asarray(buffers.directions) - 1) * layers
 
 
 def _cast_once(loop: LayerLoop, rows: Rows) -> Ints:
@@ -235,6 +257,14 @@ def _slots(loops: list[LayerLoop], buffers: RankBuffers, transients: Transients)
             slots = getattr(buffers, held)
             total = total + slots * loop.capacity * slot_bytes(loop, held, tiled=tiled)
     return total
+
+
+def _paired_forward(loop: LayerLoop, buffers: RankBuffers, transients: Transients) -> Ints:
+    if not np.any(np.asarray(buffers.lanes) > 1):
+        return 0
+    tiled = transients.tile > 1
+    layer = sum(slot_bytes(loop, held, tiled=tiled) for held in HELD[:2])
+    return (np.asarray(buffers.lanes) - 1) * layer
 
 
 def _held_weights(loop: LayerLoop, buffers: RankBuffers) -> Ints:

@@ -61,12 +61,20 @@ class Memory:
     kept_weights: Ints = _term(
         "weights in use, kept for the step", WEIGHTS, *MICROBATCHES, LOOP_END
     )
+    # In a pipeline with two directions, in the compute type, the mirrored rank's included.
+    mirrored_weights: Ints = _term("weights of two directions", WEIGHTS, *MICROBATCHES)
+    # And accumulators for the mirrored rank's.
+    mirrored_gradients: Ints = _term(
+        "gradients of the mirrored direction", GRADS, *MICROBATCHES, LOOP_END, STEP_END
+    )
     # By the TPU's compiler: sharded parameters of the layers.
     converted: Ints = _term("weights cast to the compute type", WEIGHTS, *MICROBATCHES)
     # An encoder's output and last layer; the gradients of what the decoder read.
     between_stacks: Ints = _term(
         "between stacks, as of an encoder or dense layers", SAVED, *MICROBATCHES
     )
+    # Of a layer, until the backward pass beside it has read its buffers.
+    paired_forward: Ints = _term("activations of an overlapped forward pass", SAVED, *BACKWARD)
     # With an encoder in a pipeline: the inputs of passes, for their W.
     received: Ints = _term("streams kept for weight gradients", SAVED, *MICROBATCHES)
     # In ZeRO stage 1: shards from the last visit, next to whole sums.

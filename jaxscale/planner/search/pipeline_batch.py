@@ -25,7 +25,7 @@ from jaxscale.planner.tables.pipeline_slots import (
     stack_buffers,
 )
 from jaxscale.planner.tables.state_ticks import state_ticks
-from jaxscale.planner.tables.table_makespan import TableSpec
+from jaxscale.planner.tables.table_makespan import TableSpec, count_copies
 
 
 class PipelineBatch(NamedTuple):
@@ -94,6 +94,7 @@ def _least_buffers(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> 
     """Lower bounds on the buffers of each pipeline's busiest rank; fields are int [N]."""
     specs, index = _distinct_tables(layouts)
     slots = [most_slots(_with_few_microbatches(spec)) for spec in specs]
+    directions, lanes = count_copies(layouts.schedule_spec.name)
     ranks, stages = np.array([(one.ranks, one.stages) for one in specs]).T[:, index]
     layers = [stack.num_layers for stack in model.stacks]
     return RankBuffers(
@@ -101,7 +102,9 @@ def _least_buffers(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> 
         tuple(-(-count // ranks) for count in layers),
         tuple(-(-count // stages) for count in layers),
         **{name: np.array([one[name] for one in slots])[index] for name in slots[0]},
-        chunks=stages // ranks,
+        chunks=stages // ranks * directions,
+        directions=np.full(len(index), directions),
+        lanes=np.full(len(index), lanes),
     )
 
 

@@ -393,8 +393,8 @@ def check_fields(pins: Mapping[str, Any], flag: str) -> None:
     name = parse_schedule(schedule).name
     if not (find_schedule(name).runs if is_foreign(name) else name in RUNNABLE):
         raise ValueError(
-            f"{flag} schedule={schedule}: the planner ranks the schedules that this version runs: "
-            f"{', '.join(RUNNABLE)}, and custom schedules as module:RECORD"
+            f"{flag} schedule={schedule}: the planner ranks {', '.join(RUNNABLE)}, and custom "
+            "schedules as module:RECORD"
         )
     if pins.get("virtual_stages") == 0:
         raise ValueError(

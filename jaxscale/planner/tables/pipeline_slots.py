@@ -26,6 +26,7 @@ from jaxscale.pipeline.stages import chunk_stages, open_stages
 from jaxscale.planner.tables.table_makespan import (
     OperationSeconds,
     TableSpec,
+    count_copies,
     extended,
     makespan,
     pipeline_table,
@@ -34,6 +35,7 @@ from jaxscale.sharding.model_trace import Ints
 from jaxscale.training.tracing.traces import model_trace, model_work
 
 SLOTS = ("residual_b", "residual_w", "cotangent", "input", "inbox", "memory", "memory_gradient")
+COUNTS = (*SLOTS, "chunks", "directions", "lanes")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,9 @@ class RankBuffers:
     inbox: Ints = 0
     memory: Ints = 0
     memory_gradient: Ints = 0
-    chunks: Ints = 1  # of a rank
+    chunks: Ints = 1  # of a rank, of both directions together
+    directions: Ints = 1  # of micro-batches; of 2 a rank also works with the mirrored rank's layers
+    lanes: Ints = 1  # operations of a rank in a tick: 2 where some are overlapped pairs
 
     @classmethod
     def whole(cls, model: ModelConfig) -> "RankBuffers":
@@ -68,7 +72,7 @@ def stack_buffers(each: Sequence[RankBuffers], index: Any) -> RankBuffers:
         for name in ("rows", "capacity")
     }
     slots: dict[str, Any] = {
-        name: np.array([getattr(one, name) for one in each])[index] for name in (*SLOTS, "chunks")
+        name: np.array([getattr(one, name) for one in each])[index] for name in COUNTS
     }
     return RankBuffers(**several, **slots)
 
@@ -80,8 +84,7 @@ def join_buffers(batches: Sequence[RankBuffers]) -> RankBuffers:
         for name in ("rows", "capacity")
     }
     slots: dict[str, Any] = {
-        name: np.concatenate([getattr(each, name) for each in batches])
-        for name in (*SLOTS, "chunks")
+        name: np.concatenate([getattr(each, name) for each in batches]) for name in COUNTS
     }
     return RankBuffers(**several, **slots)
 
@@ -107,7 +110,15 @@ def busiest_rank_buffers(
     capacity = tuple(int(np.array(layers)[stack_of_stage == n].max()) for n in numbers)
     chunks = stack_of_stage[stages_by_rank(spec.schedule, spec.ranks, spec.virtual_stages)]
     rows = tuple(int((chunks == n).sum(axis=1).max()) * capacity[n] for n in numbers)
-    return RankBuffers(rows, capacity, **most_slots(spec), chunks=chunks.shape[1])
+    directions, lanes = count_copies(spec.schedule)
+    return RankBuffers(
+        rows,
+        capacity,
+        **most_slots(spec),
+        chunks=chunks.shape[1] * directions,
+        directions=directions,
+        lanes=lanes,
+    )
 
 
 def buffers_by_rank(
@@ -127,7 +138,9 @@ def buffers_by_rank(
             tuple(int(mine.sum()) for mine in of_stacks(rank)),
             tuple(int(mine.max(initial=0)) for mine in of_stacks(rank)),
             **{name: int(slots[name][rank]) for name in SLOTS if name in slots},
-            chunks=chunks.shape[1],
+            chunks=chunks.shape[1] * table.order.directions,
+            directions=table.order.directions,
+            lanes=table.order.lanes,
         )
         for rank in range(len(chunks))
     ]
@@ -157,11 +170,12 @@ def layout_buffers(model: ModelConfig, data: DataConfig, layout: Layout) -> Rank
     work = model_work(model, data.seq_len, data.output_len)
     head_cost = work.head_cost(sum(stack.num_layers for stack in stacks))
     stages = open_stages(layout, stacks, head_cost)
-    held = [(stages.chunks["stack"] == n).sum(axis=1).max() for n in range(len(stacks))]
     capacity = tuple(stages.capacity(n) for n in range(len(stacks)))
     slots = {name: stages.program.slots.get(name, 0) for name in SLOTS}
-    rows = tuple(int(h) * c for h, c in zip(held, capacity))
-    return RankBuffers(rows, capacity, **slots, chunks=stages.counts.shape[1])
+    rows = tuple(len(rows) // layout.pipeline for rows in stages.layer_of_row.values())
+    directions, lanes = stages.table.order.directions, stages.table.order.lanes
+    chunks = stages.counts.shape[1] * directions
+    return RankBuffers(rows, capacity, **slots, chunks=chunks, directions=directions, lanes=lanes)
 
 
 def most_slots(spec: TableSpec) -> dict[str, int]:

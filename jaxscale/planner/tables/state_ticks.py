@@ -53,10 +53,15 @@ def _counted(spec: TableSpec) -> np.ndarray:
     gather, reduce = gathers(table) == 1, reduces(table) == 1
     ends = ((kind == B) | (kind == X)) & ((stage == 0) | (stage == spec.stages - 1))
 
-    def ticks(operations: np.ndarray) -> np.ndarray:
-        return np.bincount(table.tick[operations], minlength=table.ticks) > 0
+    def by_rank(operations: np.ndarray) -> np.ndarray:
+        here = np.zeros((table.ticks, table.order.ranks), bool)
+        here[table.tick[operations], table.ops.rank[operations]] = True
+        return here
 
-    joined = ticks(gather & reduce)
+    def ticks(operations: np.ndarray) -> np.ndarray:
+        return by_rank(operations).any(axis=1)
+
+    joined = (by_rank(gather) & by_rank(reduce)).any(axis=1)
     some, others = ticks(gather) & ~joined, ticks(reduce) & ~joined
     found = some & ~others, others & ~some, some & others, joined, ticks(ends)
     return np.array([one.sum() for one in found])

@@ -7,6 +7,7 @@ needs to be larger.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -93,8 +94,7 @@ def makespan(
       Float [...], the leading dimensions of the costs.
 
     Raises:
-      ValueError: numbers that the schedule does not support, overlapped pairs of operations, or
-        costs of another number of stages.
+      ValueError: numbers that the schedule does not support, or costs of another number of stages.
     """
     durations, shape = _durations(costs, spec.stages)
     if spec.segments > 1:
@@ -144,17 +144,29 @@ def _durations(costs: OperationSeconds, stages: int) -> tuple[np.ndarray, tuple[
     return durations.reshape(X + 1, -1, shape[-1]), shape[:-1]
 
 
+@functools.cache
+def count_copies(schedule: str) -> tuple[int, int]:
+    """The directions of a schedule's micro-batches, and the operations of a rank in a tick: 1 or 2
+    each, whatever the number of ranks."""
+    if schedule.endswith(".csv"):
+        order = make_order(schedule)
+    else:
+        found = find_schedule(schedule)
+        chunks, sizes = found.virtual_stages, itertools.product(range(2, 9), range(1, 33))
+        ranks, count = next(size for size in sizes if found.serves(*size, chunks, 1))
+        order = make_order(schedule, ranks, count, chunks)
+    return order.directions, order.lanes
+
+
 @functools.lru_cache(maxsize=64)
 def pipeline_table(spec: TableSpec) -> Table:
     """The table of a pipeline.
 
     Raises:
-      ValueError: an unknown schedule, numbers that it does not support, or overlapped pairs.
+      ValueError: an unknown schedule, or numbers that it does not support.
     """
     name, ranks, microbatches, chunks, fused, keep, segments = spec
     order = make_order(name, ranks, microbatches, chunks, segments, fused=fused, keep=keep)
-    if any(op.paired for row in order.rows for op in row):
-        raise ValueError(f"{name} overlaps pairs of operations, which the planner has no cost for")
     return compile_order(order, complete=name in NAMES)
 
 
@@ -163,6 +175,8 @@ def _seconds(spec: TableSpec, durations: np.ndarray) -> np.ndarray:
     classes, index = _stage_classes(durations, spec.stages * spec.segments)
     active, counts = _patterns(spec, classes)
     costs = durations[:, :, index].transpose(0, 2, 1).reshape(-1, durations.shape[1])
+    pairs = _pairs(spec, classes)
+    costs = np.concatenate([costs, costs[pairs].sum(axis=1)])
     total = np.zeros(durations.shape[1])
     for members, count in zip(active, counts):
         total += count * costs[members].max(axis=0)
@@ -182,21 +196,43 @@ def _stage_classes(durations: np.ndarray, stages: int) -> tuple[tuple[int, ...],
 
 @functools.lru_cache(maxsize=4096)
 def _patterns(spec: TableSpec, classes: tuple[int, ...]) -> tuple[list[np.ndarray], np.ndarray]:
-    """The distinct sets of active operations, as indices into [kinds * classes], and their
-    ticks."""
-    tick, kind, place = _cells(spec)
-    count = max(classes) + 1
-    there = np.zeros((tick.max() + 1, (X + 1) * count), bool)
-    there[tick, kind * count + np.array(classes)[place]] = True
+    """The distinct sets of active operations, as indices into [kinds * classes], then into
+    `_pairs`, and their ticks."""
+    tick, operation, pair = _operations(spec, classes)
+    count = (X + 1) * (max(classes) + 1)
+    there = np.zeros((tick.max() + 1, count + int(pair.max(initial=-1)) + 1), bool)
+    there[tick, np.where(pair >= 0, count + pair, operation)] = True
     # Ticks with the same active operations last equally long, so each distinct set is priced once.
     packed = np.packbits(there, axis=1)
     _, index, counts = np.unique(packed, axis=0, return_index=True, return_counts=True)
     return [np.flatnonzero(there[n]) for n in index], counts
 
 
+def _pairs(spec: TableSpec, classes: tuple[int, ...]) -> np.ndarray:
+    """int [pairs, 2], the distinct overlapped pairs, as indices into [kinds * classes]."""
+    _, operation, pair = _operations(spec, classes)
+    members = np.flatnonzero(pair >= 0).reshape(-1, 2)
+    _, index = np.unique(pair[members[:, 0]], return_index=True)
+    return operation[members[index]]
+
+
+def _operations(spec: TableSpec, classes: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    """Of every operation the tick, the index into [kinds * classes], and its pair's number among
+    the distinct ones; -1 is none."""
+    tick, kind, stage, step = _cells(spec)
+    operation = kind * (max(classes) + 1) + np.array(classes)[stage]
+    pair, members = np.full(len(tick), -1), np.flatnonzero(np.bincount(step)[step] == 2)
+    if len(members):
+        both = operation[members].reshape(-1, 2)
+        _, number = np.unique(both, axis=0, return_inverse=True)
+        pair[members] = np.repeat(number.reshape(-1), 2)
+    return tick, operation, pair
+
+
 @functools.lru_cache(maxsize=4096)
 def _cells(spec: TableSpec) -> tuple[np.ndarray, ...]:
-    """Tick, kind and place, stage * segments + segment, of every operation."""
+    """Tick, kind, place (stage * segments + segment) and step of every operation."""
     table = pipeline_table(spec)
     place = table.ops.stage * spec.segments + table.ops.segment
-    return tuple(x.astype(np.int32) for x in (table.tick, table.ops.kind, place))
+    fields = table.tick, table.ops.kind, place, table.step
+    return tuple(x.astype(np.int32) for x in fields)

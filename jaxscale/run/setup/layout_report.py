@@ -28,7 +28,7 @@ from jaxscale.run.setup.layout_bytes import (
 )
 from jaxscale.sharding.model_trace import ParamShape
 from jaxscale.sharding.resolve import is_axes, layer_rules, leaf_name
-from jaxscale.sharding.rules import Axes
+from jaxscale.sharding.rules import Axes, Rules
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.accumulation import quantises_once
 from jaxscale.training.engine import ENGINE_ADVICE, Engine
@@ -184,10 +184,28 @@ def _stages(engine: Engine) -> str:
         grads = gradient_bytes(engine, rules)
         moments = tree_bytes(state.opt_state, axes.opt_state, at_rest, zero.sizes)
         kept = _kept_weights(engine, zero)
+        if engine.stages and engine.stages.table.order.directions > 1:
+            more_grads, more_weights = _second_direction(engine, zero, rules)
+            grads, kept = grads + more_grads, kept + more_weights
         chosen = " *" if stage == engine.zero.stage else ""
         sizes = (params, grads, moments, kept, params + grads + moments + kept)
         rows.append((f"zero {stage}{chosen}", *(human_bytes(size) for size in sizes)))
     return "bytes of the model on each device in a step\n" + table(rows)
+
+
+def _second_direction(engine: Engine, zero: Zero, rules: Rules) -> tuple[int, int]:
+    """Bytes of gradients and weights that a pipeline with two directions adds: accumulators of the
+    mirrored rank's layers, and the layers of both in the compute type, unless those of one are kept
+    anyway."""
+    stacks, width = [stack.name for stack in engine.model.stacks], zero.compute_dtype.itemsize
+    params, axes = (
+        {name: tree.params[name] for name in stacks}
+        for tree in (engine.abstract_state, engine.state_axes)
+    )
+    grads = tree_bytes(params, axes, rules, zero.sizes, zero.accumulation_dtype.itemsize)
+    if zero.keeps:
+        return grads, tree_bytes(params, axes, zero.replicated_rules, zero.sizes, width)
+    return grads, 2 * tree_bytes(params, axes, zero.state_rules, zero.sizes, width)
 
 
 def _kept_weights(engine: Engine, zero: Zero) -> int:

@@ -109,6 +109,8 @@ DENSE = [
         "schedule": "interleaved",
         "zero_stage": 1,
     },
+    {"pipeline": 4, "fsdp": 16, "microbatches": 8, "schedule": "chimera", "remat": "full"},
+    {"pipeline": 4, "fsdp": 16, "microbatches": 16, "schedule": "dualpipe", "zero_stage": 2},
 ]
 
 
@@ -140,6 +142,7 @@ def test_dense_models_come_out_near_their_exact_memory(fields):
         {"accumulation": "layered", "offload": "optimizer"},
         {"schedule": "1f1b", "context_method": "gather"},
         {"schedule": "zb_h1", "remat": "full", "context_method": "gather"},
+        {"schedule": "chimera", "remat": "full", "context_method": "gather"},
     ],
     ids=str,
 )

@@ -216,8 +216,8 @@ def test_shards_that_end_within_a_tile_leave_whole_gradients():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="has two directions, which this version draws"):
-        step_memory(config({"pipeline": 2, "schedule": "chimera", "microbatches": 2}))
+    with pytest.raises(ValueError, match="chimera needs an even number of pipeline"):
+        step_memory(config({"pipeline": 3, "schedule": "chimera", "microbatches": 3}))
     with pytest.raises(ValueError, match="back end 'abacus' has no memory model"):
         step_memory(config({}), "abacus")
 

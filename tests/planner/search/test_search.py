@@ -404,10 +404,6 @@ def test_pins_hold():
 @pytest.mark.parametrize(
     ("pin", "said"),
     [
-        (
-            {"schedule": "dualpipe"},
-            "--pin schedule=dualpipe: the planner ranks .* runs: gpipe, 1f1b, ",
-        ),
         ({"data": -1}, "--pin data=-1: leave it out for the planner to choose"),
         ({"tensor": -1}, "--pin tensor=-1: leave it out for the planner to choose"),
         ({"schedule": "order.csv"}, "--pin schedule=order.csv: the planner ranks"),

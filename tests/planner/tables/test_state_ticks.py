@@ -19,6 +19,9 @@ SPECS = [
     TableSpec("zb_h2", 3, 46),
     TableSpec("zb_v", 4, 61, 2),
     TableSpec("zb_v", 4, 12, 2, keep=2),
+    TableSpec("bitpipe", 4, 40, 2, fused=True),
+    TableSpec("dualpipe", 4, 40),
+    TableSpec("dualpipe_v", 4, 41, 2),
 ]
 
 
@@ -29,7 +32,7 @@ def test_ticks_are_as_much_longer_as_what_happens_in_them(spec):
     ends = ((kind == B) | (kind == X)) & ((stage == 0) | (stage == spec.stages - 1))
     gathers, reduces = program["gather"] == 1, program["reduce"] == 1
     for each in (TickCollectives(2.0, 3.0, 0.5), TickCollectives(0.0, 1.0, 0.0)):
-        longer = (each.gather * gathers + each.reduce * reduces).max(axis=(1, 2))
+        longer = (each.gather * gathers + each.reduce * reduces).sum(axis=2).max(axis=1)
         longer += each.outer * ends.any(axis=(1, 2))
         assert state_ticks(spec).seconds(each) == pytest.approx(longer.sum())
 

@@ -13,7 +13,8 @@ from jaxscale.batch import Batch
 from jaxscale.models.protocol import LayerFunction, Model, Stack, layer_functions, split_stream
 from jaxscale.ops.array_stack import at
 from jaxscale.pipeline.backward_split import Split, forward_only, split
-from jaxscale.pipeline.segments import memory_shapes, segment_of
+from jaxscale.pipeline.layers.mirror import add_mirror
+from jaxscale.pipeline.layers.segments import memory_shapes, segment_of
 from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.zero import Zero
 
@@ -28,7 +29,8 @@ class StackPart(NamedTuple):
     number: int
     stack: Stack
     kinds: tuple[Split, ...]  # the operations of a layer, for each index % period
-    layers: Tree  # parameters at rest, or gathered and kept, [chunks * capacity, ...]
+    layers: Tree  # parameters at rest or gathered and kept, [chunks * capacity, ...]; with two
+    # directions in the compute type, with the mirrored rank's after its own
     memory: Mapping[str, jax.ShapeDtypeStruct]  # of a layer, for whole rows; {} without segments
 
     @property
@@ -63,6 +65,8 @@ def trace_stacks(
         layers = params[stack.name]
         axes = zero.layer_axes(stack.name)
         layer = jax.eval_shape(lambda x, a=axes: zero.gather(at(x, 0), a), layers)
+        if stages.table.order.directions > 1:
+            layers = add_mirror(zero, layers, zero.axes[stack.name])
         if zero.keeps:
             layers = zero.gather(layers, zero.axes[stack.name])
         context = first, jax.ShapeDtypeStruct((), jnp.int32)

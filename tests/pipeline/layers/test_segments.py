@@ -9,7 +9,7 @@ from jaxscale.batch import Batch
 from jaxscale.config.model import ModelConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.ops.attention.context_chunks import balanced_order
-from jaxscale.pipeline.segments import memory_shapes, segment_of
+from jaxscale.pipeline.layers.segments import memory_shapes, segment_of
 from tests.models.gated_convolution import ConvolutionSettings, make
 
 ROWS, TIME = 2, 12
