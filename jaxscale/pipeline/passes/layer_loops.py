@@ -1,7 +1,7 @@
 """Loops over the layers of a chunk, and over those of two chunks at once.
 
 For an overlapped pair of operations one loop has a layer of the forward pass and a layer of the
-backward pass in its body, so that a collective of one can run beside the matmuls of the other; XLA
+backward pass in its body, so that a collective of one can overlap the matmuls of the other; XLA
 does not overlap two loops.
 """
 

@@ -73,7 +73,7 @@ class Memory:
     between_stacks: Ints = _term(
         "between stacks, as of an encoder or dense layers", SAVED, *MICROBATCHES
     )
-    # Of a layer, until the backward pass beside it has read its buffers.
+    # Of a layer, until the backward pass of the same operation has read its buffers.
     paired_forward: Ints = _term("activations of an overlapped forward pass", SAVED, *BACKWARD)
     # With an encoder in a pipeline: the inputs of passes, for their W.
     received: Ints = _term("streams kept for weight gradients", SAVED, *MICROBATCHES)

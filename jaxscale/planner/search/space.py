@@ -149,7 +149,7 @@ def enumerate_sizes(
     `messages`."""
     rows, model = [], query.planned_model
     given = {name: query.pins.get(name, False) for name in (*OVERLAPS, "unroll_layers")}
-    given |= {"sequence_chunks": query.pins.get("sequence_chunks", 1)}
+    given |= {name: query.pins.get(name, 1) for name in ("sequence_chunks", "expert_nodes")}
     method = query.pins.get("context_method", "gather")  # which accepts every mesh that "ring" does
     for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.work.num_experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
@@ -408,8 +408,8 @@ def _required_sizes(name: str, value: Any) -> dict[str, Any]:
     """Axis sizes that a layout needs for a setting."""
     if name == "remat" and isinstance(value, str) and parse_remat(value).kept_passes:
         return {"pipeline": 2}  # partial recompute exists in pipelines only
-    is_count = isinstance(value, int) and value > 0
-    return {"tensor": value} if name == "tensor_rows" and is_count else {}
+    axis = {"tensor_rows": "tensor", "expert_nodes": "expert"}.get(name)
+    return {axis: value} if axis and isinstance(value, int) and value > 0 else {}
 
 
 def check_pins(query: Query) -> None:

@@ -1,5 +1,6 @@
 """A trainable model with experts is planned: its ranks, its ranking, and what is said of it."""
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -16,7 +17,7 @@ from jaxscale.planner.plan_layouts import plan_layouts
 from jaxscale.planner.report import text_report
 from jaxscale.planner.report.why_not import explain_why_not
 from jaxscale.planner.report.write_config import write_plan
-from jaxscale.planner.search.space import Query, mesh_shapes
+from jaxscale.planner.search.space import Query, check_pins, enumerate_sizes, mesh_shapes
 from jaxscale.planner.search.trainable_model import TrainableModel
 from jaxscale.training.flops import step_flops
 
@@ -64,6 +65,16 @@ def test_a_pipeline_of_experts_is_planned_and_written(tmp_path):
     assert max(best.stage_bytes) <= best.memory_bytes
     write_plan(tmp_path / "mine.py", best, "mixtral_8x7b")
     assert load(str(tmp_path / "mine.py")).layout == best.layout
+
+
+def test_the_nodes_of_ranks_of_experts_are_pinned():
+    """Also without their number: meshes whose ranks they do not divide are left out."""
+    query = Query(MIXTRAL, make_cluster("h200", 64), PINS | {"pipeline": 1, "expert_nodes": 4})
+    check_pins(query)
+    sizes = enumerate_sizes(query, collections.Counter(), {})
+    assert sizes is not None
+    assert {*np.asarray(sizes.expert).tolist()} == {4, 8}
+    assert np.all(np.asarray(sizes.expert_nodes) == 4)
 
 
 def test_without_ranks_of_experts_nothing_is_exchanged():
