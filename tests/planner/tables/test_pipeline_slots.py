@@ -28,7 +28,8 @@ def test_slots_are_those_of_the_program(name, chunks, fused, recompute):
             remat="full" if recompute else "none",
         )
         slots = open_stages(layout, ranks * chunks).program.slots
-        assert pipeline_slots.most_slots(TableSpec.of(layout)) == slots
+        without = dict.fromkeys(pipeline_slots.SLOTS, 0)  # of buffers that the table has no use for
+        assert pipeline_slots.most_slots(TableSpec.of(layout)) == {**without, **slots}
 
 
 @pytest.mark.proof
