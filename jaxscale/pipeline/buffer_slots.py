@@ -13,6 +13,9 @@ import numpy as np
 from jaxscale.pipeline.table import Table
 from jaxscale.pipeline_schedules.operations import NOP, B, F, R, W, X
 
+MEMORY, GRADIENT = "memory", "memory_gradient"
+"""Buffers of what a stage's layers leave to later segments of a micro-batch."""
+
 
 @dataclass(frozen=True, eq=False)
 class TickProgram:
@@ -131,9 +134,9 @@ def _users_of_memory(table: Table) -> dict[str, tuple[np.ndarray, ...]]:
     where = where.reshape(X + 1, -1, order.sequence_chunks)
     forward, backward = where[F].T, np.maximum(where[B], where[X]).T[::-1]
     if not (backward >= 0).all():  # an evaluation
-        return {"memory": tuple(forward), "memory_gradient": (forward[0, :0],) * 2}
+        return {MEMORY: tuple(forward), GRADIENT: (forward[0, :0],) * 2}
     again = np.where(where[R].T >= 0, where[R].T, forward)
-    return {"memory": (*forward, *again, *backward), "memory_gradient": tuple(backward)}
+    return {MEMORY: (*forward, *again, *backward), GRADIENT: tuple(backward)}
 
 
 def _receives(

@@ -24,9 +24,9 @@ from jaxscale.models.protocol import (
     zero_sums,
 )
 from jaxscale.ops.array_stack import Index, add_rows, at, put
-from jaxscale.pipeline.buffer_slots import TickProgram
+from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY, TickProgram
 from jaxscale.pipeline.layers.mirror import with_rows
-from jaxscale.pipeline.layers.segments import GRADIENT, MEMORY, segment_of
+from jaxscale.pipeline.layers.segments import segment_of
 from jaxscale.pipeline.layers.stack_part import Remat, StackPart, StreamShapes, trace_stacks
 from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.resolve import constrain

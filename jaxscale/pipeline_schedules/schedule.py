@@ -49,9 +49,6 @@ class Schedule:
     # unless a layout sets ":fused".
     splits_backward: bool = False
 
-    # Whether the executor can run it; if not, it can be drawn and simulated.
-    runs: bool = True
-
     # Chunks per rank if layout.virtual_stages = 0, and the numbers that a search tries.
     virtual_stages: int = 1
     searched_virtual_stages: tuple[int, ...] = (1,)

@@ -35,10 +35,7 @@ SHIPPED = (
 
 NAMES = tuple(schedule.name for schedule in SHIPPED)
 
-RUNNABLE = tuple(schedule.name for schedule in SHIPPED if schedule.runs)
-"""The names of schedules that the executor runs."""
-
-SEARCHED = tuple(one.name for one in SHIPPED if one.runs and not one.splits_sequences)
+SEARCHED = tuple(one.name for one in SHIPPED if not one.splits_sequences)
 """The names of those for whole sequences, which searches try."""
 
 

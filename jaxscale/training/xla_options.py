@@ -133,8 +133,8 @@ _TPU_SPARSE_CORES = (
     XlaFlag(
         "xla_tpu_enable_sparse_core_collective_offload_ragged_all_to_all",
         True,
-        "and the all-to-alls of experts: of Mixtral's, over 8 ranks, 42 % of the bytes then "
-        "overlap with matmuls, in place of 20 % (libtpu 0.0.52)",
+        "and the all-to-alls of experts: of four layers of Mixtral, over 8 ranks, 42 % of the "
+        "bytes overlap with matmuls, in place of 20 % (libtpu 0.0.52)",
     ),
     XlaFlag(
         "xla_tpu_enable_sparse_core_offload_queuing_in_lhs",

@@ -12,9 +12,6 @@ from jaxscale.batch import Batch, Within
 from jaxscale.models.protocol import Stack
 from jaxscale.ops.array_stack import FROM_ZERO
 
-MEMORY, GRADIENT = "memory", "memory_gradient"
-"""The names of the buffers."""
-
 BY_TOKEN = ("tokens", "targets", "segments", "positions", "weights", "extras")
 """The fields of a batch with an entry for each token."""
 

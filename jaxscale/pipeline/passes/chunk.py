@@ -19,7 +19,7 @@ from jaxscale.models.protocol import (
     split_stream,
 )
 from jaxscale.ops.array_stack import add, at, put
-from jaxscale.pipeline.layers.segments import GRADIENT, MEMORY
+from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY
 from jaxscale.pipeline.passes.layer_loops import each_layer
 from jaxscale.pipeline.rank import Rank, Row, State, when
 from jaxscale.pipeline.stages import EMBEDDING, HEAD

@@ -123,12 +123,7 @@ def analytic_memory(
     summed = np.where(step.single, 0.0, ends)
     gradients = WIDE * np.where(step.scatters, step.stack_shard + summed / z, step.stack + summed)
     late = (z > 1) & zero_stage.scatters_last(zero) & ~step.scatters & ~pipelined
-    directions, lanes = np.asarray(buffers.directions), np.asarray(buffers.lanes)
-    both = np.where(
-        (z > 1) & zero_stage.keeps(zero),
-        step.stack,
-        2 * np.where(step.gathers, step.stack_shard, step.stack),
-    )
+    keeps, lanes = (z > 1) & zero_stage.keeps(zero), np.asarray(buffers.lanes)
     in_place = transients.in_place
     return Memory(
         parameters=WIDE * rest,
@@ -161,14 +156,9 @@ def analytic_memory(
         host_optimizer=moments,
         messages=np.where(pipelined, (buffers.inbox + buffers.input + 2 * lanes) * stream, 0.0),
         paired_forward=(lanes - 1) * kept,
-        mirrored_weights=NARROW * (directions > 1) * both,
-        mirrored_gradients=WIDE
-        * (directions - 1)
-        * np.where(step.scatters, step.stack_shard, step.stack),
+        **_mirrored(step, buffers, keeps),
         reduced_gradients=late * WIDE * step.stack_shard,
-        kept_weights=NARROW
-        * ((z > 1) & zero_stage.keeps(zero))
-        * (step.stack + np.where(pipelined, 0.0, step.outer)),
+        kept_weights=NARROW * keeps * (step.stack + np.where(pipelined, 0.0, step.outer)),
         outer_weights=np.where(pipelined, NARROW * (ends + step.gathers * next_chunk), 0.0),
         pending=np.where(
             pipelined & step.scatters & (not by_layer),
@@ -176,6 +166,17 @@ def analytic_memory(
             0.0,
         ),
     )
+
+
+def _mirrored(step: _Step, buffers: RankBuffers, keeps: Floats) -> dict[str, Floats]:
+    """Weights and gradients of two directions, as in `memory.step`."""
+    directions = np.asarray(buffers.directions)
+    whole, shards = step.stack, step.stack_shard
+    both = np.where(keeps, whole, 2 * np.where(step.gathers, shards, whole))
+    return {
+        "mirrored_weights": NARROW * (directions > 1) * both,
+        "mirrored_gradients": WIDE * (directions - 1) * np.where(step.scatters, shards, whole),
+    }
 
 
 def _slots(buffers: RankBuffers, each: Floats) -> Floats:

@@ -2,6 +2,7 @@
 
 from jaxscale.config.layout import Layout
 from jaxscale.ops.sizes import LANES
+from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY
 from jaxscale.planner.memory.layer_loop import LayerLoop
 from jaxscale.sharding.model_trace import Ints, SavedValue, maximum, select
 
@@ -46,7 +47,7 @@ def slot_bytes(loop: LayerLoop, held: str, *, tiled: bool) -> Ints:
             each = _tiled_bytes if tiled and one.heads > 1 else _bytes
             total[one.per] = total[one.per] + each(one, layout, layout.tensor_columns)
     # Of whole sequences, not of a segment.
-    whole = layout.segments if held.startswith("memory") else 1
+    whole = layout.segments if held in (MEMORY, GRADIENT) else 1
     tokens = loop.tokens * whole * total["sequence"] // loop.length
     return (tokens + loop.rows * total["row"]) // layout.tensor
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxscale.config import Config
 from jaxscale.config.layout import Layout
 from jaxscale.config.model import is_own_family
+from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY
 from jaxscale.planner.memory.at_rest import (
     batch_bytes,
     count_bytes,
@@ -54,9 +55,6 @@ from jaxscale.training.tracing.traces import model_trace
 
 HELD = ("residual_b", "residual_w", "cotangent")
 """A pipeline's buffers of saved activations."""
-
-LEFT = ("memory", "memory_gradient")
-"""Its buffers of what segments of a sequence leave to later ones."""
 
 
 def step_memory(
@@ -253,7 +251,7 @@ def _slots(loops: list[LayerLoop], buffers: RankBuffers, transients: Transients)
     if not np.any(loops[0].layout.pipeline > 1):
         return 0
     for loop in loops:
-        for held in (*HELD, *LEFT):
+        for held in (*HELD, MEMORY, GRADIENT):
             slots = getattr(buffers, held)
             total = total + slots * loop.capacity * slot_bytes(loop, held, tiled=tiled)
     return total

@@ -31,7 +31,7 @@ from jaxscale.config.layout import (
 from jaxscale.hardware import GPU_MEMORY_FRACTION, check_matmul_units, gpu_memory_fraction
 from jaxscale.pipeline.partition import StackLayers, has_layers
 from jaxscale.pipeline.stages import open_stages
-from jaxscale.pipeline_schedules.shipped import RUNNABLE, SHIPPED, find_schedule, is_foreign
+from jaxscale.pipeline_schedules.shipped import NAMES, SHIPPED, find_schedule, is_foreign
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.memory.at_rest import check_param_groups
 from jaxscale.planner.memory.terms import Memory
@@ -269,7 +269,7 @@ def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
 def _schedules(pins: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Schedules, each with the numbers of virtual stages that are tried."""
     splits = pins.get("sequence_chunks", 1) > 1
-    runs = [one for one in SHIPPED if one.runs and one.splits_sequences == splits]
+    runs = [one for one in SHIPPED if one.splits_sequences == splits]
     fused = (f"{schedule.name}:fused" for schedule in runs if not schedule.splits_backward)
     for text in _pinned(pins, "schedule", [*(schedule.name for schedule in runs), *fused]):
         schedule = find_schedule(parse_schedule(text).name)
@@ -391,11 +391,12 @@ def check_fields(pins: Mapping[str, Any], flag: str) -> None:
         Layout(**_required_sizes(name, value), **{name: value})
     schedule = pins.get("schedule", Layout.schedule)
     name = parse_schedule(schedule).name
-    if not (find_schedule(name).runs if is_foreign(name) else name in RUNNABLE):
+    if name not in NAMES and not is_foreign(name):
         raise ValueError(
-            f"{flag} schedule={schedule}: the planner ranks {', '.join(RUNNABLE)}, and custom "
+            f"{flag} schedule={schedule}: the planner ranks {', '.join(NAMES)}, and custom "
             "schedules as module:RECORD"
         )
+    find_schedule(name)
     if pins.get("virtual_stages") == 0:
         raise ValueError(
             f"{flag} virtual_stages=0: at least 1; leave it out for the planner to choose"

@@ -14,7 +14,7 @@ import numpy as np
 from jaxscale.config import DataConfig
 from jaxscale.config.layout import Layout
 from jaxscale.config.model import ModelConfig
-from jaxscale.pipeline.buffer_slots import count_slots
+from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY, count_slots
 from jaxscale.pipeline.partition import (
     StackLayers,
     assign_stages,
@@ -34,7 +34,7 @@ from jaxscale.planner.tables.table_makespan import (
 from jaxscale.sharding.model_trace import Ints
 from jaxscale.training.tracing.traces import model_trace, model_work
 
-SLOTS = ("residual_b", "residual_w", "cotangent", "input", "inbox", "memory", "memory_gradient")
+SLOTS = ("residual_b", "residual_w", "cotangent", "input", "inbox", MEMORY, GRADIENT)
 COUNTS = (*SLOTS, "chunks", "directions", "lanes")
 
 

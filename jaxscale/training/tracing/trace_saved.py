@@ -27,6 +27,7 @@ from jaxscale.ops.attention.attention import attention
 from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.ops.split_vjp import split_vjp
 from jaxscale.pipeline.backward_split import TracedFunction, shapes_of, split
+from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY
 from jaxscale.sharding.model_trace import SavedValue, SavedValues, StackSaved
 from jaxscale.sharding.resolve import is_axes
 from jaxscale.training.remat import rematerialised, rematerialised_attention
@@ -176,7 +177,7 @@ def _saved(
         for name in memory:
             *heads, features = stack.memory()[name].shape
             size, count = stack.memory()[name].dtype.itemsize, math.prod(heads)
-            for held in ("memory", "memory_gradient"):
+            for held in (MEMORY, GRADIENT):
                 yield SavedValue(held, "sequence", "features", count, features, shape.length, size)
         parts = split(layer, *arguments, memory=memory)
         yield from _values("residual_b", parts.residuals_b, parts.names_b, shape)
