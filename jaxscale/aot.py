@@ -13,7 +13,7 @@ from etils import epy
 
 from jaxscale import command_line
 from jaxscale import config as configs
-from jaxscale.config.layout import AUTO, resolve_sizes
+from jaxscale.config.layout import resolve_sizes
 from jaxscale.formatting import human_bytes, table
 
 with epy.lazy_imports():  # they import JAX: a mistyped flag is refused before
@@ -77,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             layout = resolve_sizes(config.layout, len(machine.devices))
             config = dataclasses.replace(config, layout=layout)
             kind = machine.devices[0].device_kind
-            if layout.remat == AUTO:
+            if layout.undecided:
                 cluster = auto_layout.devices_here(kind, machine.platform, len(machine.devices))
-                config, line = auto_layout.choose_remat(config, cluster)
+                config, line = auto_layout.choose_settings(config, cluster)
                 print(line)
             if not options.skip_memory_check:
                 device_limit.check_device_limit(config, machine.platform, machine.limit_bytes, kind)

@@ -5,7 +5,11 @@ import re
 
 import pytest
 
+from jaxscale.batch import Batch
 from jaxscale.config import from_dict
+from jaxscale.models.decoder import Decoder
+from jaxscale.models.head import Head
+from jaxscale.models.protocol import Params, Stream, Sums
 from jaxscale.run.setup.layout import open_engine
 
 MODEL = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "d_ff": 96, "vocab_size": 300}
@@ -15,6 +19,7 @@ DATA = {"global_batch_size": 16, "seq_len": 32}
 SEGMENTS = (
     "layout.schedule=seq1f1b layout.sequence_chunks=2 layout.pipeline=2 layout.microbatches=2"
 )
+SLICED = "layout.head=sliced layout.pipeline=2 layout.microbatches=2"
 REFUSED = [
     # devices
     ("layout.fsdp=16", "the layout (fsdp 16) needs a multiple of 16 devices and there are 8"),
@@ -187,6 +192,13 @@ REFUSED = [
         "layout.zero_stage=1",
         "neither weights nor gradients of a micro-batch are in shards; set layout.pipeline_gather",
     ),
+    ("layout.head=first", "layout.head = 'first' is not known; it can be last, sliced, auto"),
+    (
+        f"{SLICED} model.family=deepseek_v3 model.num_experts=0 model.kv_rank=8 "
+        "model.num_kv_heads=8 model.rope_head_dim=4 model.prediction_depth=1",
+        "layout.head = 'sliced' is not available for this model: model.prediction_depth = 1 adds a "
+        "loss for each further token; set layout.head = 'last'",
+    ),
     ("layout.sequence_chunks=0", "layout.sequence_chunks = 0 is too small; at least 1"),
     (
         "layout.sequence_chunks=2 layout.pipeline=2 layout.microbatches=2",
@@ -243,6 +255,29 @@ def narrow(monkeypatch):
 
     with jax.enable_x64(False):
         yield
+
+
+class OwnLoss(Decoder):
+    """A decoder with a loss of its own."""
+
+    def loss(self, head: Params, stream: Stream, batch: Batch) -> Sums:
+        return super().loss(head, stream, batch)
+
+
+class OwnHead(Decoder):
+    """A decoder with a head of its own."""
+
+    head_type = type("OwnHead", (Head,), {})
+
+
+def test_a_loss_or_head_of_its_own_takes_no_slice():
+    layout = {"head": "sliced", "pipeline": 2, "microbatches": 2}
+    config = from_dict({"model": MODEL, "data": DATA, "layout": layout})
+    said = "the model of model.family = 'llama' has a loss or a head of its own, and does"
+    for model in (OwnLoss, OwnHead):
+        with pytest.raises(ValueError, match=said):
+            open_engine(config, model=model)
+    assert open_engine(config)[1].stages.slices_head
 
 
 @pytest.mark.parametrize(("settings", "said"), REFUSED)

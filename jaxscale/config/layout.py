@@ -36,9 +36,12 @@ AUTOMATIC_AXES = (TENSOR_ROWS, "context", "tensor")
 ACCUMULATIONS = ("sequential", "layered")
 AUTO = "auto"
 """As a schedule: the planner chooses the schedule and every setting left at its default, at
-start-up. As `remat`: it chooses the remat policy only."""
+start-up. As `remat` or `head`: it chooses these only."""
 
 PIPELINE_GATHERS = ("chunk", "layer")
+LAST, SLICED = HEADS = ("last", "sliced")
+"""Ranks of a pipeline that compute the head: those of the last stage, or all, a slice each."""
+
 ULYSSES = "ulysses"
 """The context method with attention within a rank, by any kernel."""
 
@@ -54,7 +57,7 @@ OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
 
 
 READ_WITH = {
-    "pipeline": ("schedule", "virtual_stages", "sequence_chunks", "pipeline_gather"),
+    "pipeline": ("schedule", "virtual_stages", "sequence_chunks", "pipeline_gather", "head"),
     "expert": ("expert_nodes", "overlap_experts"),
     "context": ("context_method",),
     "tensor": ("tensor_rows", "overlap_tensor"),
@@ -103,6 +106,9 @@ class Layout:
       sequence_chunks: segments of each sequence, which follow each other through a pipeline.
       pipeline_gather: "chunk" keeps the gathered weights and the summed gradients of a chunk;
         "layer" gathers and reduces those of one layer at a time: less memory, more traffic.
+      head: "last" computes the head, loss and gradients, on the rank of the last stage; "sliced" on
+        all pipeline ranks at once, each with its slice of the vocabulary (arXiv 2411.05288);
+        "auto" the planner's faster.
       context_method: how keys reach queries of other ranks: "ring", "gather", or "ulysses"
         (all-to-alls to whole sequences of some of the heads).
       overlap_experts: exchanges the tokens of half of the sequences at a time, so that all-to-alls
@@ -140,6 +146,7 @@ class Layout:
     virtual_stages: int = 0
     sequence_chunks: int = 1
     pipeline_gather: str = "chunk"
+    head: str = LAST
     context_method: str = "ring"
     overlap_experts: bool = False
     overlap_tensor: bool = False
@@ -165,6 +172,7 @@ class Layout:
             )
         check_choice("layout.accumulation", self.accumulation, ACCUMULATIONS)
         check_choice("layout.pipeline_gather", self.pipeline_gather, PIPELINE_GATHERS)
+        check_choice("layout.head", self.head, (*HEADS, AUTO))
         check_choice("layout.context_method", self.context_method, CONTEXT_METHODS)
         check_choice("layout.offload", self.offload, OFFLOADS)
         parse_schedule(self.schedule)  # raises, as parse_remat does
@@ -292,6 +300,16 @@ class Layout:
         return 1 + (self.pipeline > 1) * (self.sequence_chunks - 1)
 
     @property
+    def head_ranks(self) -> int:
+        """Pipeline ranks that share the head's columns."""
+        return self.pipeline if self.head == SLICED else 1
+
+    @property
+    def slices_head(self) -> bool:
+        """Whether each pipeline rank computes a slice of the head."""
+        return self.head_ranks > 1
+
+    @property
     def num_groups(self) -> int:
         """Accumulation groups: the forward and backward passes over the layers in a step without a
         pipeline."""
@@ -316,6 +334,11 @@ class Layout:
     def auto(self) -> bool:
         """Whether the planner has yet to choose this layout."""
         return self.schedule == AUTO
+
+    @property
+    def undecided(self) -> tuple[str, ...]:
+        """The settings that the planner has yet to choose in this layout."""
+        return tuple(name for name in ("remat", "head") if getattr(self, name) == AUTO)
 
     @property
     def unread(self) -> set[str]:

@@ -182,6 +182,12 @@ class Decoder(Model):
         )
 
     @property
+    def slices_head(self) -> bool:
+        """True for the loss and the head here, of the next token alone."""
+        ours = type(self).loss is Decoder.loss and type(self).head_type is Head
+        return ours and not self.settings.prediction_depth
+
+    @property
     def _biased(self) -> tuple[Part, ...]:
         """Parts whose routers have a bias for load balancing; none with LoRA, which freezes it."""
         if not self.settings.router_bias or self.settings.lora_rank:

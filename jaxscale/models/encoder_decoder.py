@@ -88,6 +88,11 @@ class EncoderDecoder(Model):
         return {**tied, **borrowed_rows(self.settings)}
 
     @property
+    def slices_head(self) -> bool:
+        """True for the loss here."""
+        return type(self).loss is EncoderDecoder.loss
+
+    @property
     def frozen(self) -> tuple[str, ...]:
         """With LoRA, all parameters except adapters."""
         return frozen_names(self.axes) if self.settings.lora_rank else ()

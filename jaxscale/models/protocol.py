@@ -112,6 +112,10 @@ class Model(abc.ABC):
     can_decode: bool = False
     """Whether the model can generate tokens."""
 
+    slices_head: bool = False
+    """Whether `loss` may be given a slice of the columns, the logical axis "vocab", of each of the
+    head's parameters that has some: it reads them in one call of `Kernels.cross_entropy` only."""
+
     adjust: Callable[[Params, Sums], Params] | None = None
     """Update without gradients, (params, sums of the step) -> params, after the optimizer's, for
     parameters that `frozen` names. The sums of layers are in the order of the parameters' rows.

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxscale.ops.loss_over_vocabulary import (
     Columns,
     LossArrays,
+    Slice,
     column_axes,
     columns_of,
     gather_chunks,
@@ -29,6 +30,7 @@ from jaxscale.ops.loss_over_vocabulary import (
     ranks_of,
     scatter_chunk,
     scatter_tokens,
+    summed_axes,
     time_ranks,
     whole_columns,
 )
@@ -63,6 +65,10 @@ class LossForm(NamedTuple):
 
     unroll: bool = False
     """Whether the loop over chunks is unrolled."""
+
+    slice_: Slice | None = None
+    """Of a head with a slice on each rank of a manual mesh axis, `columns` in all. Every rank gets
+    the whole loss, and its terms of the gradients of x and rows, which the caller sums."""
 
 
 PLAIN_FORM = LossForm()
@@ -128,7 +134,11 @@ def cross_entropy(
     )
     columns = head.shape[0 if transposed else 1]
     if form.spread and form.spread.axis:
-        columns //= ranks_of([form.spread.axis])
+        ranks = ranks_of([form.spread.axis])
+        columns //= ranks
+        if form.slice_:
+            whole = form.slice_._replace(columns=form.slice_.columns // ranks)
+            form = form._replace(slice_=whole)
     static = _Static(vocab_size, soft_cap, z_loss, transposed, ids, form, columns)
     return _loss(static, LossArrays(x_BTD, head, bias_V, rows_KD, targets_BT, weights_BT))
 
@@ -219,7 +229,8 @@ def _chunk_loss(
     )
     if static.soft_cap:
         capped_CV = static.soft_cap * jnp.tanh(raw_CV / static.soft_cap)
-    divided = bool(column_axes(form.spread))
+    axes = summed_axes(form.spread, form.slice_)
+    divided = bool(axes)
     number_V = jnp.arange(raw_CV.shape[-1], dtype=targets_C.dtype)
     targets_C -= jnp.asarray(own.first, targets_C.dtype)
     is_real_V = number_V < own.real if own.real is not None else None
@@ -243,7 +254,7 @@ def _chunk_loss(
         target_C = jnp.sum(jnp.where(is_target_CV, capped_CV, 0), axis=-1)
     if looks_up:
         target_C = capped_CV.at[places].get(mode="promise_in_bounds")
-    log_z_C, target_C = over_columns(form.spread, log_z_C, target_C)
+    log_z_C, target_C = over_columns(axes, log_z_C, target_C)
     nll_C = log_z_C - target_C
 
     def gradient(capped: Array, log_z: Array, weights: Array, is_target: ArrayLike) -> Array:
@@ -360,7 +371,7 @@ def _on_this_rank(
     form = static.form
     arrays = own_columns(form.spread, arrays, static.columns, transposed=static.transposed)
     share = arrays.head.shape[0 if static.transposed else 1]
-    own = columns_of(form.spread, share, static.columns, static.vocab_size)
+    own = columns_of(form.spread, share, static.columns, static.vocab_size, form.slice_)
     x_BTD = gather_tokens(form.spread, arrays.x_BTD)
     weights_BT = arrays.weights_BT.astype(_softmax_dtype(x_BTD))
     x_JCD, *others_JC = _chunks(form, share, x_BTD, arrays.targets_BT, weights_BT)

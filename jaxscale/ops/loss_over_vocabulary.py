@@ -7,6 +7,10 @@ instead are fewer bytes than it. Tokens are gathered over tensor once, before th
 which then computes with no collective over tensor except `over_columns`; over context chunk by
 chunk, since a whole sequence may be long.
 
+Each rank of a pipeline may also have a slice of each tensor rank's columns (`Slice`), and computes
+them at once with the others, for the same tokens. Its gradients are then its terms of sums over
+these ranks.
+
 Letters as in `loss.py`.
 """
 
@@ -31,6 +35,13 @@ class LossArrays(NamedTuple):
     rows_KD: Any
     targets_BT: Any
     weights_BT: Any
+
+
+class Slice(NamedTuple):
+    """The rank's slice of a head that ranks of a manual mesh axis divide, of equal sizes."""
+
+    axis: str
+    columns: int  # of all slices, without the padding after the last; of a rank of tensor
 
 
 def on_ranks(
@@ -76,6 +87,11 @@ def head_gradient_spec(spread: Spread | None, scatters: bool) -> PartitionSpec:
 def column_axes(spread: Spread | None) -> tuple[str, ...]:
     """The mesh axes that shard the columns, the slowest first."""
     return tuple(filter(None, (spread.axis, *spread.time))) if spread else ()
+
+
+def summed_axes(spread: Spread | None, slice_: Slice | None) -> tuple[str, ...]:
+    """The mesh axes over which the loss combines its columns."""
+    return (*column_axes(spread), *((slice_.axis,) if slice_ else ()))
 
 
 def ranks_of(axes: Sequence[str]) -> int:
@@ -135,22 +151,28 @@ class Columns(NamedTuple):
     real: Any  # their number without padding; None: no rank has padding
 
 
-def columns_of(spread: Spread | None, share: int, columns: int, vocab_size: int) -> Columns:
-    """The columns of this rank: `share` of the `columns` that its rank of tensor has."""
+def columns_of(
+    spread: Spread | None, share: int, columns: int, vocab_size: int, slice_: Slice | None = None
+) -> Columns:
+    """The columns of this rank: `share` of the `columns`, or with a slice of the columns in it,
+    that its rank of tensor has."""
     over_tensor, ranks = spread.axis if spread else None, time_ranks(spread)
-    before = jax.lax.axis_index(spread.time) * share if spread and ranks > 1 else 0
-    first, total = before, columns
+    whole = slice_.columns if slice_ else columns
+    inside = jax.lax.axis_index(spread.time) * share if spread and ranks > 1 else 0
+    before = inside + (jax.lax.axis_index(slice_.axis) * columns if slice_ else 0)
+    first, total = before, whole
     if over_tensor:
-        first += jax.lax.axis_index(over_tensor) * columns
+        first += jax.lax.axis_index(over_tensor) * whole
         total *= jax.lax.axis_size(over_tensor)
-    if total <= vocab_size and share * ranks == columns:
+    sliced = columns * ranks_of([slice_.axis]) if slice_ else whole
+    if total <= vocab_size and share * ranks == columns and sliced == whole:
         return Columns(first, None)
-    return Columns(first, jnp.clip(jnp.minimum(vocab_size - first, columns - before), 0, share))
+    least = jnp.minimum(jnp.minimum(vocab_size - first, whole - before), columns - inside)
+    return Columns(first, jnp.clip(least, 0, share))
 
 
-def over_columns(spread: Spread | None, log_z_C: Array, target_C: Array) -> tuple[Array, Array]:
-    """Combines log Z and targets' logits over the columns of all ranks."""
-    axes = column_axes(spread)
+def over_columns(axes: tuple[str, ...], log_z_C: Array, target_C: Array) -> tuple[Array, Array]:
+    """Combines log Z and targets' logits over the columns of all ranks of some mesh axes."""
     if not axes:
         return log_z_C, target_C
     # Log-sum-exp relative to the maximum over ranks. A rank with padding columns only has -inf,

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxscale.pipeline.table import Table
+from jaxscale.pipeline.table import Table, is_head
 from jaxscale.pipeline_schedules.operations import NOP, B, F, R, W, X
 
+HEAD_RANK = "head_rank"
+HEAD_COLUMNS = ("head_microbatch", "head_segment", HEAD_RANK, "head_inbox")
+"""Columns of a sliced head (`head_columns`)."""
 MEMORY, GRADIENT = "memory", "memory_gradient"
 """Buffers of what a stage's layers leave to later segments of a micro-batch."""
 
@@ -84,6 +87,24 @@ def make_program(table: Table) -> TickProgram:
     sender, reader = users_of["inbox"]
     columns |= _receives(table, sender, reader, columns["inbox"], slots["inbox"])
     return TickProgram(columns, slots)
+
+
+def head_columns(table: Table, program: TickProgram) -> dict[str, np.ndarray]:
+    """The backward passes of the last stage in each tick, whose heads all ranks compute: int32
+    [ticks, ranks, heads], equal on all ranks. Micro-batch, segment, the rank of the stage, and the
+    slot of its inbox with the stage's output; -1 is none."""
+    ops = table.ops
+    here = np.flatnonzero(is_head(table))
+    here = here[np.argsort(table.tick[here], kind="stable")]
+    tick = table.tick[here]
+    lane = np.arange(len(here)) - np.searchsorted(tick, tick)
+    slot = program.columns["inbox"][tick, ops.rank[here], ops.paired[here]]
+    found = {}
+    values = ops.microbatch[here], ops.segment[here], ops.rank[here], slot
+    for name, value in zip(HEAD_COLUMNS, values, strict=True):
+        found[name] = np.full((table.ticks, table.order.ranks, lane.max() + 1), -1, np.int32)
+        found[name][tick, :, lane] = value[:, None]
+    return found
 
 
 def count_slots(table: Table) -> dict[str, np.ndarray]:

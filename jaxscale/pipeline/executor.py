@@ -26,6 +26,7 @@ from jaxscale.models.protocol import (
     Model,
     Stream,
     Sums,
+    head_params,
     return_borrowed,
 )
 from jaxscale.ops.array_stack import Index, add_rows, put, put_rows
@@ -41,6 +42,7 @@ from jaxscale.pipeline.passes.chunk import (
     run_weight_gradient,
 )
 from jaxscale.pipeline.passes.layer_loops import each_pair
+from jaxscale.pipeline.passes.sliced_head import run_sliced_heads
 from jaxscale.pipeline.rank import Chunks, Columns, Rank, Row, State, when
 from jaxscale.pipeline.stages import (
     GATHER,
@@ -50,6 +52,7 @@ from jaxscale.pipeline.stages import (
     PipelineStages,
 )
 from jaxscale.pipeline_schedules.operations import NOP, B, F, R, W, X
+from jaxscale.sharding.head_slices import finish_slices
 from jaxscale.sharding.zero import Zero
 
 Tree = Any
@@ -67,13 +70,13 @@ def execute(
     *,
     row_major: bool = False,
 ) -> tuple[Sums, Tree]:
-    """Runs a step's table: this rank's sums and gradients, summed over micro-batches, not ranks.
+    """Runs a step's table: this rank's sums, and gradients summed over micro-batches and ranks.
 
     Args:
       remat: applies the remat policy to a layer.
       params: of this rank, with layers in the order of `stages.layer_of_row`.
       batches: fields [micro-batches, batch, time].
-      columns: of `stages.program`, [ticks, 1, 1] each.
+      columns: of `stages`, [ticks, 1, lanes] each.
       chunks: of `stages`, [1, chunks] each.
       row_major: whether buffers are constrained to row-major layout, for TPUs.
     """
@@ -89,8 +92,20 @@ def execute(
     grads = state.grads
     if stages.table.order.directions > 1:
         grads = {**grads, **fold_mirror({part.name: grads[part.name] for part in rank.parts})}
-    outer_grads = return_borrowed(model, grads["embed"], grads["head"])
-    return state.sums, {**grads, **outer_grads}
+    return state.sums, _finish(rank, params, grads)
+
+
+def _finish(rank: Rank, params: Tree, grads: dict[str, Tree]) -> Tree:
+    """Sums gradients over ranks, and adds those of arrays that the head borrows to the
+    embedding's."""
+    model, zero, axes = rank.model, rank.zero, rank.zero.axes
+    if not rank.stages.slices_head:
+        outer_grads = return_borrowed(model, grads["embed"], grads["head"])
+        return zero.finish({**grads, **outer_grads}, axes)
+    others = {name: grad for name, grad in grads.items() if name != "head"}
+    done = zero.finish(others, {name: axes[name] for name in others})
+    head = finish_slices(zero, grads["head"], head_params(model, axes), head_params(model, params))
+    return {**done, **return_borrowed(model, done["embed"], head)}
 
 
 def execute_forward(
@@ -132,15 +147,17 @@ def buffers(
 
 def _run(rank: Rank, state: State, columns: Columns) -> State:
     """Scans over all ticks."""
-    lanes = rank.program.columns["kind"].shape[-1]
-    cells = {name: jnp.asarray(column).reshape(-1, lanes) for name, column in columns.items()}
+    cells = {name: jnp.squeeze(jnp.asarray(column), 1) for name, column in columns.items()}
     return jax.lax.scan(lambda state, cells: (_tick(rank, state, cells), None), state, cells)[0]
 
 
 def _tick(rank: Rank, state: State, cells: Row) -> State:
     """One tick: the operation of each lane, then their messages."""
-    kinds = np.moveaxis(rank.program.columns["kind"], -1, 0)
-    rows = [{name: cell[lane] for name, cell in cells.items()} for lane in range(len(kinds))]
+    columns = rank.program.columns
+    kinds = np.moveaxis(columns["kind"], -1, 0)
+    rows = [{name: cells[name][lane] for name in columns} for lane in range(len(kinds))]
+    if rank.stages.slices_head and state.grads:
+        state = run_sliced_heads(rank, state, cells)
     if state.made_paired is not None:
         state = _operate_jointly(rank, state, rows)
         assert state.made_paired is not None

@@ -29,6 +29,7 @@ from jaxscale.pipeline.layers.mirror import with_rows
 from jaxscale.pipeline.layers.segments import segment_of
 from jaxscale.pipeline.layers.stack_part import Remat, StackPart, StreamShapes, trace_stacks
 from jaxscale.pipeline.stages import PipelineStages
+from jaxscale.sharding.head_slices import gather_slices, slice_shapes
 from jaxscale.sharding.resolve import constrain
 from jaxscale.sharding.rules import ACTIVATIONS
 from jaxscale.sharding.zero import Zero
@@ -51,9 +52,16 @@ class State(NamedTuple):
     sums: Sums
 
 
-def _outer(model: Model, zero: Zero, params: Tree) -> tuple[Tree, Tree]:
-    """Gathers the parameters of embedding and head, in the compute type."""
+def _outer(model: Model, zero: Zero, params: Tree, slices: bool) -> tuple[Tree, Tree]:
+    """Gathers the parameters of embedding and head, in the compute type.
+
+    Args:
+      slices: whether the rank needs its slice of the head only.
+    """
     names = ("embed", "head")
+    if slices:
+        head = gather_slices(zero, head_params(model, params), head_params(model, zero.axes))
+        return zero.gather(params["embed"], zero.axes["embed"]), head
     outer = zero.gather({name: params[name] for name in names}, {n: zero.axes[n] for n in names})
     return outer["embed"], head_params(model, outer)
 
@@ -68,7 +76,7 @@ class Rank:
     stages: PipelineStages
     parts: tuple[StackPart, ...]
     embed: Tree  # gathered
-    head: Tree  # gathered
+    head: Tree  # gathered, or this rank's slice
     stream: StreamShapes  # of all stacks
     batches: Batch
     chunks: Mapping[str, jax.Array]  # [chunks] each
@@ -93,7 +101,8 @@ class Rank:
         Args:
           remat: applies the layout's policy; None is for the `forward_program`.
         """
-        embed, head = _outer(model, zero, params)
+        slices = stages.slices_head and remat is not None
+        embed, head = _outer(model, zero, params, slices)
         parts, union = trace_stacks(model, zero, stages, params, embed, batches, remat)
         held = {name: jnp.asarray(values[0]) for name, values in chunks.items()}
         zero = zero.kept
@@ -126,12 +135,15 @@ class Rank:
         """Zeros for sums of gradients."""
         model, zero, axes = self.model, self.zero, self.zero.axes
         layers = {part.name: params[part.name] for part in self.parts}
+        head, of_head = head_params(model, params), head_params(model, axes)
+        if self.stages.slices_head:
+            head = slice_shapes(zero, head, of_head)
         if self.stages.table.order.directions > 1:
             layers = with_rows(layers, 2)
         return {
             **{name: zero.zeros(rows, axes[name]) for name, rows in layers.items()},
             "embed": zero.zeros(params["embed"], axes["embed"]),
-            "head": zero.zeros(head_params(model, params), head_params(model, axes)),
+            "head": zero.zeros(head, of_head),
         }
 
     def initial_state(self, grads: dict[str, Tree]) -> State:
@@ -142,7 +154,7 @@ class Rank:
             rules = {**zero.rules, **ACTIVATIONS, "slots": ()}
             empty = {name: jnp.zeros((slots, *x.shape), x.dtype) for name, x in self.stream.items()}
             return {
-                name: constrain(x, ("slots", *self._stream_axes(name)), zero.sizes, rules)
+                name: constrain(x, ("slots", *self.stream_axes(name)), zero.sizes, rules)
                 for name, x in empty.items()
             }
 
@@ -198,7 +210,8 @@ class Rank:
             zero.accumulators(chunk, axes) if zero.reduces else None,
         )
 
-    def _stream_axes(self, name: str) -> tuple[str, ...]:
+    def stream_axes(self, name: str) -> tuple[str, ...]:
+        """Logical axes of an array of the stream."""
         return next(
             axes[name]
             for part in self.parts

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.pipeline.table import Table, replay
+from jaxscale.pipeline.table import Table, is_head, replay
 from jaxscale.pipeline_schedules.operations import B, F, R, W, X
 
 
@@ -47,8 +47,13 @@ class Run:
     messages: int  # between different ranks
 
 
-def simulate(table: Table, costs: Costs = EQUAL) -> Run:
+def simulate(table: Table, costs: Costs = EQUAL, *, shared_head: float = 0.0) -> Run:
     """Simulates a table; by default each operation costs 1, R included.
+
+    Args:
+      shared_head: cost, on each rank, of a head that all ranks compute together: in lockstep it is
+        added to a tick for each backward pass of the last stage. Without lockstep it is not
+        counted.
 
     >>> from jaxscale.pipeline.orders import make_order
     >>> from jaxscale.pipeline.table import compile_order
@@ -69,21 +74,23 @@ def simulate(table: Table, costs: Costs = EQUAL) -> Run:
     ends = replay(ops.rank, table.step, table.needs, step_durations)
     tick_durations = np.zeros(table.ticks)
     np.maximum.at(tick_durations, table.tick, lasts)
+    heads = shared_head * np.bincount(table.tick[is_head(table)], minlength=table.ticks)
+    tick_durations += heads  # before the operations of its tick
     tick_ends = np.cumsum(tick_durations)
 
-    def idle(makespan: float) -> float:
+    def idle(makespan: float, work: float) -> float:
         available = makespan * order.ranks
-        return float((available - duration.sum()) / available)
+        return float((available - work) / available)
 
     makespan, lockstep_makespan = ends.max(), tick_ends[-1]
     return Run(
         start=(ends - lasts + later) / parts,
-        lockstep_start=((tick_ends - tick_durations)[table.tick] + later) / parts,
+        lockstep_start=((tick_ends - tick_durations + heads)[table.tick] + later) / parts,
         duration=duration / parts,
         makespan=float(makespan / parts),
-        idle_fraction=idle(makespan),
+        idle_fraction=idle(makespan, duration.sum()),
         lockstep_makespan=float(lockstep_makespan / parts),
-        lockstep_idle_fraction=idle(lockstep_makespan),
+        lockstep_idle_fraction=idle(lockstep_makespan, duration.sum() + order.ranks * heads.sum()),
         peak_stash=tuple((peak_stash(table) / parts).tolist()),
         messages=count_messages(table),
     )

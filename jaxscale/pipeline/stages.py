@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxscale.config.layout import Layout
-from jaxscale.pipeline.buffer_slots import TickProgram, make_program
+from jaxscale.pipeline.buffer_slots import HEAD_RANK, TickProgram, head_columns, make_program
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.partition import (
     StackLayers,
@@ -20,7 +20,7 @@ from jaxscale.pipeline.partition import (
     stack_shares,
     stage_costs,
 )
-from jaxscale.pipeline.simulator import Costs
+from jaxscale.pipeline.simulator import Run, simulate
 from jaxscale.pipeline.table import Ops, Table, compile_order, replay
 from jaxscale.pipeline_schedules.operations import NOP, B, F, Order, R, W, X
 
@@ -47,6 +47,13 @@ class PipelineStages:
     stacks: tuple[StackLayers, ...] = ()  # of the model
     stack_of_stage: tuple[int, ...] = ()  # the index of each virtual stage's stack
     by_layer: bool = False  # whether weights are gathered and gradients reduced by layer, not chunk
+    slices_head: bool = False  # whether all ranks compute the head, each a slice
+
+    @functools.cached_property
+    def columns(self) -> dict[str, np.ndarray]:
+        """The columns that the executor scans: int32 [ticks, ranks, ...]."""
+        found = self.program.columns
+        return found | head_columns(self.table, self.program) if self.slices_head else found
 
     @functools.cached_property
     def forward_program(self) -> TickProgram:
@@ -74,9 +81,13 @@ class PipelineStages:
         return tuple(sorted(found)) if can else ()
 
     @property
-    def costs(self) -> Costs:
-        """The costs of each stage's operations, in units of a layer's forward pass."""
-        return stage_costs(self.table, self.layers, self.head_cost)
+    def simulated(self) -> Run:
+        """The simulated step, in units of a layer's forward pass."""
+        own, shared = self.head_cost, 0.0
+        if self.slices_head:
+            own, shared = 0.0, 3 * self.head_cost / self.table.order.ranks
+        costs = stage_costs(self.table, self.layers, own)
+        return simulate(self.table, costs, shared_head=shared)
 
     @property
     def trips(self) -> dict[str, float]:
@@ -98,6 +109,8 @@ class PipelineStages:
                 trips[self.scope(name, number)] = np.count_nonzero(here) / cells
         # One in `stages` of the operations is in the last stage, and one in the first.
         trips |= {HEAD: 1 / stages, EMBEDDING: 1 / stages}
+        if self.slices_head:
+            trips[HEAD] = float((self.columns[HEAD_RANK] >= 0).mean())
         for number, one in enumerate(self.stacks):
             mine = np.array(self.layers)[self.stage_stacks == number]
             periods = -(-mine // one.period)
@@ -247,7 +260,9 @@ def open_stages(
     if spec.layers:
         check_layers(spec.layers, order, stacks)
         shares = stack_shares(spec.layers, stacks)
-    layers = spec.layers or partition_layers(table, stacks, shares, head_cost)
+    # A head that all ranks share makes ticks longer whatever the partition.
+    own_head = 0.0 if layout.slices_head else head_cost
+    layers = spec.layers or partition_layers(table, stacks, shares, own_head)
     return PipelineStages(
         table,
         make_program(table),
@@ -256,6 +271,7 @@ def open_stages(
         tuple(stacks),
         tuple(n for n, share in enumerate(shares) for _ in range(share)),
         layout.pipeline_gather == "layer",
+        layout.slices_head,
     )
 
 

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxscale.config.layout import Layout
-from jaxscale.pipeline.simulator import simulate
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 
 MUCH_IDLE = 1 / 3
@@ -16,10 +15,12 @@ def table_rows(stages: PipelineStages) -> list[tuple[str, str]]:
     order, slots = stages.table.order, stages.program.slots
     chunks = f" of {order.virtual_stages} chunks" if order.virtual_stages > 1 else ""
     chunks += f", {order.sequence_chunks} segments" if order.sequence_chunks > 1 else ""
+    head = ("head", f"1/{order.ranks} of the vocabulary on each rank")
     used = ", ".join(f"{name} {count}" for name, count in slots.items() if count)
     return [
         ("schedule", f"{order.name}: {order.ranks} ranks{chunks}, {stages.table.ticks} ticks"),
         ("layers of each stage", ", ".join(map(str, stages.layers))),
+        *[head] * stages.slices_head,
         ("idle", f"{idle(stages):.1%} of a step, in lockstep ticks"),
         ("slots", used),
     ]
@@ -27,7 +28,7 @@ def table_rows(stages: PipelineStages) -> list[tuple[str, str]]:
 
 def idle(stages: PipelineStages) -> float:
     """The bubble: the ranks' idle fraction of a step, with uneven stages and the head."""
-    return simulate(stages.table, stages.costs).lockstep_idle_fraction
+    return stages.simulated.lockstep_idle_fraction
 
 
 def advice(layout: Layout, stages: PipelineStages, sequences: int) -> str:

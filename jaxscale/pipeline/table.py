@@ -102,6 +102,12 @@ def _find_needs(order: Order, ops: Ops) -> np.ndarray:
     return needs
 
 
+def is_head(table: Table) -> np.ndarray:
+    """bool [N], the operations that begin with the gradient of the head."""
+    kind, stage = table.ops.kind, table.ops.stage
+    return ((kind == B) | (kind == X)) & (stage == table.order.stages - 1)
+
+
 def replay(
     rank: np.ndarray, step: np.ndarray, needs: np.ndarray, durations: np.ndarray
 ) -> np.ndarray:

@@ -1,11 +1,12 @@
-"""`layout = "auto"` and `layout.remat = "auto"`: the planner's choice for given devices."""
+"""`layout = "auto"`, and "auto" as `layout.remat` or `layout.head`: the planner's choice for given
+devices."""
 
 import dataclasses
 import os
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.config.layout import AUTO, Layout
+from jaxscale.config.layout import AUTO, LAST, Layout
 from jaxscale.formatting import gigabytes
 from jaxscale.hardware import Chip, find_chip
 from jaxscale.pipeline_schedules.shipped import find_schedule
@@ -35,9 +36,12 @@ def memory_here(cluster: Cluster) -> float:
     return cluster.memory_bytes * fraction_here(back_end_of(cluster))
 
 
-def choose_remat(config: Config, cluster: Cluster, memory_bytes: float = 0.0) -> tuple[Config, str]:
-    """The config with the remat policy of the fastest step that fits, and a line that reports it.
-    Where no step fits it is "full", which needs least memory; the refusal of the step follows.
+def choose_settings(
+    config: Config, cluster: Cluster, memory_bytes: float = 0.0
+) -> tuple[Config, str]:
+    """The config with the remat policy, the ranks of the head, or both, of the fastest step that
+    fits, and a line that reports them. Where no step fits the policy is "full", which needs least
+    memory; the refusal of the step follows.
 
     Args:
       config: the sizes of its layout resolved.
@@ -47,22 +51,25 @@ def choose_remat(config: Config, cluster: Cluster, memory_bytes: float = 0.0) ->
       ValueError: there are no formulas for the model.
     """
     layout = config.layout
-    names = [field.name for field in dataclasses.fields(Layout) if field.name != "remat"]
-    pins = {name: getattr(layout, name) for name in names}
+    names = [field.name for field in dataclasses.fields(Layout)]
+    pins = {name: getattr(layout, name) for name in names if name not in layout.undecided}
     if not layout.virtual_stages:
         schedule = find_schedule(layout.schedule_spec.name)
         pins["virtual_stages"] = min(schedule.searched_virtual_stages)
     query = Query(config, cluster, pins, memory_bytes)
-    remat, said = "full", "since no policy is predicted to fit"
+    chosen = {name: {"remat": "full", "head": LAST}[name] for name in layout.undecided}
+    said = f"since no {'policy' if 'remat' in chosen else 'step'} is predicted to fit"
     found = search_layouts(query, 1)
     if found.layouts:
         plan = predict_plan(query, found.layouts[0])
         needs, limit = gigabytes(plan.memory_bytes), gigabytes(plan.limit_bytes)
-        remat, said = plan.layout.remat, f"predicted {needs} of {limit} a device"
+        chosen = {name: getattr(plan.layout, name) for name in chosen}
+        said = f"predicted {needs} of {limit} a device"
     elif found.smallest is None:  # refused for other reasons than memory
         said = f"since nothing is predicted of this layout ({next(iter(found.rejected))})"
-    chosen = dataclasses.replace(config, layout=dataclasses.replace(layout, remat=remat))
-    return chosen, f"layout.remat = 'auto' chose {remat}, {said}"
+    lines = [f"layout.{name} = 'auto' chose {value}" for name, value in chosen.items()]
+    config = dataclasses.replace(config, layout=dataclasses.replace(layout, **chosen))
+    return config, f"{', '.join(lines)}, {said}"
 
 
 def pins_of(layout: Layout) -> dict[str, Any]:

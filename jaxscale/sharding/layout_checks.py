@@ -213,6 +213,27 @@ def check_sequence_chunks(layout: Layout, model: ModelSettings) -> None:
             )
 
 
+def check_sliced_head(layout: Layout, model: ModelSettings, *, slices_head: bool) -> None:
+    """Refuses a sliced head for a model whose loss needs whole columns.
+
+    Args:
+      slices_head: the model's.
+
+    Raises:
+      ValueError: names the setting to change.
+    """
+    if not layout.slices_head or slices_head:
+        return
+    depth = getattr(model, "prediction_depth", 0)
+    why = f"the model of model.family = {model.family!r} has a loss or a head of its own, and does "
+    why += "not declare Model.slices_head"
+    if depth:
+        why = f"model.prediction_depth = {depth} adds a loss for each further token"
+    raise ValueError(
+        f"layout.head = 'sliced' is not available for this model: {why}; set layout.head = 'last'"
+    )
+
+
 def check_sequence(layout: Layout, data: DataConfig) -> None:
     """Refuses a sequence length that ranks of context and tensor do not divide.
 

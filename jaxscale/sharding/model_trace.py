@@ -116,6 +116,7 @@ class ModelTrace:
     stacks: tuple[StackTrace, ...]  # in the order of the forward pass
     borrowed: tuple[str, ...] = ()  # paths of matrices of the embedding that the head reads, too
     adjusts: bool = False  # whether frozen parameters change by `Model.adjust`
+    slices_head: bool = False  # as `Model.slices_head`
 
     @property
     def stack_layers(self) -> dict[str, int]:

@@ -16,12 +16,13 @@ from jaxscale.choices import check_count, check_kind
 from jaxscale.config import Config, DataConfig
 from jaxscale.config.layout import Layout
 from jaxscale.models.decoder import plain_kernels
-from jaxscale.models.protocol import Model
+from jaxscale.models.protocol import Model, head_params
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.sharding.layer_bytes import LayerBytes, largest_layer
-from jaxscale.sharding.resolve import has_experts
+from jaxscale.sharding.layout_checks import check_sliced_head
+from jaxscale.sharding.resolve import has_experts, is_axes
 from jaxscale.sharding.rules import Rules, own_rules
 from jaxscale.sharding.specs import batch_sharding, replicated
 from jaxscale.sharding.zero import Zero
@@ -41,6 +42,7 @@ from jaxscale.training.kernels import (
     device_generation,
     evaluation_kernels,
     make_kernels,
+    sliced_kernels,
 )
 from jaxscale.training.layers.loop_form import saves_in_place
 from jaxscale.training.learning_rate import schedule_of
@@ -257,12 +259,31 @@ def _make_models(
         rules=own,
         unroll=unroll_loops,
     )
+    trained = kernels
+    if config.layout.slices_head:
+        columns = _head_columns(plain)
+        slices_head = plain.slices_head and columns > 0
+        check_sliced_head(config.layout, config.model, slices_head=slices_head)
+        trained = sliced_kernels(kernels, columns)
     return _Models(
         make(config.model, kernels),
-        make(config.model, rematerialised_attention(kernels, config.layout.remat_policy)),
+        make(config.model, rematerialised_attention(trained, config.layout.remat_policy)),
         make(config.model, evaluation_kernels(kernels)).evaluated,
         own,
     )
+
+
+def _head_columns(model: Model) -> int:
+    """The columns of the head, padding included; 0 without an axis "vocab"."""
+    shapes = head_params(model, jax.eval_shape(model.init, jax.random.key(0)))
+    axes = head_params(model, model.axes)
+    found = jax.tree.map(
+        lambda axes, x: x.shape[axes.index("vocab")] if "vocab" in axes else 0,
+        axes,
+        shapes,
+        is_leaf=is_axes,
+    )
+    return max(jax.tree.leaves(found), default=0)
 
 
 def _compiler_options(config: Config, mesh: Mesh, zero: Zero, state: TrainState) -> dict:

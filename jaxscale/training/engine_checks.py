@@ -76,11 +76,12 @@ def check_engine_settings(config: Config, mesh: Mesh) -> None:
     Raises:
       ValueError: with the setting to change.
     """
-    if config.layout.remat == AUTO:
-        raise ValueError(
-            "layout.remat = 'auto' is chosen when a run starts, and by jaxscale.open_engine; here "
-            "set a policy, such as 'full'"
-        )
+    for name, such in (("remat", "a policy, such as 'full'"), ("head", "'last' or 'sliced'")):
+        if getattr(config.layout, name) == AUTO:
+            raise ValueError(
+                f"layout.{name} = 'auto' is chosen when a run starts, and by jaxscale.open_engine; "
+                f"here set {such}"
+            )
     layout, model, data = config.layout, config.model, config.data
     layout_checks.check_divides(layout, data.global_batch_size)
     layout_checks.check_matmuls(layout, model.matmul_dtype)

@@ -78,10 +78,10 @@ def _pipelined(
             chunks,
             row_major=row_major,
         )
-        return zero.total(sums), zero.finish(grads, zero.axes)
+        return zero.total(sums), grads
 
     run = _gradients(local, zero, mesh, BATCH_ROWS, TABLE_COLUMNS, CHUNKS)
-    return lambda params, batch: run(params, batch, stages.program.columns, stages.chunks)
+    return lambda params, batch: run(params, batch, stages.columns, stages.chunks)
 
 
 def _pipelined_remat(layout: Layout) -> Remat:

@@ -30,6 +30,7 @@ from jaxscale.ops.dropout import dropout, jitter
 from jaxscale.ops.embedding import spread_lookup
 from jaxscale.ops.experts.dispatch import Dispatch
 from jaxscale.ops.loss import LossForm, cross_entropy
+from jaxscale.ops.loss_over_vocabulary import Slice
 from jaxscale.ops.rope import rotary, rotary_on_tpu
 from jaxscale.ops.sizes import LANES
 from jaxscale.ops.tensor_parallel import Spread, columns, linear, rows, spread_columns, spread_rows
@@ -136,6 +137,16 @@ def evaluation_kernels(kernels: Kernels) -> Kernels:
     since an evaluation batch may have a single one."""
     everything = dataclasses.replace(kernels.dispatch, keeps_all=True, halves=False)
     return dataclasses.replace(kernels, dispatch=everything)
+
+
+def sliced_kernels(kernels: Kernels, columns: int) -> Kernels:
+    """The kernels of a step in which each pipeline rank has a slice of the head.
+
+    Args:
+      columns: of the whole head.
+    """
+    loss = functools.partial(kernels.cross_entropy, slice_=Slice("pipeline", columns))
+    return dataclasses.replace(kernels, cross_entropy=loss)
 
 
 def attention_name(
@@ -350,20 +361,25 @@ def _cross_entropy(
     x_BTD: jax.Array,
     head: jax.Array,
     *args: jax.Array,
+    slice_: Slice | None = None,
     **settings: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss, divided among ranks of context (tokens) and tensor (vocabulary)."""
+    """The loss, divided among ranks of context (tokens) and tensor (vocabulary).
+
+    Args:
+      slice_: where pipeline ranks have slices of the head.
+    """
     time, columns = _mesh_axes(layout, ACTIVATIONS["seq"]), _mesh_axes(layout, WEIGHTS["vocab"])
     features = _mesh_axes(layout, ACTIVATIONS["embed"])
     # A custom model's head may have a number of columns that tensor does not divide: replicated.
-    vocab = head.shape[0 if settings.get("transposed") else 1]
+    vocab = slice_.columns if slice_ else head.shape[0 if settings.get("transposed") else 1]
     axis = columns[0] if columns and vocab % layout.tensor_columns == 0 else None
     spread = None
     if axis or time or features:
         of_stream = features[0] if features else None
         spread = Spread(axis, time, automatic_axes(layout.sizes), of_stream)
     scatters = _scatters(layout, x_BTD.shape[-1])
-    form = form._replace(spread=spread, scatters=scatters)
+    form = form._replace(spread=spread, scatters=scatters, slice_=slice_)
     return cross_entropy(x_BTD, head, *args, form=form, **settings)
 
 

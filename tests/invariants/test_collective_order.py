@@ -38,6 +38,10 @@ WORST = {
         | {"fsdp": 2, "schedule": "breadth_first", "virtual_stages": 2, "microbatches": 4}
         | {"zero_stage": 3},
     ),
+    "decoder, sliced head": (
+        LLAMA,
+        PAIR | {"fsdp": 2, "schedule": "chimera", "head": "sliced", "zero_stage": 3},
+    ),
     "decoder, layered": (
         LLAMA,
         {"fsdp": 2, "tensor": 2, "microbatches": 4, "accumulation": "layered", "zero_stage": 3},
@@ -85,8 +89,9 @@ def run(name: str, steps: int, folder: pathlib.Path) -> None:
 
 
 @pytest.mark.proof
-def test_operations_and_sends_of_a_tick_have_one_order(tmp_path):
-    run("encoder-decoder, 1f1b", 20, tmp_path)
+@pytest.mark.parametrize("name", ["encoder-decoder, 1f1b", "decoder, sliced head"])
+def test_operations_and_sends_of_a_tick_have_one_order(name, tmp_path):
+    run(name, 20, tmp_path)
 
 
 @pytest.mark.slow

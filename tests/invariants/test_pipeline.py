@@ -190,6 +190,19 @@ SEGMENTS = (
 )
 """Of packed documents, as all rows here."""
 
+SLICED = (
+    # Neither the columns of the head, padded to 384, nor d_model divide over the ranks.
+    {"schedule": "1f1b", "pipeline": 5, "remat": "none", "microbatches": 8},
+    {"schedule": "interleaved", "virtual_stages": 2, "pipeline": 2, "fsdp": 2, "tensor": 2}
+    | {"zero_stage": 3, "remat": "full", "microbatches": 8},
+    {"schedule": "zb_v", "pipeline": 4, "fsdp": 2, "zero_stage": 1, "remat": "keep:1"}
+    | {"microbatches": 8},
+    {"schedule": "seq1f1b", "sequence_chunks": 2, "pipeline": 2, "fsdp": 2, "context": 2}
+    | {"context_method": "gather", "zero_stage": 2, "remat": "full", "microbatches": 8},
+    *DIRECTIONS,
+)
+"""With a slice of the head on each rank."""
+
 SLOW = [
     pytest.param(layout, marks=pytest.mark.slow) for layout in (*ALIKE[:-1], V_IN_TWO_DIRECTIONS)
 ]
@@ -206,6 +219,13 @@ def test_every_pipeline_is_one_device_in_float64(layout, capfd):
     assert INVOLUNTARY not in capfd.readouterr().err
 
 
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", SLICED, ids=name)
+def test_a_sliced_head_is_one_device_in_float64(layout, capfd):
+    check_pipeline({**layout, "head": "sliced"})
+    assert INVOLUNTARY not in capfd.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", sample(every_pipeline()), ids=name)
 def test_a_sample_of_all_pipelines_is_one_device_in_float64(layout):
@@ -217,6 +237,7 @@ def test_a_sample_of_all_pipelines_is_one_device_in_float64(layout):
     "layout",
     [
         {"pipeline": 4, "schedule": "1f1b", "microbatches": 8, "tensor": 2},
+        {"pipeline": 4, "schedule": "1f1b", "microbatches": 8, "tensor": 2, "head": "sliced"},
         {"pipeline": 2, "schedule": "zb_v", "microbatches": 4, "fsdp": 2, **ROWS}
         | {"pipeline_gather": "layer"},
         # Layers as one chooses; d_model does not divide over three ranks, so what is outside the

@@ -16,6 +16,7 @@ from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import collectives
 from jaxscale.ops import loss_kernel
 from jaxscale.ops.loss import LossForm, _chunk_size, _reduced_at_once, cross_entropy, logits
+from jaxscale.ops.loss_over_vocabulary import Slice
 from jaxscale.ops.sizes import CHUNK_BYTES, loss_chunk_tokens
 from jaxscale.ops.tensor_parallel import Spread
 
@@ -104,6 +105,7 @@ def test_a_vocabulary_without_padding_is_cut_to_itself():
 
 
 RANKS = {"fsdp": 1, "context": 2, "tensor": 4}
+AUTOMATIC = ("context", "tensor")
 SPREADS = {
     "context": Spread(None, ("context",), ("context", "tensor")),
     "tensor": Spread("tensor", (), ("context", "tensor")),
@@ -118,7 +120,9 @@ KERNEL = "log_z_and_target"
 def on_ranks(function, ranks=RANKS):
     """A function of arguments that every rank has whole, compiled for `ranks`: as in a step one
     axis is manual, and context and tensor are left to the compiler."""
-    mesh = jax.make_mesh(tuple(ranks.values()), tuple(ranks), axis_types=(AxisType.Auto,) * 3)
+    devices = jax.devices()[: math.prod(ranks.values())]
+    types = (AxisType.Auto,) * 3
+    mesh = jax.make_mesh(tuple(ranks.values()), tuple(ranks), axis_types=types, devices=devices)
     return jax.jit(
         jax.shard_map(
             function, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"fsdp"}, check_vma=False
@@ -170,6 +174,52 @@ def test_ranks_change_nothing_and_a_bias_is_another_row_of_the_head(spread, tran
     raw = logits(x, head, vocab_size=V, bias_V=bias, rows_KD=rows, ids=ids)
     whole = head.at[:, jnp.asarray(ids)].add(rows.T)
     np.testing.assert_allclose(raw, (x @ whole + bias)[..., :V], rtol=1e-13)
+
+
+@pytest.mark.proof(but=("2-4-24-True",))
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "columns", "transposed"),
+    [
+        (2, 4, 24, True),
+        (5, 1, 24, False),  # of 5 columns, the last 4
+        (4, 1, 23, False),  # 6 and 5, of which context has 3 each
+    ],
+)
+def test_a_head_in_slices_on_ranks_of_a_manual_axis_changes_nothing(
+    ranks, tensor, columns, transposed
+):
+    """Each rank gets the loss, and its terms of the gradients."""
+    x, head, targets, weights = arguments(time=8)
+    args, ids = (x, head[:, :columns]), (16, 0, 3)
+    rows = jnp.asarray(np.random.default_rng(2).normal(size=(3, D)))
+    context = 2 if columns == 23 else 1
+    spread = Spread("tensor" if tensor > 1 else None, ("context",) * (context > 1), AUTOMATIC)
+    more = {"z_loss": 0.3, "soft_cap": 3.0, "ids": ids}
+    share = -(-columns // (tensor * ranks))
+
+    def whole(x, head, rows):
+        head = head.at[:, jnp.asarray(ids)].add(rows.T)
+        return plain(x, head, targets, weights, z_loss=0.3, soft_cap=3.0)
+
+    def sliced(x, head, rows):
+        blocks = head.reshape(D, tensor, -1)
+        blocks = jnp.pad(blocks, [(0, 0), (0, 0), (0, share * ranks - blocks.shape[2])])
+        begin = share * jax.lax.axis_index("fsdp")
+        own = jax.lax.dynamic_slice_in_dim(blocks, begin, share, 2).reshape(D, -1)
+        how = {"chunk_tokens": 5, "spread": spread, "slice_": Slice("fsdp", columns), **more}
+        return chunked(x, own, targets, weights, rows_KD=rows, transposed=transposed, **how)
+
+    def summed(*args):
+        found, grads = jax.value_and_grad(sliced, (0, 1, 2), has_aux=True)(*args)
+        return found, jax.lax.psum(grads, "fsdp")
+
+    expected, wanted = jax.jit(jax.value_and_grad(whole, (0, 1, 2), has_aux=True))(*args, rows)
+    mesh = {"fsdp": ranks, "context": context, "tensor": tensor}
+    got, grads = on_ranks(summed, mesh)(*args, rows)
+    np.testing.assert_allclose(got, expected, rtol=1e-13)
+    np.testing.assert_allclose(on_ranks(sliced, mesh)(*args, rows), expected, rtol=1e-13)
+    for grad, expected_grad in zip(grads, wanted):
+        np.testing.assert_allclose(grad, expected_grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.proof

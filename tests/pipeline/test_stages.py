@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxscale.config.layout import Layout
+from jaxscale.pipeline.buffer_slots import HEAD_COLUMNS, HEAD_RANK
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.partition import (
     StackLayers,
@@ -13,12 +14,14 @@ from jaxscale.pipeline.partition import (
 )
 from jaxscale.pipeline.schedule_csv import write_csv
 from jaxscale.pipeline.simulator import Costs, simulate
-from jaxscale.pipeline.stages import open_stages
+from jaxscale.pipeline.stages import HEAD, open_stages
 from jaxscale.pipeline.table import compile_order
-from jaxscale.pipeline_schedules.operations import F
+from jaxscale.pipeline_schedules.operations import B, F, X
 
 
-def stages_of(schedule, pipeline, microbatches, num_layers, virtual_stages=0, head=0.0, **layout):
+def stages_of(
+    schedule, pipeline, microbatches, num_layers, virtual_stages=0, head_cost=0.0, **layout
+):
     layout = Layout(
         schedule=schedule,
         pipeline=pipeline,
@@ -27,7 +30,7 @@ def stages_of(schedule, pipeline, microbatches, num_layers, virtual_stages=0, he
         virtual_stages=virtual_stages,
         **layout,
     )
-    return open_stages(layout, num_layers, head)
+    return open_stages(layout, num_layers, head_cost)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +130,57 @@ def test_the_forward_program_evaluates_every_microbatch_at_every_stage():
     assert len(ran) == 20
     assert cells == {(s, m) for s in range(4) for m in range(5)}
     assert stages.forward_program.slots["residual_w"] == 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "layout", "most"),
+    [
+        (("1f1b", 4, 8, 8), {}, 1),
+        (("zb_v", 2, 5, 8), {"remat": "keep:1"}, 1),
+        (("seq1f1b", 4, 8, 8), {"sequence_chunks": 2}, 1),
+        (("chimera", 4, 8, 8), {}, 2),
+        (("dualpipe", 4, 10, 8), {}, 2),
+        (("dualpipe_v", 4, 8, 8, 2), {}, 1),
+    ],
+    ids=str,
+)
+def test_all_ranks_compute_the_head_of_each_backward_pass_of_the_last_stage(numbers, layout, most):
+    """At the tick of that pass, from the slot of its rank's inbox, on every rank alike."""
+    assert "head_rank" not in stages_of(*numbers, **layout).columns
+    stages = stages_of(*numbers, head="sliced", **layout)
+    program, columns = stages.program.columns, stages.columns
+    heads = [columns[name] for name in HEAD_COLUMNS]
+    assert heads[0].shape[-1] == most
+    found = set()
+    for tick, lane in np.argwhere(columns[HEAD_RANK][:, 0] >= 0):
+        cells = np.stack([one[tick, :, lane] for one in heads])
+        assert (cells == cells[:, :1]).all()
+        found.add((int(tick), *cells[:, 0].tolist()))
+    last = (program["stage"] == stages.table.order.stages - 1) & np.isin(program["kind"], (B, X))
+    wanted = {
+        (tick, program["microbatch"][cell], program["segment"][cell], rank, program["inbox"][cell])
+        for tick, rank, lane in np.argwhere(last).tolist()
+        for cell in [(tick, rank, lane)]
+    }
+    segments = layout.get("sequence_chunks", 1)
+    assert len(found) == len(wanted) == numbers[2] * segments
+    assert found == wanted
+    assert stages.trips[HEAD] == pytest.approx(len(found) / (len(heads[0]) * most))
+
+
+def test_a_sliced_head_leaves_stages_even_and_is_in_every_tick_that_has_one():
+    """Of a head of four layers, 2 stages of 8 layers: a tick of a backward pass of the last stage
+    is longer by 3 * 4 / 2."""
+    last, sliced = (
+        stages_of("1f1b", 2, 8, 16, head_cost=4.0, head=head) for head in ("last", "sliced")
+    )
+    assert sliced.layers == (8, 8)
+    plain = simulate(sliced.table, Costs(f=8.0, b=8.0, w=8.0))
+    run = sliced.simulated
+    assert run.lockstep_makespan == plain.lockstep_makespan + 8 * 6.0
+    work = 2 * 8 * (3 * 8.0 + 6.0)
+    assert run.lockstep_idle_fraction == pytest.approx(1 - work / 2 / run.lockstep_makespan)
+    assert run.lockstep_makespan < last.simulated.lockstep_makespan
 
 
 REFUSED = [

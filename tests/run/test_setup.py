@@ -98,17 +98,30 @@ def test_a_layout_that_is_said_stays():
     assert planned(config) is config
 
 
-def test_a_run_keeps_the_remat_policy_that_it_began_with(tmp_path):
-    tiny = configs.load("configs/tiny.py", ["layout.remat=auto", "layout.data=8"])
-    with pytest.raises(ValueError, match=r"chosen when a run starts, .* here set a policy"):
-        make_engine(tiny, make_mesh(tiny.layout))
-    begun = resolve_layout(tiny, tmp_path)
-    assert begun.layout.remat == "none"
-    other = dataclasses.replace(begun, layout=dataclasses.replace(begun.layout, remat="full"))
-    (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(other)))
-    assert resolve_layout(tiny, tmp_path) == other
-    moved = dataclasses.replace(tiny, layout=dataclasses.replace(tiny.layout, data=4, fsdp=2))
-    assert resolve_layout(moved, tmp_path).layout.remat == "none"
+PIPELINE = {"data": 4, "pipeline": 2, "microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "other", "axes", "said"),
+    [
+        ("remat", "none", "full", {"data": 8}, "here set a policy"),
+        ("head", "last", "sliced", PIPELINE, "here set 'last' or 'sliced'"),
+    ],
+)
+def test_a_run_keeps_the_choice_that_it_began_with(name, usual, other, axes, said, tmp_path):
+    config = configs.load("configs/tiny.py")
+    layout = Layout(**axes, **{name: "auto"})
+    config = dataclasses.replace(config, layout=layout)
+    with pytest.raises(ValueError, match=rf"chosen when a run starts, .* {said}"):
+        make_engine(config, make_mesh(layout))
+    chosen = resolve_layout(config, tmp_path)
+    assert getattr(chosen.layout, name) == usual
+    begun = dataclasses.replace(chosen, layout=dataclasses.replace(chosen.layout, **{name: other}))
+    (tmp_path / "config.json").write_text(json.dumps(configs.to_dict(begun)))
+    assert resolve_layout(config, tmp_path) == begun
+    moved = dataclasses.replace(layout, data=layout.data // 2, fsdp=2)
+    moved = resolve_layout(dataclasses.replace(config, layout=moved), tmp_path)
+    assert getattr(moved.layout, name) == usual
 
 
 @pytest.mark.proof

@@ -167,7 +167,8 @@ def chunk_backward(
     rank: Rank, state: State, row: Row, fused: bool, each: Each = each_layer
 ) -> State:
     """Backward pass of a chunk from the gradient in the inbox. In the last stage the inbox has the
-    output of the stage's forward pass, from which the head computes loss and gradient."""
+    output of the stage's forward pass, from which the head computes loss and gradient; or, if the
+    head is sliced, that gradient (`sliced_head`)."""
     batch, last = rank.batch_of(row), rank.stages.table.order.stages - 1
 
     def head_pass(carry):
@@ -179,13 +180,13 @@ def chunk_backward(
         added = add({name: sums[name] for name in losses}, losses)
         return rank.full_stream(dstream), {**sums, **added}, add(grads, dhead)
 
-    inbox = at(state.buffers["inbox"], row["inbox"])
-    # The head's forward pass is in B, too: loss and gradients are computed in one pass over the
-    # logits (`ops.loss`).
-    dstream, sums, head = when(
-        row["stage"] == last, head_pass, (inbox, state.sums, state.grads["head"]), HEAD
-    )
-    state = state._replace(sums=sums, grads={**state.grads, "head": head})
+    dstream = at(state.buffers["inbox"], row["inbox"])
+    if not rank.stages.slices_head:
+        # The head's forward pass is in B, too: loss and gradients are computed in one pass over
+        # the logits (`ops.loss`).
+        carry = dstream, state.sums, state.grads["head"]
+        dstream, sums, head = when(row["stage"] == last, head_pass, carry, HEAD)
+        state = state._replace(sums=sums, grads={**state.grads, "head": head})
     shared = rank.shared(state, row)
     latest = row["segment"] == rank.stages.table.order.sequence_chunks - 1
     for part in reversed(rank.parts):

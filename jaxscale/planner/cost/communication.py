@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.config import zero_stage
+from jaxscale.config.layout import SLICED
 from jaxscale.planner.cost import collectives
 from jaxscale.planner.cost.collectives import Levels
 from jaxscale.planner.cost.tensor_volumes import (
@@ -44,6 +45,7 @@ class LayerTraffic:
     context: tuple[Floats, Floats]
     expert: tuple[Floats, Floats]
     message: Floats  # a pipeline send, in one direction
+    head: Floats = 0.0  # sums over pipeline ranks of a sliced head, both passes
 
 
 def tensor_traffic(
@@ -142,7 +144,22 @@ def layer_traffic(
         context = tuple(sum_ + share * one for sum_, one in zip(context, held))
         expert = expert + share * expert_of(stack, parallelism, levels["expert"], own)
     streams = 2.0 * tokens * work.width * (1 + work.source_len / work.seq_len)
-    return LayerTraffic(tensor, context, (expert, expert), _message(parallelism, levels, streams))
+    message = _message(parallelism, levels, streams)
+    head = _sliced_head(parallelism, levels, tokens, work.width)
+    return LayerTraffic(tensor, context, (expert, expert), message, head)
+
+
+def _sliced_head(
+    parallelism: Parallelism, levels: dict[str, Levels], tokens: Floats, width: int
+) -> Floats:
+    """All-reduces of a micro-batch over pipeline ranks, each with a slice of the head: of the last
+    stage's output, which one rank has, of its gradients, and for each token of the maximum, the sum
+    and the target's logit, in 32 bits."""
+    if parallelism.head != SLICED:
+        return np.zeros(())
+    stream = 2.0 * tokens * width / parallelism.tensor
+    sums = (stream, stream, 4.0 * tokens, 8.0 * tokens)
+    return sum(collectives.reduce_seconds(levels["pipeline"], size) for size in sums)
 
 
 def _message(parallelism: Parallelism, levels: dict[str, Levels], stream: Floats) -> Floats:

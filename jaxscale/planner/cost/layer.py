@@ -182,7 +182,8 @@ def head_passes(
 ) -> tuple[ComputeSeconds, ComputeSeconds]:
     """The head and the loss, forward and backward."""
     tokens = local_tokens(work.seq_len, parallelism)
-    local = work.vocab / np.asarray(parallelism.tensor_columns)
+    ranks = np.asarray(parallelism.tensor_columns) * parallelism.head_ranks
+    local = work.vocab / ranks
     width = work.width / parallelism.tensor_rows
     matmul = kernels.matmul_seconds(cluster, tokens, local, width)
     up, down = (kernels.memory_seconds(cluster, tokens * local * each) for each in LOSS_BYTES)

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.config.layout import SLICED
+from jaxscale.planner.cost.communication import LayerTraffic
 from jaxscale.planner.cost.layer import LayerCompute
 from jaxscale.planner.cost.passes import LayerPass
 from jaxscale.planner.model.parallelism import Parallelism
@@ -51,10 +53,11 @@ class BusiestRank:
     ) -> "BusiestRank":
         p, one = np.asarray(parallelism.pipeline), pass_seconds(passes)
         head = layer.head_forward.seconds + layer.head_backward.seconds
-        middle, last = stages.busiest * one, stages.last * one + head
+        sliced = parallelism.head == SLICED
+        middle, last = stages.busiest * one + sliced * head, stages.last * one + head
         return cls(
             np.where(p > 1, np.maximum(middle, last), last),
-            np.where((p == 1) | (last >= middle), 1.0, 0.0),
+            np.where((p == 1) | sliced | (last >= middle), 1.0, 0.0),
         )
 
 
@@ -67,7 +70,7 @@ def bubble_seconds(
     parallelism: Parallelism,
     passes: dict[str, LayerPass],
     layer: LayerCompute,
-    message: Floats,
+    sent: LayerTraffic,
     stages: StageLayers,
     busiest: BusiestRank,
 ) -> Floats:
@@ -77,8 +80,10 @@ def bubble_seconds(
         return 0.0
     most = int(np.max(p * parallelism.virtual_stages))
     total = _table_seconds(
-        parallelism, stage_operation_seconds(stages, parallelism, passes, layer, message, most)
+        parallelism,
+        stage_operation_seconds(stages, parallelism, passes, layer, sent.message, most),
     )
+    total = total + m * (sliced_head_seconds(parallelism, layer) + sent.head)
     work = m * busiest.seconds
     return np.maximum(0.0, np.where(p > 1, total, work) - work)
 
@@ -92,7 +97,7 @@ def stage_operation_seconds(
     count: int,
 ) -> table_makespan.OperationSeconds:
     """Seconds of operations with layers split evenly over virtual stages; the last also has the
-    head.
+    head, unless all ranks share it (`sliced_head_seconds`).
 
     Every operation of our executor ends with an exchange of messages. Full recompute is a
     separate operation (R); partial recompute is part of B.
@@ -117,12 +122,20 @@ def stage_operation_seconds(
 
     # Our last stage computes the loss and its gradients in one operation.
     head = layer.head_forward.seconds + layer.head_backward.seconds
+    head = 0.0 if parallelism.head == SLICED else head
     return table_makespan.OperationSeconds(
         f=by_stage("forward", 0.0),
         b=by_stage("input", head),
         w=by_stage("weights", 0.0),
         r=by_stage("recompute", 0.0),
     )
+
+
+def sliced_head_seconds(parallelism: Parallelism, layer: LayerCompute) -> Floats:
+    """Seconds of a micro-batch's head in ticks of all ranks, each of which has a slice; 0 if one
+    rank has the head."""
+    sliced = parallelism.head == SLICED
+    return sliced * (layer.head_forward.seconds + layer.head_backward.seconds)
 
 
 def tick_seconds(parallelism: Parallelism, each: TickCollectives) -> Floats:

@@ -136,7 +136,7 @@ class StepParts:
             self.parallelism,
             self.passes[0],
             self.layer,
-            self.sent.message,
+            self.sent,
             self.stages,
             self.busiest,
         )

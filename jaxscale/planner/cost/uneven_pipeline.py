@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxscale.pipeline_schedules.operations import R
 from jaxscale.planner.cost.cluster import Cluster
+from jaxscale.planner.cost.pipeline import sliced_head_seconds
 from jaxscale.planner.cost.step import (
     StepParts,
     StepSeconds,
@@ -60,6 +61,9 @@ class UnevenPipelineCost:
     message: table_makespan.OperationSeconds  # [N, 1]: sends of a rank's chunks
     attention: table_makespan.OperationSeconds  # [N, 1]: core attention, part of the stacks' shares
     in_ticks: TickCollectives  # [N]: gathers and reductions within ticks
+    # [N]: of a micro-batch on all ranks at once, if each has a slice of the head; else 0.
+    sliced_head: np.ndarray
+    head_sums: np.ndarray  # over these ranks
     parallelism: Parallelism
 
     @classmethod
@@ -92,6 +96,8 @@ class UnevenPipelineCost:
             seconds_of(*(np.where(one > 0, sent, 0.0) for one in layers)),
             seconds_of(*(np.atleast_2d(one)[:, :1] for one in end_attention_seconds(parts))),
             TickCollectives(*(np.broadcast_to(one, total.shape) for one in parts.in_ticks)),
+            np.broadcast_to(sliced_head_seconds(parallelism, parts.layer), total.shape),
+            np.broadcast_to(parts.sent.head, total.shape),
             parallelism,
         )
 
@@ -104,6 +110,7 @@ class UnevenPipelineCost:
         layer = sum(one[:, 0] for part in parts for one in part)
         head = sum(one[:, 0] for one in self.head)
         each = layer + head / (chunks * ranks) + self.in_ticks.outer
+        each = each + self.sliced_head + self.head_sums
         work = np.atleast_1d(self.parallelism.microbatches) * each
         return (self.others + work) * (1 + self.late)
 
@@ -135,7 +142,8 @@ class UnevenPipelineCost:
         layers = np.asarray(layers)
         share = layers * layers.shape[-1] / layers.sum(axis=-1, keepdims=True)
         attention = table_makespan.OperationSeconds(*(one[rows] * share for one in self.attention))
-        return table_makespan.makespan(spec, self.costs(rows, layers), attention)
+        ticks = table_makespan.makespan(spec, self.costs(rows, layers), attention)
+        return ticks + spec.microbatches * (self.sliced_head + self.head_sums)[rows]
 
     def gathers_and_reductions(self, rows: Any, spec: TableSpec) -> np.ndarray:
         """float [rows], seconds that gathers and reductions add to the ticks of the table."""
@@ -167,7 +175,8 @@ class UnevenPipelineCost:
         table = float(self.makespan([0], spec, layers)[0])
         costs, share = self.costs([0], layers), recomputed_share(spec)
         costs = costs._replace(r=share * np.asarray(costs.r))
-        work = spec.microbatches * busiest_rank_seconds(spec, costs)
+        own = busiest_rank_seconds(spec, costs) + float(self.sliced_head[0])
+        work = spec.microbatches * own
         terms = {name: float(np.ravel(value)[0]) for name, value in self.seconds.terms.items()}
         terms["recompute"] *= share
         scale = work / sum(terms[name] for name in BUSIEST_RANK_TERMS)

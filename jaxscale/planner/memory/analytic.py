@@ -45,6 +45,7 @@ class _Step:
     stack_shard: Floats
     head: Floats
     outer: Floats  # parameters of embedding and head
+    accumulated: Floats  # of them, those of a rank's gradient accumulators
     tokens: Floats  # of a micro-batch
     stream: Floats  # bytes of a micro-batch's residual stream
 
@@ -62,6 +63,9 @@ class _Step:
             one.layers * p / shape.layers for one in (params, params.shards(parallelism))
         )
         tokens = np.asarray(parallelism.microbatch, float) * shape.seq_len / parallelism.context
+        embedding, outer = shape.embedding_params / t, shape.embedding_params + shape.head_params
+        head = (shape.head_params + shape.tied * shape.embedding_params) / t
+        head = head / parallelism.head_ranks
         return cls(
             pipelined=p > 1,
             group=group,
@@ -72,8 +76,9 @@ class _Step:
             layer_shard=shard,
             stack=whole * rows,
             stack_shard=shard * rows,
-            head=(shape.head_params + shape.tied * shape.embedding_params) / t,
-            outer=(shape.embedding_params + shape.head_params) / t,
+            head=head,
+            outer=outer / t,
+            accumulated=np.where(p > 1, embedding + head, outer / t),
             tokens=tokens,
             stream=NARROW * tokens * shape.d_model / t,
         )
@@ -105,7 +110,7 @@ def analytic_memory(
     # second copy of the embedding.
     outer = step.outer / np.where(spreads_outer(p, z, shape.d_model), p, 1)
     rest = np.where(shards, step.stack_shard + outer / z, step.stack + outer)
-    ends = step.outer + pipelined * shape.tied * shape.embedding_params / parallelism.tensor
+    ends = step.accumulated
     moments = 2 * WIDE * rest
     kept, whole = layer_bytes(shape, parallelism), layer_bytes(shape, parallelism, "none")
     # Activations of a layer and as many gradients; matmuls read the stream gathered over tensor.
@@ -202,7 +207,8 @@ def _head(
     logits = 1.5 if transients.in_place else transients.logits  # float32 arrays
     features = shape.d_model if transients.in_place else 0
     context = np.asarray(parallelism.context)
-    vocab = np.ceil(shape.vocab / (np.asarray(parallelism.tensor) * context))
+    ranks = np.asarray(parallelism.tensor) * parallelism.head_ranks * context
+    vocab = np.ceil(shape.vocab / ranks)
     chunks = np.ceil(step.tokens / np.maximum(loss_chunk_tokens(vocab, features) // context, 1))
     streams = 5 * parallelism.tensor + np.where(step.group > 1, 2 * step.group, 0)
     matrices = (WIDE / context + step.gathers * NARROW + (step.group > 1) * WIDE) * step.head

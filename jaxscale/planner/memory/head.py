@@ -15,7 +15,8 @@ def head_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """Logits of a chunk, the output matrix with its gradient, and the stream."""
     layout = loop.layout
     # Ranks of context divide the columns, for the tokens of all of them.
-    vocab = -(-model_trace(loop.model).vocab_rows // (layout.tensor_columns * layout.context))
+    ranks = layout.tensor_columns * layout.head_ranks * layout.context
+    vocab = -(-model_trace(loop.model).vocab_rows // ranks)
     matrix = loop.parameters.head_elements()
     gradient = loop.trained.head_elements() // layout.context
     features = loop.width if transients.in_place else 0  # as in `training.kernels` on a GPU

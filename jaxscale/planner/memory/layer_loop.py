@@ -38,9 +38,17 @@ class Shards:
         """Elements of some parts of the model."""
         return self._sum(lambda one: one.part in parts.split(), over_fsdp)
 
-    def head_elements(self, over_fsdp: Any = False) -> Ints:
-        """Elements that the head reads: the embedding where it is tied."""
-        return self._sum(lambda one: one.part == "head" or one.path in self.borrowed, over_fsdp)
+    def head_elements(self, over_fsdp: Any = False, *, tied: bool = True) -> Ints:
+        """Elements that the head reads on a rank, of a sliced one those of a slice: with `tied`
+        the embedding where it is tied."""
+        return sum(
+            -(-one.shard_size(self.layout, over_fsdp=over_fsdp) // self._slices(one))
+            for one in self.arrays
+            if one.part == "head" or (tied and one.path in self.borrowed)
+        )
+
+    def _slices(self, one: ParamShape) -> Ints:
+        return self.layout.head_ranks if "vocab" in one.axes else 1
 
     def mlp_elements(self, part: str = "layers") -> Ints:
         """Elements of a layer's MLP, not sharded over fsdp."""
@@ -129,7 +137,8 @@ class LayerLoop:
             rows_here = tokens * each
         sums = sum(count * trained.elements(part, scatters) for part, count in rows.items())
         # With a single visit the gradients of embedding and head need no accumulator.
-        sums = sums + select(single, 0, trained.elements("embed head", scatters))
+        outer = trained.elements("embed", scatters) + trained.head_elements(scatters, tied=False)
+        sums = sums + select(single, 0, outer)
         # The compiler reduces over context in each visit, whatever the engine does over fsdp.
         late = zero_stage.scatters_last(stage) & np.logical_not(single)
         sums = sums // select(late, layout.context, 1)

@@ -286,7 +286,7 @@ def _pending(loop: LayerLoop, loops: list[LayerLoop], buffers: RankBuffers) -> I
 
 def _tied_sums(loop: LayerLoop) -> Ints:
     """A pipeline accumulates the gradients of a tied head separately from the embedding's."""
-    own = loop.trained.elements("head", loop.scatters)
+    own = loop.trained.head_elements(loop.scatters, tied=False)
     tied = loop.trained.head_elements(loop.scatters) - own
     return select(loop.layout.pipeline > 1, tied)
 

@@ -166,11 +166,14 @@ def _timeline(plan: Plan) -> str:
     spec = TableSpec.of(layout)
     ranks, chunks = spec.ranks, spec.virtual_stages
     count = min(layout.microbatches, SHOWN_MICROBATCHES * ranks)
-    costs = UnevenPipelineCost.of(plan.planned_model.work, plan.cluster, plan.parallelism).costs(
-        [0], plan.layers
-    )
+    priced = UnevenPipelineCost.of(plan.planned_model.work, plan.cluster, plan.parallelism)
+    costs = priced.costs([0], plan.layers)
+    # In the unit of the costs, of which a chunk takes a part.
+    head = spec.virtual_stages * float((priced.sliced_head + priced.head_sums)[0])
     table = pipeline_table(spec._replace(microbatches=count))
-    run = simulate(table, Costs(*(tuple(np.ravel(cost).tolist()) for cost in costs)))
+    run = simulate(
+        table, Costs(*(tuple(np.ravel(cost).tolist()) for cost in costs)), shared_head=head
+    )
     scale, height = (WIDTH - 60) / run.lockstep_makespan, min(ROW, 480 // ranks)
     marks = [
         f'<text x="0" y="{rank * height + height * 0.7:.1f}">rank {rank}</text>'

@@ -49,6 +49,7 @@ def layout_text(layout: Layout) -> str:
         parts += [f"{layout.segments} segments"] * (layout.segments > 1)
     by_layer = layout.pipeline > 1 and layout.pipeline_gather == "layer"
     parts += ["gathered by layer"] * by_layer
+    parts += ["sliced head"] * layout.slices_head
     if layout.context > 1:
         parts.append(layout.context_method)
     if layout.expert_nodes > 1:

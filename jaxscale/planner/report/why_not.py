@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxscale.choices import divisors
-from jaxscale.config.layout import MESH_AXES, OFFLOADS, PIPELINE_GATHERS, READ_WITH, Layout
+from jaxscale.config.layout import HEADS, MESH_AXES, OFFLOADS, PIPELINE_GATHERS, READ_WITH, Layout
 from jaxscale.config.zero_stage import gathers_each_pass
 from jaxscale.formatting import gigabytes
 from jaxscale.pipeline_schedules.shipped import SEARCHED
@@ -208,6 +208,7 @@ def neighbours(query: Query, layout: Layout) -> list[Layout]:
     if layout.pipeline > 1:
         values["remat"] = (*values["remat"], "keep:1", "keep:2", "keep:4", "keep:8")
         values["pipeline_gather"] = PIPELINE_GATHERS
+        values["head"] = HEADS
         schedules = itertools.product(SEARCHED, (1, 2, 4))
     changes: list[dict] = [{name: value} for name in values for value in values[name]]
     changes += [{"schedule": name, "virtual_stages": chunks} for name, chunks in schedules]

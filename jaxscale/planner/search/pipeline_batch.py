@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.config.layout import SLICED
 from jaxscale.pipeline_schedules.shipped import find_schedule, is_foreign
 from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.cost.uneven_pipeline import UnevenPipelineCost
@@ -45,8 +46,9 @@ def make_pipelines(model: TrainableModel | SizedModel, layouts: LayoutBatch) -> 
     """The pipelines, one for each combination of ranks, micro-batches and virtual stages."""
     specs, index = _distinct_tables(layouts)
     schedule, layers, buffers = layouts.schedule_spec, [], []
+    head_cost = 0.0 if layouts.head == SLICED else model.head_cost
     for spec in specs:  # one table after the other: there are too many to keep
-        layers.append(schedule.layers or default_stage_layers(spec, model.stacks, model.head_cost))
+        layers.append(schedule.layers or default_stage_layers(spec, model.stacks, head_cost))
         buffers.append(busiest_rank_buffers(spec, layers[-1], model.stacks))
         state_ticks(spec)
     return PipelineBatch(specs, layers, buffers, index)

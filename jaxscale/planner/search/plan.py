@@ -183,7 +183,9 @@ def predict_plan(query: Query, layout: Layout) -> Plan:
         terms = {name: float(value) for name, value in seconds.terms.items()}
     else:
         pipeline, given = TableSpec.of(layout), layout.schedule_spec.layers
-        layers = given or default_stage_layers(pipeline, model.stacks, model.head_cost)
+        layers = given or default_stage_layers(
+            pipeline, model.stacks, 0.0 if layout.slices_head else model.head_cost
+        )
         costs = UnevenPipelineCost.of(query.work, query.cluster, parallelism)
         seconds, terms = costs.seconds, costs.terms(pipeline, layers)
         buffers = busiest_rank_buffers(pipeline, layers, model.stacks)

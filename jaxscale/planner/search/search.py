@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.config.layout import Layout
-from jaxscale.planner.model.layout_batch import LayoutBatch
+from jaxscale.config.layout import SLICED, Layout
+from jaxscale.planner.model.layout_batch import LayoutBatch, stack_layouts
 from jaxscale.planner.search.partial_remat import TimedLayout, search_partial_remat
 from jaxscale.planner.search.pipeline_batch import (
     PipelineBatch,
@@ -41,11 +41,21 @@ class SearchResult:
 
 
 def search_layouts(query: Query, top: int = 10) -> SearchResult:
-    """Ranks all layouts of a query.
+    """Ranks all layouts of a query. A head in slices is tried in the fastest pipelines, and in all
+    of them where nothing else fits.
 
     Args:
       top: how many to return.
     """
+    found = _search(query, top)
+    if found.layouts or "head" in query.pins:
+        return found
+    sliced = _search(dataclasses.replace(query, pins={**query.pins, "head": SLICED}), top)
+    return sliced if sliced.layouts else found
+
+
+def _search(query: Query, top: int) -> SearchResult:
+    """`search_layouts` without a second search."""
     refused = _Refused(collections.Counter(), [], [])
     messages: dict[str, str] = {}
     sizes = enumerate_sizes(query, refused.counts, messages)
@@ -69,6 +79,7 @@ def search_layouts(query: Query, top: int = 10) -> SearchResult:
             )
             best = _distinct([*best, *_fastest(query, layouts, pipelines, top, refused)])[:top]
     best = _distinct(search_partial_remat(query, recomputed, best, top))[:top]
+    best = _distinct([*best, *_sliced_heads(query, best)])[:top]
     # Layouts that are already counted are refused for one of three reasons.
     late = sum(map(refused.counts.__getitem__, (TOO_LARGE, TOO_LARGE_FOR_HOST, TOO_SLOW)))
     return SearchResult(
@@ -172,6 +183,20 @@ def _fastest(
     seconds = batch_step_seconds(query, layouts, pipelines)
     order = np.argsort(seconds, kind="stable")[:top]
     return [(float(seconds[n]), layouts.layout(int(n))) for n in order]
+
+
+def _sliced_heads(query: Query, best: list[TimedLayout]) -> list[TimedLayout]:
+    """The pipelines among the best with the head in slices, those that fit."""
+    found = []
+    for _, layout in best if "head" not in query.pins else ():
+        sliced = dataclasses.replace(layout, head=SLICED)
+        if not sliced.slices_head or query.planned_model.refusal(sliced)[0]:
+            continue
+        layouts = stack_layouts([sliced])
+        pipelines = make_pipelines(query.planned_model, layouts)
+        unused = _Refused(collections.Counter(), [], [])
+        found += _fastest(query, layouts, pipelines, 1, unused)
+    return found
 
 
 def _distinct(timed: list[TimedLayout]) -> list[TimedLayout]:

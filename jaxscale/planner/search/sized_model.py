@@ -30,6 +30,7 @@ OFFLOADS = ("none", "optimizer")
 
 NO_HALVES = "the tokens of a micro-batch are not dispatched in halves"
 NO_RING = "there are no ranks of tensor to form a ring"
+NO_SLICES = "the loss needs whole columns of the head"
 NO_SHARDS = "neither weights nor gradients of a layer are in shards"
 NO_HEADS = "the heads do not divide among the ranks of context"
 NO_CROSS_CONTEXT = "there is no formula for cross attention under context parallelism"
@@ -168,6 +169,11 @@ class SizedModel:
         return next(((reason, message) for reason, message in said.items() if message), ("", ""))
 
     def _policies(self, layout: Layout) -> str:
+        if layout.slices_head and self.work.extra_predictions:
+            return (
+                "layout.head = 'sliced' is not available for a model with multi-token prediction; "
+                "set layout.head = 'last'"
+            )
         for name, known in (("remat", self.remats), ("offload", self.offloads)):
             if name == "remat" and layout.remat_policy.kept_passes:
                 continue  # "full" for some passes

@@ -21,9 +21,11 @@ from jaxscale.config import Config
 from jaxscale.config.layout import (
     ACCUMULATIONS,
     AUTO,
+    LAST,
     MESH_AXES,
     OVERLAPS,
     PIPELINE_GATHERS,
+    SLICED,
     Layout,
     parse_remat,
     parse_schedule,
@@ -260,6 +262,8 @@ def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
             "schedule": schedule,
             "virtual_stages": chunks,
             "pipeline_gather": gather,
+            # Slices of the head are tried in the fastest of these only (`sliced_heads`).
+            "head": pins.get("head", LAST),
             "accumulation": pins.get("accumulation", "sequential"),
             "context_method": pins.get("context_method", "gather"),
             "pipelined": True,
@@ -401,14 +405,17 @@ def check_fields(pins: Mapping[str, Any], flag: str) -> None:
         raise ValueError(
             f"{flag} virtual_stages=0: at least 1; leave it out for the planner to choose"
         )
-    if pins.get("remat") == AUTO:
-        raise ValueError(f"{flag} remat=auto: leave it out for the planner to choose")
+    for setting in ("remat", "head"):
+        if pins.get(setting) == AUTO:
+            raise ValueError(f"{flag} {setting}=auto: leave it out for the planner to choose")
 
 
 def _required_sizes(name: str, value: Any) -> dict[str, Any]:
     """Axis sizes that a layout needs for a setting."""
     if name == "remat" and isinstance(value, str) and parse_remat(value).kept_passes:
         return {"pipeline": 2}  # partial recompute exists in pipelines only
+    if name == "head" and value == SLICED:
+        return {"pipeline": 2}
     axis = {"tensor_rows": "tensor", "expert_nodes": "expert"}.get(name)
     return {axis: value} if axis and isinstance(value, int) and value > 0 else {}
 

@@ -25,6 +25,7 @@ from jaxscale.sharding.layout_checks import (
     check_ring,
     check_sequence,
     check_sequence_chunks,
+    check_sliced_head,
     check_spread_attention,
     check_tensor_rows,
     check_ulysses,
@@ -212,7 +213,12 @@ class TrainableModel:
         """
         if said := self._unknown(layout):
             raise ValueError(said)
+        self._check_head(layout)
         self.with_layout(Layout(pipeline=layout.pipeline, expert=layout.expert, remat=layout.remat))
+
+    def _check_head(self, layout: Layout) -> None:
+        slices_head = model_trace(self.config.model).slices_head
+        check_sliced_head(layout, self.config.model, slices_head=slices_head)
 
     def refusal(self, layout: Layout) -> tuple[str, str]:
         """Why the engine refuses a layout, as a short reason and its message; "" where it does
@@ -235,6 +241,7 @@ class TrainableModel:
             "data.seq_len does not split": functools.partial(check_sequence, layout, data),
             "needs whole sequences": functools.partial(check_sequence_chunks, layout, model),
             "not available in this version": functools.partial(check_tensor_rows, layout, model),
+            sized_model.NO_SLICES: functools.partial(self._check_head, layout),
             "a dimension of the model does not divide": functools.partial(check_parameters, config),
         }
         for reason, check in checks.items():

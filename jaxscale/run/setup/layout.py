@@ -61,7 +61,7 @@ def resolve_layout(config: Config, workdir: pathlib.Path | None = None) -> Confi
     config = planned(config, workdir)
     layout = _sized(config.layout)
     config = dataclasses.replace(config, layout=layout)
-    return _with_remat(config, workdir) if layout.remat == AUTO else config
+    return _with_choices(config, workdir) if layout.undecided else config
 
 
 def _sized(layout: Layout) -> Layout:
@@ -96,16 +96,17 @@ def planned(config: Config, workdir: pathlib.Path | None = None) -> Config:
     return plan.config
 
 
-def _with_remat(config: Config, workdir: pathlib.Path | None) -> Config:
-    """The config with the planner's remat policy, or that of a run in this folder on the same
-    layout."""
-    begun = _layout_begun(config, workdir)
-    if begun and dataclasses.replace(begun, remat=AUTO) == config.layout:
-        log.info(f"layout.remat = 'auto': {begun.remat}, as when the run started")
+def _with_choices(config: Config, workdir: pathlib.Path | None) -> Config:
+    """The config with the planner's choice of the settings that are "auto", or that of a run in
+    this folder on the same layout."""
+    begun, names = _layout_begun(config, workdir), config.layout.undecided
+    if begun and dataclasses.replace(begun, **dict.fromkeys(names, AUTO)) == config.layout:
+        for name in names:
+            log.info(f"layout.{name} = 'auto': {getattr(begun, name)}, as when the run started")
         return dataclasses.replace(config, layout=begun)
     device = jax.devices()[0]
     cluster = auto_layout.devices_here(device.device_kind, device.platform, jax.device_count())
-    config, line = auto_layout.choose_remat(config, cluster, auto_layout.memory_here(cluster))
+    config, line = auto_layout.choose_settings(config, cluster, auto_layout.memory_here(cluster))
     log.info(line)
     return config
 

@@ -12,9 +12,9 @@ from jaxscale.config.layout import REMATS, Layout, parse_remat
 from jaxscale.config.model import ModelConfig, is_own_family
 from jaxscale.formatting import human_bytes, table
 from jaxscale.model_families.shipped import find_family
+from jaxscale.models.protocol import head_params
 from jaxscale.pipeline import summary
 from jaxscale.pipeline.layer_placement import stack_of
-from jaxscale.pipeline.simulator import simulate
 from jaxscale.pipeline.stages import PipelineStages, open_stages
 from jaxscale.planner.memory.at_rest import sides
 from jaxscale.planner.memory.step import step_memory
@@ -135,12 +135,7 @@ def _pipeline(engine: Engine) -> list[str]:
     if engine.stages is None:
         return []
     zero, buffers = engine.zero, buffer_bytes(engine)
-    outer = {name: engine.abstract_state.params[name] for name in ("embed", "head")}
-    axes = {name: zero.axes[name] for name in outer}
-    whole = {**zero.replicated_rules, "outer_embed": zero.replicated_rules["embed"]}
-    buffers["embedding and head, gathered"] = tree_bytes(
-        outer, axes, whole, zero.sizes, zero.compute_dtype.itemsize
-    )
+    buffers["embedding and head, gathered"] = _outer_bytes(engine)
     rows = [*summary.table_rows(engine.stages)]
     if zero.kept.gathers or zero.reduces:
         axes = _zero_axes(engine.layout)
@@ -149,6 +144,19 @@ def _pipeline(engine: Engine) -> list[str]:
         rows.append(("padding", f"{human_bytes(padding)} of rows without a layer, mean over ranks"))
     rows += [(f"buffer: {name}", human_bytes(size)) for name, size in buffers.items() if size]
     return ["pipeline\n" + table(rows)]
+
+
+def _outer_bytes(engine: Engine) -> int:
+    """Bytes of a pipeline rank's gathered embedding and head, or slice of the head; a whole tied
+    head is the embedding."""
+    zero, params = engine.zero, engine.abstract_state.params
+    rules = {**zero.replicated_rules, "outer_embed": zero.replicated_rules["embed"]}
+    width, head, axes = zero.compute_dtype.itemsize, params["head"], zero.axes["head"]
+    embed = tree_bytes(params["embed"], zero.axes["embed"], rules, zero.sizes, width)
+    if engine.layout.slices_head:
+        head, axes = (head_params(engine.model, tree) for tree in (params, zero.axes))
+        rules = {**rules, "vocab": (*rules["vocab"], "pipeline")}
+    return embed + tree_bytes(head, axes, rules, zero.sizes, width)
 
 
 def _padding(engine: Engine) -> int:
@@ -281,7 +289,7 @@ def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
         return open_stages(changed, chosen.stacks, chosen.head_cost)
 
     def seconds(stages: PipelineStages) -> float:
-        return simulate(stages.table, stages.costs).lockstep_makespan
+        return stages.simulated.lockstep_makespan
 
     everything = open_with("none")
     shortest = seconds(everything)

@@ -47,4 +47,4 @@ def trace_model(settings: ModelSettings, make: MakeModel | None = None) -> Model
     paths = {"/".join(path) for path in model.borrows.values()}
     borrowed = [one.path for one in parameters if one.path in paths and "vocab" in one.axes]
     adjusts = model.adjust is not None
-    return ModelTrace(tuple(parameters), tuple(stacks), tuple(borrowed), adjusts)
+    return ModelTrace(tuple(parameters), tuple(stacks), tuple(borrowed), adjusts, model.slices_head)

@@ -233,7 +233,7 @@ def test_the_fastest_remat_policy_that_fits_is_chosen():
     config = configs.load("configs/mixtral_8x7b.py", ["layout.remat=auto"])
     config = dataclasses.replace(config, layout=resolve_sizes(config.layout, 64))
     cluster = make_cluster("H100-SXM", 64)
-    chosen, line = auto_layout.choose_remat(config, cluster)
+    chosen, line = auto_layout.choose_settings(config, cluster)
     query = Query(config, cluster)
     each = [
         predict_plan(query, dataclasses.replace(config.layout, remat=remat, virtual_stages=1))
@@ -251,11 +251,11 @@ def test_the_fastest_remat_policy_that_fits_is_chosen():
         f"{best.memory_bytes / 1e9:.2f} GB of {best.limit_bytes / 1e9:.2f} GB a device"
     )
     small = dataclasses.replace(cluster, chip=dataclasses.replace(cluster.chip, memory_bytes=1e9))
-    least, line = auto_layout.choose_remat(config, small)
+    least, line = auto_layout.choose_settings(config, small)
     assert (least.layout.remat, "no policy is predicted to fit" in line) == ("full", True)
     many = dataclasses.replace(config.layout, fsdp=4096)
     config = dataclasses.replace(config, layout=many)
-    least, line = auto_layout.choose_remat(config, make_cluster("H100-SXM", many.num_devices))
+    least, line = auto_layout.choose_settings(config, make_cluster("H100-SXM", many.num_devices))
     assert least.layout.remat == "full"
     assert "nothing is predicted of this layout (data.global_batch_size does not split)" in line
 

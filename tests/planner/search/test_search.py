@@ -15,6 +15,7 @@ from jaxscale.config.layout import ACCUMULATIONS, OFFLOADS, PIPELINE_GATHERS, La
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline_schedules.schedule import Schedule
 from jaxscale.pipeline_schedules.shipped import find_schedule
+from jaxscale.planner.auto_layout import choose_settings
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.model.layout_batch import stack_layouts
@@ -156,7 +157,7 @@ def string_options(pipeline: int) -> list[dict]:
 def test_the_optimum_is_that_of_going_through_all(pipeline, memory_gb, monkeypatch):
     one_each = functools.partial(small_schedule, most=1)
     monkeypatch.setattr("jaxscale.planner.search.space.find_schedule", one_each)
-    pins = {"pipeline": pipeline, "microbatches": 4}
+    pins = {"pipeline": pipeline, "microbatches": 4, "head": "last"}
     if pipeline > 1:
         pins |= {"offload": "none"}
     asked = Query(CONFIG, FOUR, pins, memory_gb * 1e9)
@@ -205,8 +206,41 @@ def test_a_pipeline_gathers_by_layer_where_a_chunk_does_not_fit():
     assert [one.pipeline_gather for one in search_layouts(query(least, **pins), 2).layouts] == [
         "layer"
     ]
-    shards = search_layouts(query(30, **{**pins, "fsdp": 1, "data": 2}), 2)
+    pins |= {"fsdp": 1, "data": 2, "head": "last"}
+    shards = search_layouts(query(30, **pins), 2)
     assert [one.pipeline_gather for one in shards.layouts] == ["chunk"]
+
+
+def test_slices_of_the_head_are_tried_in_the_fastest_pipelines():
+    """And in all where nothing else fits. A head is as much work as a few layers here."""
+    model = load("gemma2_9b", ["data.global_batch_size=32"])
+    pins = {"pipeline": 4, "fsdp": 2, "tensor": 1, "context": 1, "microbatches": 16}
+    pins |= {"zero_stage": 1, "schedule": "1f1b", "remat": "full", "offload": "none"}
+    asked = Query(model, make_cluster("H200-SXM", 8), pins)
+    sliced, last = search_layouts(asked, 2).layouts
+    assert (sliced.head, dataclasses.replace(sliced, head="last")) == ("sliced", last)
+    plans = [predict_plan(asked, one) for one in (sliced, last)]
+    assert plans[0].step_seconds < 0.9 * plans[1].step_seconds
+    for plan in plans:
+        assert sum(plan.terms.values()) == pytest.approx(plan.step_seconds)
+    # All ranks work on the head, so that the busiest one idles less.
+    assert plans[0].terms["bubble"] < 0.5 * plans[1].terms["bubble"]
+    small = dataclasses.replace(asked, memory_bytes=sum(one.memory_bytes for one in plans) / 2)
+    assert [one.head for one in search_layouts(small, 2).layouts] == ["sliced"]
+    assert not search_layouts(dataclasses.replace(small, pins={**pins, "head": "last"}), 2).layouts
+    config = dataclasses.replace(model, layout=dataclasses.replace(last, head="auto"))
+    config, line = choose_settings(config, asked.cluster)
+    assert (config.layout, line.partition(",")[0]) == (
+        sliced,
+        "layout.head = 'auto' chose sliced",
+    )
+    with pytest.raises(ValueError, match="head=auto: leave it out for the planner to choose"):
+        check_pins(dataclasses.replace(asked, pins={"head": "auto"}))
+    further = Query(
+        load("deepseek_v3", ["model.prediction_depth=1"]), asked.cluster, {"head": "sliced"}
+    )
+    with pytest.raises(ValueError, match="adds a loss for each further token"):
+        check_pins(further)
 
 
 MOE = SizedModel(
@@ -235,7 +269,7 @@ def test_the_optimum_with_experts_is_that_of_going_through_all(pipeline, memory_
     monkeypatch.setattr("jaxscale.planner.search.sized_model.REMATS", TRIED[:2])
     one_each = functools.partial(small_schedule, most=1)
     monkeypatch.setattr("jaxscale.planner.search.space.find_schedule", one_each)
-    pins = {"pipeline": pipeline, "microbatches": 2}
+    pins = {"pipeline": pipeline, "microbatches": 2, "head": "last"}
     if pipeline > 1:
         pins |= {"offload": "none"}
     asked = Query(MOE, FOUR, pins, memory_gb * 1e9)
