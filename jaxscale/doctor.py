@@ -64,6 +64,7 @@ EXTRAS = {
     "parquet": ("pyarrow",),
     "sentencepiece": ("sentencepiece",),
     "measure": ("optuna", "scikit-learn"),
+    "solver": ("ortools",),
     "s3": ("s3fs",),
     "gs": ("gcsfs",),
     "wandb": ("wandb",),

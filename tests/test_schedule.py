@@ -72,6 +72,24 @@ def test_the_order_can_be_edited_and_given_back(tmp_path, capsys):
     refused(capsys, "1W1 is repeated", str(path))
 
 
+def test_a_solved_order_is_drawn_with_its_gap_and_given_back(tmp_path, capsys):
+    order, numbers = tmp_path / "order.csv", tmp_path / "numbers.json"
+    words = ["--stages=2", "--microbatches=3", "--costs=f=1,b=1.2,w=0.8", "--stage_costs=1,1.6"]
+    files = [f"--csv={order}", f"--json={numbers}"]
+    out = run(
+        capsys, "--solve", *words, "--saved_passes=2", "--time_limit=600", "--threads=1", *files
+    )
+    found = json.loads(numbers.read_text())
+    assert found["gap"] == pytest.approx(0, abs=1e-9)
+    assert found["lockstep_makespan"] == pytest.approx(found["bound"], rel=1e-9)
+    assert max(found["peak_stash"]) <= 2
+    assert f"no order is faster than {found['bound']:g}, gap 0.0 %" in out
+    assert f"({found['named']}), the fastest schedule within the limit" in out
+    run(capsys, str(order), *words, f"--json={numbers}")
+    again = json.loads(numbers.read_text())
+    assert again["lockstep_makespan"] == found["lockstep_makespan"]
+
+
 def test_picture(tmp_path, capsys):
     path = tmp_path / "picture.png"
     run(capsys, "zb_v", "--stages=2", "--microbatches=3", "--png", str(path))
@@ -97,6 +115,18 @@ def test_picture(tmp_path, capsys):
         (("zb_v", "--stages=4", "--microbatches=4"), "microbatches = 7"),
         (("1f1b", "--stages=4", "--microbatches=8", "--keep=2"), "--costs r=1"),
         ((), "NAME"),
+        (("1f1b", "--stages=2", "--microbatches=2", "--saved_passes=2"), "is for --solve; add it"),
+        (("1f1b", "--stages=2", "--microbatches=2", "--stage_costs=1,x"), "'x' is not a number"),
+        (("1f1b", "--stages=2", "--microbatches=2", "--stage_costs=1,1,1"), "has 3 numbers"),
+        (
+            ("1f1b", "--stages=2", "--microbatches=2", "--stage_costs=1,1", "--costs=b=1/1/1"),
+            "--stage_costs has 2 numbers, and --costs b has 3",
+        ),
+        (("--solve", "--stages=2"), "--solve needs --stages and --microbatches"),
+        (("--solve", "--stages=2", "--microbatches=2", "--fused"), "leave out --fused, --keep"),
+        (("--solve", "--stages=2", "--microbatches=2", "--saved_passes=0.5"), "0.5 is not from 1"),
+        (("--solve", "--stages=2", "--microbatches=2", "--costs=r=1"), "set --costs r=0"),
+        (("gpipe", "--solve", "--stages=2", "--microbatches=4"), "gpipe saves 4 passes, more than"),
     ],
 )
 def test_refusals_are_one_line(capsys, words, message):

@@ -65,7 +65,7 @@ def simulate(table: Table, costs: Costs = EQUAL, *, shared_head: float = 0.0) ->
     """
     ops, order = table.ops, table.order
     parts = order.virtual_stages * order.sequence_chunks
-    duration = _costs_by_kind(costs, order.stages)[ops.kind, ops.stage]
+    duration = costs_by_kind(costs, order.stages)[ops.kind, ops.stage]
     step_durations = np.bincount(table.step, weights=duration)
     lasts = step_durations[table.step]
     # The second operation of a pair is shown after the first.
@@ -121,8 +121,12 @@ def count_messages(table: Table) -> int:
     return int(leaves[ops.stage[forward]].sum() + leaves[ops.stage[backward] - 1].sum())
 
 
-def _costs_by_kind(costs: Costs, stages: int) -> np.ndarray:
-    """float [kind, stage]."""
+def costs_by_kind(costs: Costs, stages: int) -> np.ndarray:
+    """The costs as an array, float [kind, stage]; X is B and W.
+
+    Raises:
+      ValueError: a negative cost, or costs for another number of virtual stages.
+    """
     by_kind = np.zeros((X + 1, stages))
     for kind, name in ((F, "f"), (B, "b"), (W, "w"), (R, "r")):
         cost = np.asarray(getattr(costs, name), float)

@@ -12,6 +12,8 @@ import pytest
 from jaxscale.pipeline import layer_placement
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.schedule_csv import write_csv
+from jaxscale.pipeline.simulator import Costs
+from jaxscale.pipeline.solve_order import solve_order
 from jaxscale.pipeline_schedules.operations import F, X
 from jaxscale.run.setup.layout_report import describe_layout
 from jaxscale.sharding.mesh import make_mesh
@@ -261,9 +263,12 @@ def test_experts_in_two_directions_and_overlapped_pairs_are_one_device():
 
 
 @pytest.mark.proof
-def test_an_order_from_a_file_is_one_device(tmp_path):
-    file = tmp_path / "mine.csv"
-    file.write_text(write_csv(make_order("zb_h1", 2, 4)))
+def test_a_solved_order_from_a_file_is_one_device(tmp_path):
+    file, costs = tmp_path / "mine.csv", Costs(b=(1.2, 2.0), w=0.8)
+    start = [make_order("zb_h1", 2, 4)]
+    found = solve_order(start, (2, 4, 1), costs, 3, seconds=600, threads=1).table.order
+    assert found.rows != start[0].rows
+    file.write_text(write_csv(found))
     check_pipeline({"pipeline": 2, "schedule": str(file), "microbatches": 4})
 
 

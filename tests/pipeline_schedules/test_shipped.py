@@ -173,6 +173,21 @@ def test_closed_forms(name):
             check_given(name, numbers)
 
 
+@pytest.mark.proof(but=("8",))
+@pytest.mark.parametrize("p", [8, 16, 32])
+def test_closed_forms_of_many_ranks(p):
+    for schedule in SHIPPED:
+        k = 2 if schedule.splits_sequences else 1
+        numbers = p, 2 * p, schedule.virtual_stages, k
+        assert schedule.serves(*numbers)
+        if schedule.name in FUSED:
+            check_fused(schedule.name, numbers)
+            check_split(schedule.name, numbers)
+            check_recompute(schedule.name, numbers)
+        else:
+            check_given(schedule.name, numbers)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", range(1, 17))
 @pytest.mark.parametrize("name", NAMES)
