@@ -205,6 +205,23 @@ REFUSED = [
         "layout.schedule = '1f1b': 1f1b needs sequence_chunks = 1",
     ),
     (
+        f"{SEGMENTS} layout.segment_lengths=100,0",
+        "layout.segment_lengths = '100,0'; give a whole number of tokens above 0 for each segment",
+    ),
+    (
+        f"{SEGMENTS} layout.segment_lengths=64,32,32",
+        "has 3 lengths for layout.sequence_chunks = 2; give as many as there are segments",
+    ),
+    (
+        f"{SEGMENTS} layout.segment_lengths=96,64",
+        "sum to 160; set lengths that sum to data.seq_len = ",
+    ),
+    (
+        f"{SEGMENTS} layout.segment_lengths=67,61",
+        "their largest common divisor is 1, in 128 parts of which a sequence would be computed; "
+        "at most 64: set multiples of a larger number",
+    ),
+    (
         f"{SEGMENTS} layout.context=2 layout.context_method=ulysses",
         "layout.context_method = 'ulysses' with layout.sequence_chunks = 2 is not available",
     ),

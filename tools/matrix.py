@@ -1,4 +1,4 @@
-"""python tools/matrix.py [--model KIND ...] [--whole] [--page docs/correctness.md]
+"""python tools/matrix.py [--model KIND ...] [--schedule NAME ...] [--whole] [--page PAGE]
 
 Runs layouts in float64 and writes a table of their largest errors relative to one device.
 
@@ -6,7 +6,8 @@ Without --model, the layouts of a decoder that the suite runs: every factorisati
 into data x fsdp x context x tensor, with ZeRO stages, accumulations, remat policies and offload,
 one row for each set of axes of several devices. With --model, other types of models, of which the
 suite runs a few layouts: every pair of mesh axes (pipeline included), ZeRO stage, accumulation or
-schedule, and remat policy.
+schedule, and remat policy. With --schedule, pipelines of four ranks: each schedule with every other
+axis, and fsdp in every ZeRO stage.
 """
 
 import argparse
@@ -46,16 +47,26 @@ def main(argv: Sequence[str]) -> int:
         help="models named in tests/invariants/models.py; without names, one of each type: "
         f"{', '.join(ALL)}",
     )
+    parser.add_argument(
+        "--schedule",
+        metavar="NAME",
+        nargs="*",
+        help="pipeline schedules; without names, all",
+    )
     parser.add_argument("--whole", action="store_true", help="every combination, not pairs: hours")
     options = parser.parse_args(argv)
     if options.page:  # before hours of work
         try:
-            _marked(pathlib.Path(options.page), "matrix" if options.model is None else "models")
+            _marked(pathlib.Path(options.page), _table(options))
         except (OSError, ValueError) as error:
             parser.error(f"--page: {error}")
     os.environ |= {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"}
     # Unoptimised: steps run for milliseconds and compile for seconds.
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    if options.schedule is not None:
+        from jaxscale.pipeline_schedules import shipped  # noqa: PLC0415 - as below
+
+        return max(_schedule(name, options) for name in options.schedule or shipped.NAMES)
     if options.model is None:
         return _decoder(options)
     from tests.invariants import models  # noqa: PLC0415 - after the devices are set
@@ -106,14 +117,39 @@ def _model(kind: str, options: argparse.Namespace) -> int:
     worst = [f"{max(errors[name] for _, errors in found):.0e}" for name in MODEL_ERRORS]
     piped = sum(layout["pipeline"] > 1 for layout, _ in found)
     heads = ["model", "layouts", "of them pipelines", *MODEL_ERRORS, "run"]
-    row = _line([kind, len(found), piped, *worst, _today()])
+    row = [kind, len(found), piped, *worst, _today()]
+    return max(status, _write(options.page, "models", _merge(heads, row)))
+
+
+def _schedule(name: str, options: argparse.Namespace) -> int:
+    """Updates one row of the table of schedules."""
+    from jaxscale.pipeline_schedules.shipped import find_schedule  # noqa: PLC0415 - as above
+    from tests.invariants import matrix, test_pipeline  # noqa: PLC0415
+    from tests.invariants.layouts import make_config, open_engine  # noqa: PLC0415
+
+    def check(layout: dict) -> dict:
+        family = "deep experts" if "expert" in layout else "llama"
+        engine = open_engine(make_config(test_pipeline.MODELS[family], layout))
+        return test_pipeline.errors_of(engine, family)
+
+    found, status = _run(matrix.schedule_layouts(find_schedule(name)), check)
+    if not found:
+        return status
+    worst = [f"{max(errors[kind] for _, errors in found):.0e}" for kind in ERRORS]
+    row = [name, len(found), *worst, _today()]
+    heads = ["schedule", "layouts", *ERRORS, "run"]
+    return max(status, _write(options.page, "schedules", _merge(heads, row)))
+
+
+def _merge(heads: Sequence, row: Sequence) -> Callable[[str], str]:
+    """Replaces the row of the same name in a table, or appends it."""
 
     def merge(before: str) -> str:
         rows = [line for line in before.splitlines()[2:] if line.startswith("|")]
-        others = [line for line in rows if not line.startswith(f"| {kind} |")]
-        return "\n".join([_line(heads), _rule(heads), *others, row])
+        others = [line for line in rows if not line.startswith(f"| {row[0]} |")]
+        return "\n".join([_line(heads), _rule(heads), *others, _line(row)])
 
-    return max(status, _write(options.page, "models", merge))
+    return merge
 
 
 def _run(layouts: Sequence[dict], check: Callable[[dict], dict]) -> tuple[list, int]:
@@ -136,6 +172,13 @@ def _run(layouts: Sequence[dict], check: Callable[[dict], dict]) -> tuple[list, 
             flush=True,
         )
     return found, status
+
+
+def _table(options: argparse.Namespace) -> str:
+    """The name of the table's marks."""
+    if options.schedule is not None:
+        return "schedules"
+    return "matrix" if options.model is None else "models"
 
 
 def _line(cells: Sequence) -> str:

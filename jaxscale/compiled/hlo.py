@@ -111,12 +111,14 @@ class Program:
         return self._expected_trips(loop) if math.isnan(counted) else counted
 
     def _expected_trips(self, loop: Instruction) -> float:
-        """The trip count from the innermost scope around the loop, or from the scope's name."""
-        for word in reversed(loop.op_name.split("/")):
-            if word in self.scopes:
+        """The trip count from the loop's own scope, or from the name of a scope around it."""
+        is_own = True  # whether the word is of this loop, not of one around it
+        for depth, word in enumerate(reversed(loop.op_name.split("/"))):
+            if is_own and word in self.scopes:
                 return self.scopes[word]
-            if said := re.search(r"\bexpected_trips_(\d+)", word):
+            if said := re.search(r"\bexpected_trips_([\d.]+)", word):
                 return float(said[1])
+            is_own = is_own and (depth == 0 or word != "while")
         return math.nan
 
     def _counted_trips(self, loop: Instruction) -> float:

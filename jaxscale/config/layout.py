@@ -57,7 +57,14 @@ OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
 
 
 READ_WITH = {
-    "pipeline": ("schedule", "virtual_stages", "sequence_chunks", "pipeline_gather", "head"),
+    "pipeline": (
+        "schedule",
+        "virtual_stages",
+        "sequence_chunks",
+        "segment_lengths",
+        "pipeline_gather",
+        "head",
+    ),
     "expert": ("expert_nodes", "overlap_experts"),
     "context": ("context_method",),
     "tensor": ("tensor_rows", "overlap_tensor"),
@@ -74,6 +81,9 @@ EXCLUDES = (
     ("tensor_rows", "overlap_tensor"),
 )
 """Pairs of settings: the second is refused if the first is above 1."""
+
+MOST_PARTS = 64
+"""Parts of a sequence whose segments differ in length: each has columns in a pipeline's program."""
 
 OVERLAPS = ("overlap_experts", "overlap_tensor")
 """Settings that split work into parts, to overlap communication with compute."""
@@ -104,6 +114,7 @@ class Layout:
       schedule: pipeline schedule; parsed as `schedule_spec`.
       virtual_stages: chunks of a pipeline rank; 0 is the fewest that the schedule can have.
       sequence_chunks: segments of each sequence, which follow each other through a pipeline.
+      segment_lengths: tokens of each segment, such as "3072,2048,2048,1024"; "" is equal lengths.
       pipeline_gather: "chunk" keeps the gathered weights and the summed gradients of a chunk;
         "layer" gathers and reduces those of one layer at a time: less memory, more traffic.
       head: "last" computes the head, loss and gradients, on the rank of the last stage; "sliced" on
@@ -145,6 +156,7 @@ class Layout:
     schedule: str = "1f1b"
     virtual_stages: int = 0
     sequence_chunks: int = 1
+    segment_lengths: str = ""
     pipeline_gather: str = "chunk"
     head: str = LAST
     context_method: str = "ring"
@@ -176,6 +188,7 @@ class Layout:
         check_choice("layout.context_method", self.context_method, CONTEXT_METHODS)
         check_choice("layout.offload", self.offload, OFFLOADS)
         parse_schedule(self.schedule)  # raises, as parse_remat does
+        self._check_segment_lengths()
         parse_remat(self.remat)
         if self.virtual_stages < 0:
             raise ValueError(
@@ -220,6 +233,29 @@ class Layout:
                 check_kind(name, value, str, f"give text, such as {field.default!r}")
             else:
                 check_whole(name, value)
+
+    def _check_segment_lengths(self) -> None:
+        """Refuses lengths of another number of segments, and lengths without a common part."""
+        lengths, name = parse_lengths(self.segment_lengths), "layout.segment_lengths"
+        if not lengths:
+            return
+        if len(lengths) != self.sequence_chunks:
+            raise ValueError(
+                f"{name} = {self.segment_lengths!r} has {len(lengths)} lengths for "
+                f"layout.sequence_chunks = {self.sequence_chunks}; give as many as there are "
+                "segments, or '' for equal lengths"
+            )
+        if self.slices_head:
+            raise ValueError(
+                f"{name} = {self.segment_lengths!r} with layout.head = 'sliced' is not available "
+                "in this version; set layout.head = 'last', or layout.segment_lengths = ''"
+            )
+        if sum(self.segment_parts) > MOST_PARTS:
+            raise ValueError(
+                f"{name} = {self.segment_lengths!r}: their largest common divisor is "
+                f"{math.gcd(*lengths)}, in {sum(self.segment_parts)} parts of which a sequence "
+                f"would be computed; at most {MOST_PARTS}: set multiples of a larger number"
+            )
 
     def _check_tensor_rows(self) -> None:
         """Refuses rows that do not divide tensor, and settings that exclude rows."""
@@ -296,8 +332,17 @@ class Layout:
 
     @property
     def segments(self) -> int:
-        """Segments of a sequence that follow each other through a pipeline."""
-        return 1 + (self.pipeline > 1) * (self.sequence_chunks - 1)
+        """Parts of a sequence that are computed one after the other in a pipeline, all of one
+        length: its segments or, with `segment_lengths`, parts of these."""
+        parts = sum(self.segment_parts) or self.sequence_chunks
+        return 1 + (self.pipeline > 1) * (parts - 1)
+
+    @property
+    def segment_parts(self) -> tuple[int, ...]:
+        """The parts of each segment, in the largest length that divides all `segment_lengths`; ()
+        for segments of one length, each a part."""
+        lengths = parse_lengths(self.segment_lengths)
+        return tuple(length // math.gcd(*lengths) for length in lengths)
 
     @property
     def head_ranks(self) -> int:
@@ -405,6 +450,24 @@ class Layout:
     def batch_shards(self) -> int:
         """Shards of the global batch: data x fsdp x expert."""
         return self.data * self.fsdp * self.expert
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Reads `layout.segment_lengths`.
+
+    >>> parse_lengths("3072,1024")
+    (3072, 1024)
+
+    Raises:
+      ValueError: not whole numbers above 0.
+    """
+    words = text.split(",") if text else []
+    if not all(word.strip().isdecimal() and int(word) for word in words):
+        raise ValueError(
+            f"layout.segment_lengths = {text!r}; give a whole number of tokens above 0 for each "
+            "segment, such as '3072,2048,2048,1024', or '' for equal lengths"
+        )
+    return tuple(map(int, words))
 
 
 def unread_settings(sizes: Mapping[str, Any]) -> set[str]:

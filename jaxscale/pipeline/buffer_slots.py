@@ -6,6 +6,7 @@ many as any rank needs at once. NumPy only.
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +28,8 @@ class TickProgram:
     Every column is int32 [ticks, ranks, lanes]; there are 2 lanes only where a schedule overlaps a
     forward with a backward in one tick. -1 is none.
 
-    - `kind` (NOP if idle), `microbatch`, `stage`, `segment`, `direction`; `chunk`, the stage's
+    - `kind` (NOP if idle), `microbatch`, `stage`, `direction`; `segment`, the first part of the
+      sequence that it computes, and `parts`, how many; `chunk`, the stage's
       index on its rank, those of direction 1 after those of direction 0. If some passes are
       recomputed, an F that saves its residuals is an R without an `input`: it does the same, from
       the inbox.
@@ -37,6 +39,7 @@ class TickProgram:
       written by F or R, for W, too. `cotangent`: written by B for W. With several segments also
       `memory`, what a stage's layers leave to later segments of a micro-batch: read and written by
       each F and R, read by each B; and its gradients, `memory_gradient`: read and written by B.
+      Each part of a segment has slots of its own: those of the second are in `inbox.1` and so on.
     - `from_left`, `from_right`, `from_self`: the inbox slot for the result of the neighbour (the
       ranks are a ring), or of the rank itself, at the end of the tick. If nothing is received it is
       the slot after the last, so that a receiver does not branch.
@@ -50,9 +53,20 @@ class TickProgram:
     slots: dict[str, int]  # of each buffer
 
 
-def make_program(table: Table) -> TickProgram:
-    """Assigns slots and arranges the operations as [ticks, ranks, lanes]."""
+def of_part(name: str, part: int) -> str:
+    """The column of a part of a segment with the slot in a buffer."""
+    return f"{name}.{part}" if part else name
+
+
+def make_program(table: Table, parts: Sequence[int] = ()) -> TickProgram:
+    """Assigns slots and arranges the operations as [ticks, ranks, lanes].
+
+    Args:
+      parts: of each segment, which an operation computes one after the other; () is one each.
+    """
     ops = table.ops
+    each_has = np.array(parts or (1,) * table.order.sequence_chunks)
+    first, count, most = np.cumsum(each_has) - each_has, each_has[ops.segment], int(each_has.max())
     cell = table.tick, ops.rank, ops.paired
     shape = table.ticks, table.order.ranks, 1 + int(ops.paired.max())
     columns = {"kind": np.full(shape, NOP, np.int32)}
@@ -61,7 +75,8 @@ def make_program(table: Table) -> TickProgram:
     for name, values in {
         "microbatch": ops.microbatch,
         "stage": ops.stage,
-        "segment": ops.segment,
+        "segment": first[ops.segment],
+        "parts": count,
         "direction": ops.direction,
         "chunk": ops.direction * table.order.virtual_stages + ops.stage // table.order.ranks,
         "gather": gather,
@@ -76,16 +91,25 @@ def make_program(table: Table) -> TickProgram:
     for name, users in users_of.items():
         writer, reader = users[0], users[-1]
         arrives = name == "inbox"  # when the tick of its writer has ended
-        assigned = _colour(ops.rank[reader], table.tick[writer] + arrives, table.tick[reader])
+        whole = name in (MEMORY, GRADIENT)
+        each = np.ones_like(reader) if whole else count[reader]
+        value, part = _repeated(each)
+        low, high = table.tick[writer] + arrives, table.tick[reader]
+        assigned = _colour(ops.rank[reader][value], low[value], high[value])
         slots[name] = int(assigned.max(initial=-1)) + 1
-        columns[name] = np.full(shape, -1, np.int32)
-        for user in users[1:] if arrives else users:
-            columns[name][tuple(index[user] for index in cell)] = assigned
+        for n in range(1 if whole else most):
+            columns[of_part(name, n)] = np.full(shape, -1, np.int32)
+            for user in users[1:] if arrives else users:
+                of = tuple(index[user[value[part == n]]] for index in cell)
+                columns[of_part(name, n)][of] = assigned[part == n]
     if (ops.kind == R).any():
         keeping = (columns["kind"] == F) & (columns["residual_b"] >= 0)
         columns["kind"][keeping] = R
     sender, reader = users_of["inbox"]
-    columns |= _receives(table, sender, reader, columns["inbox"], slots["inbox"])
+    for n in range(most):
+        inbox = columns[of_part("inbox", n)]
+        found = _receives(table, sender, reader, inbox, slots["inbox"])
+        columns |= {of_part(name, n): column for name, column in found.items()}
     return TickProgram(columns, slots)
 
 
@@ -107,16 +131,27 @@ def head_columns(table: Table, program: TickProgram) -> dict[str, np.ndarray]:
     return found
 
 
-def count_slots(table: Table) -> dict[str, np.ndarray]:
+def _repeated(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The index of each of several things, as often as counted, and its number among equal ones.
+
+    >>> _repeated(np.array([2, 1]))
+    (array([0, 0, 1]), array([0, 1, 0]))
+    """
+    index = np.repeat(np.arange(len(counts)), counts)
+    return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def count_slots(table: Table, parts: Sequence[int] = ()) -> dict[str, np.ndarray]:
     """The slots of each buffer that each rank uses at once, int [ranks], without assigning them. A
-    buffer has the maximum over ranks."""
-    counts = {}
+    buffer has the maximum over ranks; `parts` as in `make_program`."""
+    counts, held = {}, np.array(parts or (1,) * table.order.sequence_chunks)[table.ops.segment]
     for name, users in _users(table).items():
         writer, reader = users[0], users[-1]
         alive = np.zeros((table.order.ranks, table.ticks + 1), np.int64)
         rank, begins = table.ops.rank[reader], table.tick[writer] + (name == "inbox")
-        np.add.at(alive, (rank, begins), 1)
-        np.add.at(alive, (rank, table.tick[reader] + 1), -1)
+        each = 1 if name in (MEMORY, GRADIENT) else held[reader]
+        np.add.at(alive, (rank, begins), each)
+        np.subtract.at(alive, (rank, table.tick[reader] + 1), each)
         counts[name] = alive.cumsum(axis=1).max(axis=1)
     return counts
 
@@ -171,7 +206,8 @@ def _receives(
     for name in ("from_left", "from_right", "from_self"):
         s, r = sender[channel == name], reader[channel == name]
         columns[name] = np.full_like(inbox, nowhere)
-        columns[name][tick[s], rank[r], paired[s]] = inbox[tick[r], rank[r], paired[r]]
+        slot = inbox[tick[r], rank[r], paired[r]]
+        columns[name][tick[s], rank[r], paired[s]] = np.where(slot < 0, nowhere, slot)
     return columns
 
 

@@ -29,7 +29,8 @@ from jaxscale.models.protocol import (
     head_params,
     return_borrowed,
 )
-from jaxscale.ops.array_stack import Index, add_rows, put, put_rows
+from jaxscale.ops.array_stack import Index, add_rows, after, at, put, put_rows
+from jaxscale.pipeline.buffer_slots import of_part
 from jaxscale.pipeline.layers.mirror import fold_mirror
 from jaxscale.pipeline.layers.stack_part import Remat, StackPart
 from jaxscale.pipeline.passes.chunk import (
@@ -43,7 +44,7 @@ from jaxscale.pipeline.passes.chunk import (
 )
 from jaxscale.pipeline.passes.layer_loops import each_pair
 from jaxscale.pipeline.passes.sliced_head import run_sliced_heads
-from jaxscale.pipeline.rank import Chunks, Columns, Rank, Row, State, when
+from jaxscale.pipeline.rank import Chunks, Columns, Rank, Row, State, repeat, when
 from jaxscale.pipeline.stages import (
     GATHER,
     OPERATIONS,
@@ -56,6 +57,8 @@ from jaxscale.sharding.head_slices import finish_slices
 from jaxscale.sharding.zero import Zero
 
 Tree = Any
+READ = ("inbox", "input", "residual_b", "residual_w", "cotangent")
+"""The columns with the slots that operations read."""
 
 
 def execute(
@@ -168,6 +171,8 @@ def _tick(rank: Rank, state: State, cells: Row) -> State:
         state = _operate(rank, state, row, np.unique(of_lane))
         state = _reduce_chunk(rank, state, row)
         messages.append(state.made)
+    if state.made_parts is not None:  # in a schedule of one lane
+        messages = [at(state.made_parts, part) for part in range(rank.stages.most_parts)]
     return _pass_on(rank, state, messages, rows)
 
 
@@ -181,7 +186,12 @@ def _operate_jointly(rank: Rank, state: State, rows: Sequence[Row]) -> State:
     state = _operate(rank, state, only, np.unique(kinds[..., 0][kinds[..., 1] == NOP]))
     for pair in rank.stages.joint_pairs:
         mine = (rows[0]["kind"] == pair[0]) & (rows[1]["kind"] == pair[1])
-        state = when(mine, lambda s, p=pair: _pair(rank, s, rows, p), state, PAIR)
+        state = when(
+            mine,
+            lambda s, p=pair: _pair(rank, s, [_tied(rank, s, row) for row in rows], p),
+            state,
+            PAIR,
+        )
     for row in rows:
         state = _reduce_chunk(rank, state, row)
     return state
@@ -226,8 +236,45 @@ def _operate(rank: Rank, state: State, row: Row, kinds: np.ndarray) -> State:
     for kind, operation in operations.items():
         if kind in kinds:
             mine = row["kind"] == kind
-            state = when(mine, lambda s, run=operation: run(s, row), state, OPERATIONS[kind])
+            trips = mine.astype(jnp.int32) * (row["parts"] if rank.stages.most_parts > 1 else 1)
+
+            def run(state: State, trip: jax.Array, kind=kind, operation=operation) -> State:
+                mine, part = _part_row(rank, row, kind, trip)
+                return _keep_message(operation(state, _tied(rank, state, mine)), part)
+
+            state = repeat(trips, run, state, OPERATIONS[kind])
     return state
+
+
+def _part_row(rank: Rank, row: Row, kind: int, trip: jax.Array) -> tuple[Row, jax.Array]:
+    """The row for one of the parts of its segment, and the part's number: a backward pass begins
+    with the last."""
+    if rank.stages.most_parts == 1:
+        return row, trip
+    part = row["parts"] - 1 - trip if kind in (B, X) else trip
+    numbers = range(rank.stages.most_parts)
+    slots = {name: jnp.stack([row[of_part(name, n)] for n in numbers])[part] for name in READ}
+    return {**row, **slots, "segment": row["segment"] + part}, part
+
+
+def _keep_message(state: State, part: jax.Array) -> State:
+    """Keeps the message of a part of a segment until the operation has made those of all."""
+    if state.made_parts is None:
+        return state
+    return state._replace(made_parts=put(state.made_parts, state.made, part))
+
+
+def _tied(rank: Rank, state: State, row: Row) -> Row:
+    """The row, with slots that depend on the message, which the operation writes.
+
+    In a chunk of one layer nothing that W reads changes in its loop. XLA would move its matmuls out
+    of the loop of zero or one trips, into every tick (jax 0.12; `zb_v`, 4 ranks: three times the
+    matmuls of W).
+    """
+    if min(rank.stages.layers) > 1:
+        return row
+    tie = after(0, state.made)
+    return {**row, **{name: row[name] + tie for name in READ}}
 
 
 def _gather_chunk(rank: Rank, state: State, row: Row) -> State:
@@ -281,15 +328,19 @@ def _pass_on(rank: Rank, state: State, messages: Sequence[Stream], rows: Sequenc
     """Sends the tick's results to both neighbours, which store them in the slots of their table.
 
     Args:
-      messages, rows: of each lane.
+      messages: of each lane, or of each part of a segment.
+      rows: of each lane.
     """
     columns, inbox = rank.program.columns, state.buffers["inbox"]
+    parts = range(rank.stages.most_parts)
     # As one array, so that the sends wait for the operations of all lanes (`rewrite_message`).
     one_lane = len(messages) == 1
     made = messages[0] if one_lane else jax.tree.map(lambda *lanes: jnp.stack(lanes), *messages)
     ranks, nowhere = columns["kind"].shape[1], rank.program.slots["inbox"]
     for name, hop in (("from_left", 1), ("from_right", -1), ("from_self", 0)):
-        used = columns[name] != nowhere
+        names = [of_part(name, part) for part in parts]
+        used = np.concatenate([columns[one] for one in names], axis=-1) != nowhere
+        slots = [row[one] for one in names for row in rows]
         receivers = np.flatnonzero(used.any(axis=(0, 2)))
         if not len(receivers):
             continue
@@ -299,5 +350,5 @@ def _pass_on(rank: Rank, state: State, messages: Sequence[Stream], rows: Sequenc
         received = jax.lax.ppermute(made, "pipeline", pairs) if hop else made
         for lane in np.flatnonzero(used.any(axis=(0, 1))).tolist():
             message = received if one_lane else {key: x[lane] for key, x in received.items()}
-            inbox = put(inbox, message, rows[lane][name])
+            inbox = put(inbox, message, slots[lane])
     return state._replace(buffers={**state.buffers, "inbox": inbox})

@@ -45,6 +45,7 @@ class State(NamedTuple):
 
     made: Stream  # the result of this tick, for a neighbour
     made_paired: Stream | None  # that of a pair's second operation, if pairs are one operation
+    made_parts: Stream | None  # those of all parts of a segment, if there are several
     buffers: dict[str, Tree]  # [slots, ...]
     weights: Tree  # gathered, of a chunk of each stack; None if ticks do not gather
     pending: Tree  # gradients of a chunk, not reduced yet; None without reductions
@@ -183,12 +184,18 @@ class Rank:
         return State(
             made=made,
             made_paired=made if grads and self.stages.joint_pairs else None,
+            made_parts=self._no_messages() if self.stages.most_parts > 1 else None,
             buffers=found,
             weights=weights,
             pending=pending if grads else None,
             grads=grads,
             sums=zero_sums(self.model, zero.loss_dtype),
         )
+
+    def _no_messages(self) -> Stream:
+        """Zeros for the messages of a segment's parts."""
+        count = self.stages.most_parts
+        return {name: jnp.zeros((count, *x.shape), x.dtype) for name, x in self.stream.items()}
 
     def _empty_memory(self, part: StackPart, name: str) -> Stream:
         layers, slots = self.stages.capacity(part.number), self.program.slots
@@ -221,7 +228,7 @@ class Rank:
 
     def batch_of(self, row: Row) -> Batch:
         """The segment of the micro-batch of the row's operation."""
-        count = self.stages.table.order.sequence_chunks
+        count = self.stages.num_parts
         batch, ranks = at(self.batches, row["microbatch"]), self.zero.sizes["context"]
         return segment_of(batch, row["segment"], count, ranks)
 
@@ -383,10 +390,16 @@ def when(condition: jax.Array, function: Callable[[Tree], Tree], state: Tree, sc
     """
     # A loop of zero or one trips. With `lax.cond` XLA copies the buffers that it carries in every
     # tick; a while loop updates them in place.
-    trips = condition.astype(jnp.int32)
+    return repeat(condition.astype(jnp.int32), lambda state, _: function(state), state, scope)
+
+
+def repeat(
+    trips: jax.Array, function: Callable[[Tree, jax.Array], Tree], state: Tree, scope: str
+) -> Tree:
+    """`function(state, trip)` so many times, as `when`."""
     with jax.named_scope(scope):
         return jax.lax.while_loop(
             lambda carry: carry[0] < trips,
-            lambda carry: (carry[0] + 1, function(carry[1])),
+            lambda carry: (carry[0] + 1, function(carry[1], carry[0])),
             (jnp.zeros((), jnp.int32), state),
         )[1]

@@ -48,6 +48,7 @@ class PipelineStages:
     stack_of_stage: tuple[int, ...] = ()  # the index of each virtual stage's stack
     by_layer: bool = False  # whether weights are gathered and gradients reduced by layer, not chunk
     slices_head: bool = False  # whether all ranks compute the head, each a slice
+    segment_parts: tuple[int, ...] = ()  # of segments of several lengths (`Layout.segment_parts`)
 
     @functools.cached_property
     def columns(self) -> dict[str, np.ndarray]:
@@ -65,7 +66,8 @@ class PipelineStages:
         ops, needs, step = Ops(*(field[kept] for field in ops)), index[needs[kept]], index[kept]
         ops = ops._replace(paired=np.zeros_like(step))
         ends = replay(ops.rank, step, needs, np.ones(len(kept)))
-        return make_program(Table(self.table.order, ops, needs, step, ends.astype(np.int64) - 1))
+        table = Table(self.table.order, ops, needs, step, ends.astype(np.int64) - 1)
+        return make_program(table, self.segment_parts)
 
     @functools.cached_property
     def joint_pairs(self) -> tuple[tuple[int, int], ...]:
@@ -101,7 +103,9 @@ class PipelineStages:
         for kind, name in OPERATIONS.items():
             here = kinds == kind
             loops = max(1, np.count_nonzero(here.any(axis=(0, 1))))  # one in each lane that has it
-            trips[name] = np.count_nonzero(here) / (ticks * ranks * loops)
+            trips[name] = columns["parts"][..., : here.shape[-1]][here].sum() / (
+                ticks * ranks * loops
+            )
         stack = self.stage_stacks[columns["stage"]]
         for number in range(len(self.stacks)):
             for name, column in ((GATHER, "gather"), (REDUCE, "reduce")):
@@ -160,6 +164,16 @@ class PipelineStages:
     def first_stage(self, number: int) -> int:
         """The first virtual stage of a stack."""
         return self.stack_of_stage.index(number)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a sequence: its segments, or parts of these."""
+        return sum(self.segment_parts) or self.table.order.sequence_chunks
+
+    @property
+    def most_parts(self) -> int:
+        """Parts of the longest segment."""
+        return max(self.segment_parts, default=1)
 
     @property
     def has_one_chunk(self) -> bool:
@@ -265,13 +279,14 @@ def open_stages(
     layers = spec.layers or partition_layers(table, stacks, shares, own_head)
     return PipelineStages(
         table,
-        make_program(table),
+        make_program(table, layout.segment_parts),
         layers,
         head_cost,
         tuple(stacks),
         tuple(n for n, share in enumerate(shares) for _ in range(share)),
         layout.pipeline_gather == "layer",
         layout.slices_head,
+        layout.segment_parts,
     )
 
 

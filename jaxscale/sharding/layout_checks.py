@@ -7,7 +7,7 @@ import math
 
 from jaxscale.choices import nearest_divisors
 from jaxscale.config import DataConfig, zero_stage
-from jaxscale.config.layout import ULYSSES, Layout
+from jaxscale.config.layout import ULYSSES, Layout, parse_lengths
 from jaxscale.config.model import ModelConfig, ModelSettings
 from jaxscale.config.model.settings import SPREAD_ATTENTIONS
 from jaxscale.sharding.rules import divides_heads, spreads_attention
@@ -240,6 +240,12 @@ def check_sequence(layout: Layout, data: DataConfig) -> None:
     Raises:
       ValueError: with the nearest lengths that they divide.
     """
+    lengths = parse_lengths(layout.segment_lengths)
+    if layout.pipeline > 1 and lengths and sum(lengths) != data.seq_len:
+        raise ValueError(
+            f"layout.segment_lengths = {layout.segment_lengths!r} sum to {sum(lengths)}; set "
+            f"lengths that sum to data.seq_len = {data.seq_len}, or '' for equal ones"
+        )
     chunks = 2 * layout.context if layout.context > 1 else 1
     unit = math.lcm(chunks, layout.context * layout.tensor_columns) * layout.segments
     rows = f" / layout.tensor_rows {layout.tensor_rows}" if layout.tensor_rows > 1 else ""
@@ -249,7 +255,8 @@ def check_sequence(layout: Layout, data: DataConfig) -> None:
             below, above = length // unit * unit, -(-length // unit) * unit
             nearest = f"{below} or {above}" if below else f"{above}"
             two = " (two chunks a rank)" if layout.context > 1 else ""
-            two += f" x layout.sequence_chunks = {layout.segments}" if layout.segments > 1 else ""
+            parts = "sequence_chunks =" if not layout.segment_parts else "segment_lengths' parts:"
+            two += f" x layout.{parts} {layout.segments}" if layout.segments > 1 else ""
             raise ValueError(
                 f"data.{name} = {length} does not split over layout.context = {layout.context}"
                 f"{two} x layout.tensor = {layout.tensor}{rows}, which takes multiples of {unit}; "

@@ -162,9 +162,10 @@ def one_devices_state(engine: Engine, **model) -> TrainState:
     return jax.device_put(initial_state(config), shardings)
 
 
-def compile_step(engine: Engine) -> Any:
-    """The step of a test's batches."""
-    return engine.step.lower(engine.abstract_state, engine.abstract_batch).compile()
+def compile_step(engine: Engine, options: dict[str, Any] | None = None) -> Any:
+    """The step of a test's batches, with the compiler's options."""
+    lowered = engine.step.lower(engine.abstract_state, engine.abstract_batch)
+    return lowered.compile(compiler_options=options)
 
 
 def check_collectives(config: Config, compiled: Any) -> None:

@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from jaxscale.pipeline_schedules.schedule import Schedule
+
 Choice = dict[str, Any]
 
 NUM_DEVICES = 8
@@ -26,6 +28,7 @@ KINDS_OF_REMAT = ("none", "full", *REMATS[-2:])
 """What is not named as a set of tensors is such a set: the suite has one of each kind."""
 SCHEDULES = ("1f1b", "interleaved", "zb_v")
 MODEL_REMATS = ("none", "full", "save_matmuls")
+SCHEDULE_REMATS = ("none", "full", "keep:1")
 OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
 METHODS = ("ring", "gather")
 FEWEST = 13
@@ -134,6 +137,20 @@ def pairwise_model_layouts(all_axes: Iterable[Choice], *, every: bool = False) -
     while missing:
         choose(everything)
     return chosen
+
+
+def schedule_layouts(schedule: Schedule) -> list[Choice]:
+    """Of a pipeline of four ranks, with every other axis of two, and fsdp in every ZeRO stage."""
+    others = [(axis, 3) for axis in ("data", "context", "tensor", "expert")]
+    others += [("fsdp", stage) for stage in range(4)]
+    segments = 2 if schedule.splits_sequences else 1
+    return [
+        {"schedule": schedule.name, "pipeline": 4, axis: 2, "zero_stage": stage}
+        | {"microbatches": 8, "virtual_stages": schedule.virtual_stages}
+        | {"sequence_chunks": segments, "remat": SCHEDULE_REMATS[number % 3]}
+        | ({"context_method": "gather"} if axis == "context" else {})
+        for number, (axis, stage) in enumerate(others)
+    ]
 
 
 def name(layout: Choice) -> str:

@@ -42,6 +42,8 @@ WORST = {
         LLAMA,
         PAIR | {"fsdp": 2, "schedule": "chimera", "head": "sliced", "zero_stage": 3},
     ),
+    "decoder, dualpipe": (LLAMA, PAIR | {"fsdp": 2, "schedule": "dualpipe", "microbatches": 4}),
+    "decoder, seq1f1b": (LLAMA, PAIR | {"fsdp": 2, "schedule": "seq1f1b", "sequence_chunks": 2}),
     "decoder, layered": (
         LLAMA,
         {"fsdp": 2, "tensor": 2, "microbatches": 4, "accumulation": "layered", "zero_stage": 3},

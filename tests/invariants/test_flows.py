@@ -19,6 +19,7 @@ from jaxscale.config.layout import Layout
 from jaxscale.data.dataset import open_dataset
 from jaxscale.data.tokens.tokenizer import load_tokenizer
 from jaxscale.decoding import sampling
+from jaxscale.pipeline_schedules.shipped import SHIPPED
 from jaxscale.run import training_loop
 from jaxscale.run.evaluation import evaluate_loss
 from jaxscale.run.setup.restore import restore_params
@@ -62,6 +63,25 @@ JOURNEY = {
         "offload": "activations",
     },
 }
+
+
+DEEP = {**MODEL, "num_layers": 8}
+NEWEST = ("seq1f1b", "seq1f1b_interleaved", "chimera", "bitpipe", "dualpipe", "dualpipe_v")
+"""Schedules that are also evaluated and sampled from; the others are alike in both."""
+
+
+def scheduled(number: int) -> dict:
+    """A layout of the schedule with this number."""
+    schedule = SHIPPED[number]
+    return {
+        "pipeline": 4,
+        "schedule": schedule.name,
+        "virtual_stages": schedule.virtual_stages,
+        "sequence_chunks": 2 if schedule.splits_sequences else 1,
+        "microbatches": 8,
+        ("tensor", "fsdp")[number % 2]: 2,
+        "zero_stage": number % 4,
+    }
 
 
 @pytest.fixture(scope="session")
@@ -124,6 +144,44 @@ def test_every_kind_of_layout_saves_resumes_evaluates_and_samples(heldout, tmp_p
                 _, metrics = compile_step(engine)(state, engine.shard(batches()[1]))
                 assert float(metrics.loss) == pytest.approx(next_loss, rel=1e-10)
     assert "rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.proof
+def test_every_schedule_continues_the_run_of_another(heldout, tmp_path):
+    """Each takes a step from the checkpoint of the one before it, the first and last of which is
+    one device's, with the losses of one device, and resumes its own checkpoint to the bit."""
+    one = open_engine(make_config(DEEP, {}))
+    state, expected, step = jax.device_put(initial_state(one.config)), [], compile_step(one)
+    steps = [batches()[number % len(batches())] for number in range(len(SHIPPED) + 1)]
+    for batch in steps:
+        state, metrics = step(state, one.shard(batch))
+        expected.append(pytest.approx(float(metrics.loss), rel=1e-10))
+
+    with contextlib.closing(CheckpointWriter(tmp_path, Retention(99))) as checkpoints:
+        checkpoints.save(0, initial_state(one.config), {})
+
+        def resume(engine, number):
+            checkpoints.wait()
+            placement = engine.placement
+            restored = restore(checkpoints, number, placement.canonical)
+            return placement.from_canonical(restored, donate=True)
+
+        for number, schedule in enumerate(SHIPPED):
+            engine = open_engine(make_config(DEEP, scheduled(number)))
+            first, second = map(engine.shard, steps[number : number + 2])
+            advance = compile_step(engine, {"xla_backend_optimization_level": 0})
+            state, metrics = advance(resume(engine, number), first)
+            assert float(metrics.loss) == expected[number], schedule.name
+            checkpoints.save(number + 1, engine.placement.to_canonical(state, on_host=True), {})
+            if schedule.name in NEWEST:
+                loss, texts = look(engine, state.params, heldout)
+                wanted = look(one, resume(one, number + 1).params, heldout)
+                assert (pytest.approx(loss, rel=1e-10), texts) == wanted, schedule.name
+            straight, _ = advance(state, second)
+            resumed, _ = advance(resume(engine, number + 1), second)
+            same(resumed, jax.tree.map(np.asarray, straight))
+        _, metrics = step(resume(one, len(SHIPPED)), one.shard(steps[-1]))
+        assert float(metrics.loss) == expected[-1]
 
 
 @pytest.mark.proof

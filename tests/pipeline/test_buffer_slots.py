@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxscale.pipeline.buffer_slots import make_program
+from jaxscale.pipeline.buffer_slots import count_slots, make_program, of_part
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.simulator import peak_stash
 from jaxscale.pipeline.table import compile_order
@@ -32,13 +32,17 @@ CASES = [
 ]
 
 
+OWN_SLOTS = ("inbox", "input", "residual_b", "residual_w", "cotangent")
+"""Of each part of a segment."""
+
+
 def program_of(name, *numbers, **options):
     order = make_order(name, *numbers, **options)
     return order, make_program(compile_order(order))
 
 
-def execute(order, program):
-    """Runs the columns as an executor would and returns the operations done.
+def execute(order, program, most_parts=1):
+    """Runs the columns as an executor would and returns the operations done, by parts.
 
     Every buffer holds names: what was put there, by kind and unit.
     """
@@ -56,17 +60,22 @@ def execute(order, program):
             row = {name: int(column[t, r, lane]) for name, column in columns.items()}
             if row["kind"] == NOP:
                 continue
-            unit = row["microbatch"], row["segment"], row["direction"]
             keeps = row["kind"] == R and row["input"] < 0  # an F that keeps its residuals
             kind = F if keeps else row["kind"]
             row["kind"] = kind
             recomputed = recompute and not keeps
-            made[r, lane] = operate(row, unit, buffers[r], order.stages, recomputed)
-            done.append((kind, row["microbatch"], row["stage"], row["segment"]))
-        for r, lane in itertools.product(range(ranks), range(lanes)):
+            parts = range(row["parts"])
+            for part in reversed(parts) if kind in (B, X) else parts:
+                slots = {name: row[of_part(name, part)] for name in OWN_SLOTS}
+                mine = {**row, **slots, "segment": row["segment"] + part}
+                unit = mine["microbatch"], mine["segment"], mine["direction"]
+                made[r, lane, part] = operate(mine, unit, buffers[r], order.stages, recomputed)
+                done.append((kind, mine["microbatch"], mine["stage"], mine["segment"]))
+        for r, lane, part in itertools.product(range(ranks), range(lanes), range(most_parts)):
             for channel, hop in (("from_left", -1), ("from_right", 1), ("from_self", 0)):
-                slot = columns[channel][t, r, lane]
-                buffers[r]["inbox"][slot] = made.get(((r + hop) % ranks, lane), "garbage")
+                slot = columns[of_part(channel, part)][t, r, lane]
+                message = made.get(((r + hop) % ranks, lane, part), "garbage")
+                buffers[r]["inbox"][slot] = message
     return done
 
 
@@ -131,6 +140,28 @@ def test_every_operation_reads_what_was_made_for_it(case, options):
     order, program = program_of(*case, **options)
     done = execute(order, program)
     assert sorted(done) == sorted(op[:4] for row in order.rows for op in row)
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": 0}, {"keep": 2}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [(("seq1f1b", 3, 4, 1, 3), (3, 2, 1)), (("seq1f1b_interleaved", 2, 4, 2, 2), (1, 4))],
+    ids=str,
+)
+def test_each_part_of_a_segment_has_slots_of_its_own(case, parts, options):
+    order = make_order(*case, **options)
+    table = compile_order(order)
+    program = make_program(table, parts)
+    done = execute(order, program, max(parts))
+    wanted = [
+        (*op[:3], sum(parts[: op.segment]) + part)
+        for row in order.rows
+        for op in row
+        for part in range(parts[op.segment])
+    ]
+    assert sorted(done) == sorted(wanted)
+    most = {name: counts.max(initial=0) for name, counts in count_slots(table, parts).items()}
+    assert most == program.slots
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))

@@ -55,7 +55,7 @@ def trace_stacks(
       batches: fields [micro-batches, batch, time].
       remat: as in `Rank.of`.
     """
-    count = stages.table.order.sequence_chunks
+    count = stages.num_parts
     rows = at(batches, 0)
     first = segment_of(rows, 0, count, zero.sizes["context"])
     stream, union, parts = {}, {}, []

@@ -188,7 +188,7 @@ def chunk_backward(
         dstream, sums, head = when(row["stage"] == last, head_pass, carry, HEAD)
         state = state._replace(sums=sums, grads={**state.grads, "head": head})
     shared = rank.shared(state, row)
-    latest = row["segment"] == rank.stages.table.order.sequence_chunks - 1
+    latest = row["segment"] == rank.stages.num_parts - 1
     for part in reversed(rank.parts):
 
         def one(index, kind, carry, part=part):

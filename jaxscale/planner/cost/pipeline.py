@@ -173,8 +173,9 @@ def _tables(
     """The distinct tables of layouts, and the layouts that have each, int [rows]."""
     columns = [np.broadcast_to(one, shape).ravel() for one in _columns(parallelism)]
     keys = np.stack(columns, axis=-1).astype(int)
-    keep = 0 if parallelism.remat == "full" else None
+    keep, parts = 0 if parallelism.remat == "full" else None, parallelism.segment_parts
     for key in np.unique(keys[keys[:, 0] > 1], axis=0):
         p, m, v, k = key.tolist()
-        spec = TableSpec(parallelism.schedule, p, m, v, parallelism.fused, keep, k)
+        how = parallelism.fused, keep, len(parts) or k, parts
+        spec = TableSpec(parallelism.schedule, p, m, v, *how)
         yield spec, np.flatnonzero((keys == key).all(axis=1))

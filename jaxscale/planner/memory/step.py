@@ -154,7 +154,7 @@ def _stack_memory(
         moments_copy=moments if optimizer.name == "lion" else 0,
         host_optimizer=host_optimizer,
         host_stash=host_stash,
-        messages=select(pipelined, (buffers.inbox + buffers.input + 2 * buffers.lanes) * message),
+        messages=select(pipelined, _messages(layout, buffers) * message),
         paired_forward=select(pipelined, _paired_forward(loop, buffers, transients)),
         received=select(pipelined & (len(loops) > 1), buffers.residual_w * message),
         outer_weights=select(pipelined, _held_weights(loop, buffers)),
@@ -255,6 +255,13 @@ def _slots(loops: list[LayerLoop], buffers: RankBuffers, transients: Transients)
             slots = getattr(buffers, held)
             total = total + slots * loop.capacity * slot_bytes(loop, held, tiled=tiled)
     return total
+
+
+def _messages(layout: Layout, buffers: RankBuffers) -> Ints:
+    """Messages that wait, and those made and received in a tick: of each lane, or of a part of a
+    segment and all parts of the longest."""
+    most = max(layout.segment_parts, default=1)
+    return buffers.inbox + buffers.input + 2 * buffers.lanes * most + (most > 1)
 
 
 def _paired_forward(loop: LayerLoop, buffers: RankBuffers, transients: Transients) -> Ints:

@@ -46,7 +46,8 @@ def layout_text(layout: Layout) -> str:
     if layout.pipeline > 1:
         chunks = f" of {layout.virtual_stages} chunks" if layout.virtual_stages > 1 else ""
         parts.append(layout.schedule + chunks)
-        parts += [f"{layout.segments} segments"] * (layout.segments > 1)
+        lengths = f" of {layout.segment_lengths}" if layout.segment_lengths else ""
+        parts += [f"{layout.sequence_chunks} segments{lengths}"] * (layout.sequence_chunks > 1)
     by_layer = layout.pipeline > 1 and layout.pipeline_gather == "layer"
     parts += ["gathered by layer"] * by_layer
     parts += ["sliced head"] * layout.slices_head

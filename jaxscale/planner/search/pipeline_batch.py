@@ -125,13 +125,14 @@ def _with_few_microbatches(spec: TableSpec) -> TableSpec:
 def _distinct_tables(layouts: LayoutBatch) -> tuple[list[TableSpec], np.ndarray]:
     """The distinct specs of a batch, and int [N], the spec of each layout."""
     schedule, keep = layouts.schedule_spec, layouts.remat_policy.kept_passes
+    parts = layouts.segment_parts
     columns = [
         np.broadcast_to(getattr(layouts, field), (len(layouts),))
         for field in ("pipeline", "microbatches", "virtual_stages", "segments")
     ]
     distinct, index = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
     specs = [
-        TableSpec(schedule.name, p, m, v, schedule.fused, keep, k)
+        TableSpec(schedule.name, p, m, v, schedule.fused, keep, len(parts) or k, parts)
         for p, m, v, k in distinct.tolist()
     ]
     return specs, index.reshape(-1)

@@ -27,6 +27,7 @@ from jaxscale.config.layout import (
     PIPELINE_GATHERS,
     SLICED,
     Layout,
+    parse_lengths,
     parse_remat,
     parse_schedule,
 )
@@ -152,6 +153,7 @@ def enumerate_sizes(
     rows, model = [], query.planned_model
     given = {name: query.pins.get(name, False) for name in (*OVERLAPS, "unroll_layers")}
     given |= {name: query.pins.get(name, 1) for name in ("sequence_chunks", "expert_nodes")}
+    given["segment_lengths"] = query.pins.get("segment_lengths", "")
     method = query.pins.get("context_method", "gather")  # which accepts every mesh that "ring" does
     for sizes in mesh_shapes(query.cluster.num_devices, query.pins, model.work.num_experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
@@ -339,10 +341,13 @@ def _runnable(
     rejected["fewer layers than pipeline stages"] += int(count[serves & ~enough].sum())
     good = serves & enough
     if keep := layouts.remat_policy.kept_passes:
+        parts = layouts.segment_parts
         more = np.array(
             [
                 ok
-                and most_slots(TableSpec(spec.name, p, m, v, spec.fused, segments=k))["residual_w"]
+                and most_slots(TableSpec(spec.name, p, m, v, spec.fused, None, k, parts))[
+                    "residual_w"
+                ]
                 > keep
                 for ok, (p, m) in zip(good, pipelines)
             ]
@@ -416,6 +421,8 @@ def _required_sizes(name: str, value: Any) -> dict[str, Any]:
         return {"pipeline": 2}  # partial recompute exists in pipelines only
     if name == "head" and value == SLICED:
         return {"pipeline": 2}
+    if name == "segment_lengths" and isinstance(value, str):
+        return {"sequence_chunks": len(parse_lengths(value)) or 1}
     axis = {"tensor_rows": "tensor", "expert_nodes": "expert"}.get(name)
     return {axis: value} if axis and isinstance(value, int) and value > 0 else {}
 

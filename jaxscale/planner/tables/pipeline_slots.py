@@ -126,7 +126,7 @@ def buffers_by_rank(
 ) -> list[RankBuffers]:
     """Buffers that each rank uses; all allocate the busiest rank's."""
     table = pipeline_table(spec)
-    slots = count_slots(table)
+    slots = count_slots(table, spec.parts)
     chunks = chunk_stages(table.order)
     of_stack = stage_stacks(layers, stacks)[chunks], range(len(stacks))
 
@@ -185,7 +185,7 @@ def most_slots(spec: TableSpec) -> dict[str, int]:
 
 @functools.lru_cache(maxsize=4096)
 def _most_slots(spec: TableSpec) -> np.ndarray:
-    counts = count_slots(pipeline_table(spec))
+    counts = count_slots(pipeline_table(spec), spec.parts)
     return np.array([counts[name].max() if name in counts else 0 for name in SLOTS])
 
 

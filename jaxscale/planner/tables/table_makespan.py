@@ -30,13 +30,15 @@ class TableSpec(NamedTuple):
     fused: bool = False  # one operation for the whole backward pass
     keep: int | None = None  # passes that a rank saves at a time; None without recompute
     segments: int = 1
+    parts: tuple[int, ...] = ()  # `Layout.segment_parts`
 
     @classmethod
     def of(cls, layout: Layout) -> "TableSpec":
         """The table of a resolved layout."""
         spec, keep = layout.schedule_spec, layout.remat_policy.kept_passes
         chunks = max(1, layout.virtual_stages)
-        how = spec.fused, keep, layout.segments
+        parts = layout.segment_parts
+        how = spec.fused, keep, len(parts) or layout.segments, parts
         return cls(spec.name, layout.pipeline, layout.microbatches, chunks, *how)
 
     @property
@@ -64,7 +66,7 @@ class TableSpec(NamedTuple):
 
 class OperationSeconds(NamedTuple):
     """Seconds of a rank's whole share of the model for one micro-batch, by operation; a chunk takes
-    1/v of them, and one of k segments 1/k of that.
+    1/v of them, and one of k equal segments 1/k of that.
 
     Each a number, or float [..., 1] (equal for all virtual stages), or float [..., virtual stages].
     A fused backward costs b + w.
@@ -105,11 +107,12 @@ def makespan(
 
 
 def _by_segment(spec: TableSpec, durations: np.ndarray, attention: np.ndarray) -> np.ndarray:
-    """float [kinds, N, stages * segments]: attention of segment g of k takes (2 g + 1) / k of the
-    mean."""
-    count = spec.segments
-    growth = (2 * np.arange(count) + 1) / count
-    each = durations[..., None] + attention[..., None] * (growth - 1)
+    """float [kinds, N, stages * segments]: of segment g of k equal ones, attention takes (2 g + 1)
+    / k of the mean."""
+    count, parts = spec.segments, np.array(spec.parts or (1,) * spec.segments)
+    share, seen = parts / parts.sum(), np.cumsum(parts) / parts.sum()
+    linear, grows = count * share, count * (seen**2 - (seen - share) ** 2)
+    each = durations[..., None] * linear + attention[..., None] * (grows - linear)
     shape = *durations.shape[:2], spec.stages, count
     return np.broadcast_to(each, shape).reshape(*shape[:2], -1)
 
@@ -165,7 +168,7 @@ def pipeline_table(spec: TableSpec) -> Table:
     Raises:
       ValueError: an unknown schedule, or numbers that it does not support.
     """
-    name, ranks, microbatches, chunks, fused, keep, segments = spec
+    name, ranks, microbatches, chunks, fused, keep, segments, _ = spec
     order = make_order(name, ranks, microbatches, chunks, segments, fused=fused, keep=keep)
     return compile_order(order, complete=name in NAMES)
 

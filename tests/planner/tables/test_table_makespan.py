@@ -47,7 +47,7 @@ def random_costs(
 
 def simulated(spec: TableSpec, costs: table_makespan.OperationSeconds) -> np.ndarray:
     """[rows]."""
-    name, *numbers, fused, keep, segments = spec
+    name, *numbers, fused, keep, segments, _ = spec
     order = make_order(name, *numbers, segments, fused=fused, keep=keep)
     table, found = compile_order(order), []
     wide = [np.broadcast_to(cost, (3, spec.stages)) for cost in map(np.asarray, costs)]
@@ -73,6 +73,13 @@ def test_makespans_of_segments_are_the_simulators(name, chunks):
     own = table_makespan.OperationSeconds(*(np.ones((3, chunks)) * 4 + i for i in range(3)))
     np.testing.assert_allclose(makespan(alone, own, attention), makespan(alone, own), rtol=1e-12)
     assert np.all(makespan(spec, costs, costs) > makespan(spec, costs))
+    # Nor do lengths change the work of one rank; with several, later ones should be shorter.
+    uneven = alone._replace(parts=(4, 2, 1, 1))
+    np.testing.assert_allclose(makespan(uneven, own, attention), makespan(alone, own), rtol=1e-12)
+    shorter, longer = (spec._replace(parts=parts) for parts in ((5, 3), (3, 5)))
+    even = table_makespan.OperationSeconds(4.0, 5.0, 6.0)
+    found = [makespan(one, even, even).item() for one in (shorter, spec, longer)]
+    assert found == sorted(found)
 
 
 @pytest.mark.proof(but=("1f1b-1-True-False", "gpipe-1-True-False", "gpipe-1-True-True"))
