@@ -244,7 +244,10 @@ OVERRIDES = [
         "set layout.accumulation = 'sequential' and layout.schedule = 'breadth_first'",
     ),
     ("layout.pipeline=2 layout.offload=activations", "with layout.pipeline = 2 is not available"),
-    ("layout.pipeline=2 layout.context=2", "set layout.context_method = 'gather'"),
+    (
+        "layout.pipeline=2 layout.context=3",
+        "layout.context_method = 'ring' with layout.pipeline = 2 needs an even number of ranks",
+    ),
     ("layout.context_method=rings", "did you mean 'ring'?"),
     ("layout.context_method=all", "layout.context_method = 'all' is not known; it can be ring, g"),
     ("layout.remat=ful", "layout.remat = 'ful' is not known; it can be none, full"),

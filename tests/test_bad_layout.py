@@ -226,6 +226,10 @@ REFUSED = [
         "layout.context_method = 'ulysses' with layout.sequence_chunks = 2 is not available",
     ),
     (
+        f"{SEGMENTS} layout.context=2",
+        "layout.context_method = 'ring' with layout.sequence_chunks = 2 is not available",
+    ),
+    (
         f"{SEGMENTS} layout.sequence_chunks=3",
         "x layout.sequence_chunks = 3 x layout.tensor = 1, which takes multiples of 3; set",
     ),

@@ -12,6 +12,7 @@ from jaxscale.config.layout import (
     ACCUMULATIONS,
     MESH_AXES,
     REMATS,
+    RING,
     Layout,
     parse_schedule,
     unread_settings,
@@ -76,14 +77,17 @@ def layout_of(candidate: Candidate, base: Layout, num_devices: int) -> Layout:
     settings["data"] = num_devices // others
     if candidate["pipeline"] != 1:
         settings["accumulation"] = "sequential"
-        settings["context_method"] = _method_without_ring(base)
+        settings["context_method"] = _context_method(base, candidate)
         settings["offload"] = "optimizer" if base.offloads("optimizer") else "none"
     return Layout(**settings)
 
 
-def _method_without_ring(base: Layout) -> str:
-    """The context method in a pipeline, which has no ring."""
-    return "gather" if base.context_method == "ring" else base.context_method
+def _context_method(base: Layout, sizes: Mapping[str, Any]) -> str:
+    """The context method of `base`, or "gather" on a mesh without a ring."""
+    mesh = {name: sizes[name] for name in ("pipeline", "context")}
+    ranks = Layout(**mesh, sequence_chunks=base.sequence_chunks, context_method="gather")
+    no_ring = base.context_method == RING and not ranks.allows_ring
+    return "gather" if no_ring else base.context_method
 
 
 def candidates(
@@ -130,9 +134,9 @@ def _meshes(config: Config, num_devices: int) -> Iterator[Layout]:
     """Every factorisation of the devices into the axes of the mesh, and of tensor into rows and
     columns; expert divides the model's experts."""
     model, experts = TrainableModel(config), config.model.num_experts
-    method = _method_without_ring(config.layout)
     for sizes in space.mesh_shapes(num_devices, experts=experts):
         mesh: dict[str, Any] = dict(zip(MESH_AXES, sizes))
+        method = _context_method(config.layout, mesh)
         for across in space.grid_rows(model, mesh):
             yield Layout(**mesh, tensor_rows=across, context_method=method)
 

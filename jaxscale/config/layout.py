@@ -42,10 +42,11 @@ PIPELINE_GATHERS = ("chunk", "layer")
 LAST, SLICED = HEADS = ("last", "sliced")
 """Ranks of a pipeline that compute the head: those of the last stage, or all, a slice each."""
 
+RING = "ring"
 ULYSSES = "ulysses"
 """The context method with attention within a rank, by any kernel."""
 
-CONTEXT_METHODS = ("ring", "gather", ULYSSES)
+CONTEXT_METHODS = (RING, "gather", ULYSSES)
 BLOCK_TENSORS = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
 """Results of a layer's matmuls, by their names in remat policies; "attention" is the output of the
 attention kernel. The result of a layer's last matmul is not listed: no backward pass needs it.
@@ -120,8 +121,9 @@ class Layout:
       head: "last" computes the head, loss and gradients, on the rank of the last stage; "sliced" on
         all pipeline ranks at once, each with its slice of the vocabulary (arXiv 2411.05288);
         "auto" the planner's faster.
-      context_method: how keys reach queries of other ranks: "ring", "gather", or "ulysses"
-        (all-to-alls to whole sequences of some of the heads).
+      context_method: how keys reach queries of other ranks: "ring" (in a pipeline an even number
+        of ranks, which exchange in pairs), "gather", or "ulysses" (all-to-alls to whole sequences
+        of some of the heads).
       overlap_experts: exchanges the tokens of half of the sequences at a time, so that all-to-alls
         overlap with matmuls.
       overlap_tensor: splits the gathers and scatters over `tensor` into ring steps that overlap
@@ -293,21 +295,22 @@ class Layout:
                 "layout.accumulation = 'sequential' and layout.schedule = 'breadth_first', the "
                 "same idea over ranks"
             )
-        if self.context > 1 and self.context_method == "ring":
-            # Some back ends synchronise all devices in a permutation, and pipeline ranks are at
-            # different operations.
+        if self.sequence_chunks > 1 and self.context > 1 and self.context_method != "gather":
             raise ValueError(
-                f"layout.context_method = 'ring' with layout.pipeline = {self.pipeline} is not "
-                "available in this version; set layout.context_method = 'gather' or 'ulysses'"
-            )
-        if self.sequence_chunks > 1 and self.context > 1 and self.context_method == ULYSSES:
-            raise ValueError(
-                f"layout.context_method = 'ulysses' with layout.sequence_chunks = "
+                f"layout.context_method = {self.context_method!r} with layout.sequence_chunks = "
                 f"{self.sequence_chunks} is not available in this version: it needs whole "
                 "sequences; set layout.context_method = 'gather', or layout.sequence_chunks = 1"
             )
+        if self.context > 1 and self.context % 2 and self.context_method == RING:
+            raise ValueError(
+                f"layout.context_method = 'ring' with layout.pipeline = {self.pipeline} needs an "
+                "even number of ranks, which exchange in pairs, and layout.context = "
+                f"{self.context}; set an even layout.context, or layout.context_method = 'gather' "
+                "or 'ulysses'"
+            )
         if self.overlap_tensor:
-            # For the same reason.
+            # All devices must take part in each permutation of its ring, and pipeline ranks are at
+            # different operations.
             raise ValueError(
                 f"layout.overlap_tensor = True with layout.pipeline = {self.pipeline} is not "
                 "available in this version; set layout.overlap_tensor = False"
@@ -435,6 +438,13 @@ class Layout:
     def zero_ranks(self) -> int:
         """Ranks that a ZeRO stage shards over: fsdp x expert x context."""
         return self.fsdp * self.expert * self.context
+
+    @property
+    def allows_ring(self) -> bool:
+        """Whether ranks of context can have a ring: any number of them, in a pipeline an even one,
+        and whole sequences."""
+        pairs = (self.context % 2 == 0) & (self.segments == 1)
+        return (self.pipeline == 1) | (self.context == 1) | pairs
 
     @property
     def casts_once(self) -> bool:

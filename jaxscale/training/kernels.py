@@ -15,7 +15,7 @@ from etils import epy
 from jax.typing import DTypeLike
 
 from jaxscale.config import DataConfig, zero_stage
-from jaxscale.config.layout import TENSOR_ROWS, ULYSSES, Layout
+from jaxscale.config.layout import RING, TENSOR_ROWS, ULYSSES, Layout
 from jaxscale.config.model import ModelSettings
 from jaxscale.hardware import check_matmul_units, find_chip
 from jaxscale.models.kernels import Kernels, plain_extend, plain_lookup
@@ -230,9 +230,10 @@ def _attend(layout: Layout, implementation: str, one_document: bool) -> Callable
             local = functools.partial(part_attention, axis="context", attend=whole)
         elif spreads_attention(layout):
             kernel = _context_kernel(implementation)
-            local = functools.partial(
-                kernel, axis="context", method=layout.context_method, scoring=scoring
-            )
+            # Pipeline ranks are at different operations: no permutation of all devices.
+            in_pairs = layout.pipeline > 1 and layout.context_method == RING
+            method = "pairs" if in_pairs else layout.context_method
+            local = functools.partial(kernel, axis="context", method=method, scoring=scoring)
         else:
             local = whole
         has_mask = not (one_document and scoring.causal)

@@ -52,6 +52,11 @@ WORST = {
         LLAMA,
         {"fsdp": 2, "context": 2, "tensor": 2, "microbatches": 2, "zero_stage": 3},
     ),
+    "decoder, ring in a pipeline": (LLAMA, {"pipeline": 2, "context": 4, "microbatches": 4}),
+    "decoder, ring of both passes": (
+        LLAMA,
+        {"pipeline": 2, "context": 4, "microbatches": 4, "schedule": "dualpipe"},
+    ),
 }
 
 
@@ -91,7 +96,10 @@ def run(name: str, steps: int, folder: pathlib.Path) -> None:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("name", ["encoder-decoder, 1f1b", "decoder, sliced head"])
+@pytest.mark.parametrize(
+    "name",
+    ["encoder-decoder, 1f1b", "decoder, sliced head", "decoder, ring in a pipeline"],
+)
 def test_operations_and_sends_of_a_tick_have_one_order(name, tmp_path):
     run(name, 20, tmp_path)
 

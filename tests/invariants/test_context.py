@@ -22,13 +22,13 @@ LIMIT = 24e6
 
 
 @functools.cache
-def compiled(**layout):
+def compiled(num_layers=2, **layout):
     """(engine, its compiled step) of a thin model on two long sequences: nearly all of the memory
     is for activations. Its state is whole on each device, so that layers are passed alike."""
     config = from_dict(
         {
             "model": {
-                "num_layers": 2,
+                "num_layers": num_layers,
                 "d_model": 64,
                 "num_heads": 4,
                 "num_kv_heads": 2,
@@ -132,6 +132,28 @@ def test_a_ring_gathers_no_keys_and_sums_each_gradient_once():
     assert found["all-reduce"] == pytest.approx(summed + loss["all-reduce"], abs=64)
     assert found["all-gather"] == pytest.approx(head + loss["all-gather"], abs=64)
     assert found["reduce-scatter"] == pytest.approx(loss["reduce-scatter"], abs=64)
+
+
+@pytest.mark.proof
+def test_pairs_of_ranks_send_what_a_ring_sends():
+    """In a pipeline, where a rank has half of the layers: nothing over context is of all devices,
+    and every exchange is of two neighbours. Of a stage's only layer, XLA for CPUs would move the
+    exchanges out of the operation's loop, into every tick."""
+    settings = {"num_layers": 4, "context": 4, "microbatches": 2, "remat": "none"}
+    engine, program = compiled(pipeline=2, **settings)
+    assert engine.stages is not None
+    runs = hlo.parse_hlo(program.as_text(), engine.stages.trips)
+    found = list(collectives.collectives(runs, dict(engine.mesh.shape)))
+    permuted = {one.axes for one in found if one.kind == "collective-permute"}
+    assert permuted == {("pipeline",)}
+    pairs = [one for one in found if one.subgroup]
+    assert {(one.kind, one.axes, one.subgroup.size) for one in pairs} == {
+        ("all-gather", ("context",), 2)
+    }
+    part = 4 * SEQ_LEN // 4 * 2 * 16  # keys of a rank, or values
+    received = sum(one.count * one.num_bytes / 2 for one in pairs if one.num_bytes >= part)
+    # Keys and values in both passes, three times, and their gradients around the whole ring.
+    assert received == 2 * 2 * (2 * 3 * 2 + 4 * 2) * part
 
 
 @pytest.mark.proof

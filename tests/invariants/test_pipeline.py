@@ -54,6 +54,7 @@ MODELS["deep experts"] = {
     "num_layers": 8,
     "balance_weight": 0.0,
 }
+MODELS["window"] = {**LLAMA, "num_kv_heads": 2, "sliding_window": 11}
 ROWS = {"tensor": 2, "tensor_rows": 2}
 
 CHOICES = (
@@ -277,6 +278,30 @@ def test_a_sample_of_all_pipelines_is_one_device_in_float64(layout):
 )
 def test_a_tied_gpt_is_one_device_in_float64(layout):
     check_pipeline(layout, "gpt")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"schedule": "1f1b", "pipeline": 2, "context": 4, "microbatches": 8},
+        {"schedule": "1f1b", "pipeline": 2, "context": 2, "fsdp": 2, "zero_stage": 2}
+        | {"remat": "full", "microbatches": 8},
+        {"schedule": "zb_v", "virtual_stages": 2, "pipeline": 2, "context": 4, "zero_stage": 1}
+        | {
+            "remat": "keep:1",
+            "microbatches": 8,
+        },
+        {"schedule": "dualpipe", "pipeline": 2, "context": 2, "fsdp": 2, "microbatches": 8}
+        | {"pipeline_gather": "layer"},
+    ],
+    ids=name,
+)
+def test_a_ring_in_a_pipeline_is_one_device(layout, capfd):
+    """Neighbours of a stage exchange keys; windows end inside the parts of other ranks."""
+    engine = check_pipeline(layout, "window")
+    assert engine.layout.context_method == "ring"
+    assert INVOLUNTARY not in capfd.readouterr().err
 
 
 @pytest.mark.proof

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over a sequence sharded over a mesh axis (ring or gather).
+"""Context parallelism: attention over a sequence sharded over a mesh axis (ring, pairs or gather).
 
 `blocks.py` computes a pair of chunks; `context_chunks.py` iterates over the pairs.
 
@@ -32,7 +32,7 @@ def context_attention(
     Args:
       arrays: the fields of `AttentionArrays`.
       axis: the mesh axis.
-      method: "ring" or "gather".
+      method: "ring", "pairs" or "gather".
       block: queries (and keys) of a block; None is `blocks.block_size`.
     """
     given = AttentionArrays(*arrays).widened()

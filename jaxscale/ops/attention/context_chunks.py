@@ -7,10 +7,14 @@ without causality 4n. The methods differ in how a rank receives keys:
 
 - "ring": ranks send keys to the next rank while computing with the keys received before (arXiv
   2310.01889); in the backward pass their gradients follow. A rank stores two ranks' keys at a time.
+- "pairs": a ring in which neighbours exchange keys, with one and then the other neighbour (odd-even
+  transposition): keys that start on an even rank go one way, the others the other way. Each rank
+  sends and receives as many bytes as in a ring. For an even number of ranks.
 - "gather": each rank all-gathers the keys first, and their gradients are reduce-scattered.
 
-On a CPU all devices must take part in each message of a ring: a loop whose trip count differs
-between ranks of another axis has to use "gather".
+All devices of a program must take part in each permutation of a ring, on CPUs and by the
+semantics of XLA (openxla/xla#44530), but only the pair in an exchange: a loop whose trip count
+differs between ranks of another axis has to use "pairs" or "gather".
 
 Shapes: B batch, T time of a rank, h its two chunks.
 """
@@ -96,33 +100,36 @@ def visit_pairs(
       keys: of this rank, each field with a leading [h].
       visit: `(carry, sums, keys, h, c, starts) -> (carry, sums)` for the h-th chunk of queries and
         the c-th chunk of `keys`; if `chunks.joint` h and c are 0, and there are fewer visits: one
-        for each rank of a ring, or one in all.
+        for each rank of a ring or of pairs, or one in all.
       carry: state that stays on this rank.
       sums: zeros, [h, ...], for sums per chunk of keys, over all ranks.
 
     Returns:
       The carry, and the sums of this rank's keys.
     """
-    return {"ring": _ring, "gather": _gather}[chunks.method](chunks, keys, visit, carry, sums)
+    loop = _gather if chunks.method == "gather" else _ring
+    return loop(chunks, keys, visit, carry, sums)
 
 
 def _ring(
     chunks: Chunks, keys: Tree, visit: Callable, carry: Tree, zeros: Tree
 ) -> tuple[Tree, Tree]:
-    """Ring: at step r rank i has the keys of rank i - r.
+    """Ring, or exchanges in pairs: each step has the keys of another rank, by `owners`.
 
     With another rank's keys and causality, the second chunk of queries sees the first chunk of
     keys. In addition, from a lower rank the first queries see the first keys, and from a higher
     rank the second queries see the second keys: two pairs either way, so no rank waits for another.
     """
     ranks, rank = jax.lax.axis_size(chunks.axis), jax.lax.axis_index(chunks.axis)
-    onward = [(i, (i + 1) % ranks) for i in range(ranks)]
+    hops = sources(chunks.method, ranks)
+    table = jnp.asarray(owners(hops))
 
-    def send(tree: Tree) -> Tree:
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, chunks.axis, onward), tree)
+    def send(tree: Tree, r: int) -> Tree:
+        hop = hops[r % len(hops)]
+        return jax.tree.map(functools.partial(_hop, chunks, hop), tree)
 
     def step(carry: Tree, keys: Tree, r: Array | int, *own: tuple[int, int]) -> tuple[Tree, Tree]:
-        owner = (rank - r) % ranks
+        owner = table[r, rank]
         if chunks.joint:
             both = jnp.arange(2)
             starts = chunks.starts(rank, (both, chunks.number(owner, both)))
@@ -132,28 +139,82 @@ def _ring(
             pairs = (*own, (1, 0), (same, same))
         else:
             pairs = ((0, 0), (0, 1), (1, 0), (1, 1))
-        table = [(h, c, chunks.number(owner, c)) for h, c in pairs]
-        return _visit_all(chunks, visit, carry, zeros, keys, table)
+        visits = [(h, c, chunks.number(owner, c)) for h, c in pairs]
+        return _visit_all(chunks, visit, carry, zeros, keys, visits)
 
-    def between(carries: tuple[Tree, Tree, Tree], r: Array) -> tuple[tuple[Tree, Tree, Tree], None]:
-        carry, keys, sums = carries
-        following, arriving = send(keys), send(sums)  # overlap this step's compute
-        carry, more = step(carry, keys, r)
-        return (carry, following, add(arriving, more)), None
+    def steps(carries: tuple[Tree, Tree, Tree], first: int, last: int) -> tuple[Tree, Tree, Tree]:
+        """Steps from `first` to before `last`, one of each hop in the body of the loop."""
+
+        def body(carries: tuple[Tree, Tree, Tree], numbers: Array):
+            for place in range(len(hops)):
+                carry, keys, sums = carries
+                # Both overlap this step's compute; the sums are of the step before.
+                following, arriving = send(keys, first + place), send(sums, first + place - 1)
+                carry, more = step(carry, keys, numbers[place])
+                carries = carry, following, add(arriving, more)
+            return carries, None
+
+        numbers = jnp.arange(first, last).reshape(-1, len(hops))
+        return jax.lax.scan(body, carries, numbers)[0]
 
     if chunks.joint:
-        # One visit in the program, for which keys are sent one step further than needed: the
-        # compiler for TPUs takes seconds for each call of a kernel.
-        (carry, _, sums), _ = jax.lax.scan(between, (carry, keys, zeros), jnp.arange(ranks))
-        return carry, send(sums)
-    following = send(keys)
+        # One visit for each hop in the program, for which keys are sent one step further than
+        # needed: the compiler for TPUs takes seconds for each call of a kernel.
+        carry, _, sums = steps((carry, keys, zeros), 0, ranks)
+        return carry, send(sums, ranks - 1)
+    following = send(keys, 0)
     carry, sums = step(carry, keys, 0, (1, 1))
-    (carry, keys, sums), _ = jax.lax.scan(
-        between, (carry, following, sums), jnp.arange(1, ranks - 1)
-    )
-    arriving = send(sums)
+    carry, keys, sums = steps((carry, following, sums), 1, ranks - 1)
+    arriving = send(sums, ranks - 2)
     carry, more = step(carry, keys, ranks - 1)
-    return carry, send(add(arriving, more))
+    return carry, send(add(arriving, more), ranks - 1)
+
+
+def sources(method: str, ranks: int) -> np.ndarray:
+    """The rank from which each rank receives, [hops, ranks]; hops repeat.
+
+    >>> sources("pairs", 4)
+    array([[1, 0, 3, 2],
+           [3, 2, 1, 0]])
+
+    Args:
+      method: "ring" or "pairs".
+    """
+    rank = np.arange(ranks)
+    if method == "ring":
+        return (rank[None] - 1) % ranks
+    return np.stack([rank ^ 1, (((rank - 1) ^ 1) + 1) % ranks])
+
+
+def owners(hops: np.ndarray) -> np.ndarray:
+    """The rank whose keys each rank has in each step, [steps, ranks].
+
+    >>> owners(sources("pairs", 4))
+    array([[0, 1, 2, 3],
+           [1, 0, 3, 2],
+           [2, 3, 0, 1],
+           [3, 2, 1, 0]])
+
+    Args:
+      hops: by `sources`.
+    """
+    ranks = hops.shape[1]
+    table = [np.arange(ranks)]
+    for r in range(ranks - 1):
+        table.append(table[-1][hops[r % len(hops)]])
+    return np.stack(table)
+
+
+def _hop(chunks: Chunks, hop: np.ndarray, x: Array) -> Array:
+    """`x` of the rank that `hop` names."""
+    if chunks.method == "ring":
+        onward = sorted((int(source), rank) for rank, source in enumerate(hop))
+        return jax.lax.ppermute(x, chunks.axis, onward)
+    pairs = [[rank, int(other)] for rank, other in enumerate(hop) if rank < other]
+    pairs.sort(key=lambda pair: pair[1] - pair[0])  # the first and the last rank at the end
+    both = jax.lax.all_gather(x, chunks.axis, axis_index_groups=pairs)
+    place = jnp.asarray(np.arange(len(hop)) < hop, jnp.int32)  # of the other rank
+    return both[place[jax.lax.axis_index(chunks.axis)]]
 
 
 def _gather(

@@ -25,6 +25,7 @@ from jaxscale.config.layout import (
     MESH_AXES,
     OVERLAPS,
     PIPELINE_GATHERS,
+    RING,
     SLICED,
     Layout,
     parse_lengths,
@@ -241,11 +242,9 @@ def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
         # No separate host memory, or the rate of its link is not known.
         remats, offloads = [one for one in remats if not one.startswith("offload:")], ["none"]
     remats, offloads = _pinned(pins, "remat", remats), _pinned(pins, "offload", offloads)
+    methods = _pinned(pins, "context_method", (RING, "gather"))
     for remat, offload, accumulation, method in itertools.product(
-        remats,
-        offloads,
-        _pinned(pins, "accumulation", ACCUMULATIONS),
-        _pinned(pins, "context_method", ("ring", "gather")),
+        remats, offloads, _pinned(pins, "accumulation", ACCUMULATIONS), methods
     ):
         yield {
             "remat": remat,
@@ -255,8 +254,8 @@ def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
             "pipelined": False,
         }
     gathers = _pinned(pins, "pipeline_gather", PIPELINE_GATHERS)
-    for remat, offload, gather, (schedule, chunks) in itertools.product(
-        remats, offloads, gathers, tuple(_schedules(pins))
+    for remat, offload, gather, method, (schedule, chunks) in itertools.product(
+        remats, offloads, gathers, methods, tuple(_schedules(pins))
     ):
         yield {
             "remat": remat,
@@ -267,7 +266,7 @@ def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
             # Slices of the head are tried in the fastest of these only (`sliced_heads`).
             "head": pins.get("head", LAST),
             "accumulation": pins.get("accumulation", "sequential"),
-            "context_method": pins.get("context_method", "gather"),
+            "context_method": method,
             "pipelined": True,
         }
 
@@ -297,12 +296,14 @@ def combine(
     pipelined = options.pop("pipelined")
     several, context = sizes.microbatches > 1, np.asarray(sizes.context) > 1
     wanted = (np.asarray(sizes.pipeline) > 1) == pipelined
+    # With whole sequences, or one micro-batch, these settings make no difference.
+    wanted &= context | (options["context_method"] == query.pins.get("context_method", RING))
+    if options["context_method"] == RING:
+        wanted &= sizes.allows_ring
     if not pipelined:
-        # With one micro-batch, or whole sequences, these settings make no difference.
         wanted &= several | (
             options["accumulation"] == query.pins.get("accumulation", "sequential")
         )
-        wanted &= context | (options["context_method"] == query.pins.get("context_method", "ring"))
     elif options["pipeline_gather"] == "layer":
         # Elsewhere there is nothing to gather or to scatter.
         wanted &= (np.asarray(sizes.zero_ranks) > 1) & (np.asarray(sizes.zero_stage) > 1)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.ops.attention import blocks
 from jaxscale.ops.attention.attention import attention, score_settings
 from jaxscale.ops.attention.context import context_attention
-from jaxscale.ops.attention.context_chunks import balanced_order
+from jaxscale.ops.attention.context_chunks import balanced_order, owners, sources
 from jaxscale.ops.attention.flash import flash_attention
 from jaxscale.ops.attention.splash import splash_attention
 from jaxscale.ops.attention.ulysses import ulysses_attention
@@ -26,7 +26,7 @@ from tests.ops.attention.test_attention import (
 )
 from tests.ops.programs import equations
 
-METHODS = ("ring", "gather")
+METHODS = ("ring", "pairs", "gather")
 ULYSSES = "ulysses"
 
 
@@ -86,17 +86,17 @@ CASES: dict[str, dict] = {
 }
 
 
-BY_BOTH = ("eight ranks, window of some chunks", "both ways, bias", "sinks")
-"""The others by one method each, alternating: pairs of chunks do not depend on the case."""
+BY_ALL = ("eight ranks, window of some chunks", "both ways, bias", "sinks")
+"""The others by one method each, in turn: pairs of chunks do not depend on the case."""
 
 
-@pytest.mark.proof(but=("cross-gather", "broken blocks-ring"))
+@pytest.mark.proof(but=("cross-gather", "broken blocks-pairs"))
 @pytest.mark.parametrize(
     ("name", "method"),
     [
         (name, method)
         for number, name in enumerate(CASES)
-        for method in (METHODS if name in BY_BOTH else METHODS[number % 2 :][:1])
+        for method in (METHODS if name in BY_ALL else METHODS[2 * number % 3 :][:1])
     ],
 )
 def test_a_spread_sequence_is_the_reference(name, method):
@@ -188,19 +188,40 @@ def test_every_rank_computes_the_same_number_of_blocks(method, monkeypatch):
     assert counts == dict.fromkeys(range(ranks), 2 * once)  # forward, and backward
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
+def test_in_pairs_every_rank_meets_every_other_once(ranks):
+    hops, places = sources("pairs", ranks), np.arange(ranks)
+    for hop in hops:
+        np.testing.assert_array_equal(hop[hop], places)  # each sends to its source,
+        assert set((hop - places) % ranks) == {1, ranks - 1}  # a neighbour
+    table = owners(hops)
+    np.testing.assert_array_equal(np.sort(table, axis=0), np.tile(places[:, None], ranks))
+    # One more hop, and gradients are where their keys came from.
+    np.testing.assert_array_equal(table[-1][hops[-1]], places)
+
+
 @pytest.mark.proof
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_ring_sends_keys_to_neighbours_and_never_gathers(ranks):
+@pytest.mark.parametrize(
+    ("method", "ranks"), [("ring", 2), ("ring", 4), ("pairs", 2), ("pairs", 4)]
+)
+def test_the_ring_sends_keys_to_neighbours_alone(method, ranks):
+    """As many times in either form: a gather of a pair receives what the neighbour has."""
     args = arguments(48, 4, 2)
-    run = spread(ranks, "ring")
+    run = spread(ranks, method)
+    forms = {"ring": "ppermute", "pairs": "all_gather"}
 
     def sent(function):
         counts = collections.Counter()
         for equation, times in equations(jax.make_jaxpr(function)(*args).jaxpr):
             name = equation.primitive.name
-            assert name not in ("all_gather", "all_to_all", "psum", "psum_scatter", "cond"), name
-            if name == "ppermute":
-                assert equation.params["perm"] == tuple((i, (i + 1) % ranks) for i in range(ranks))
+            assert name not in ("all_to_all", "psum", "psum_scatter", "cond"), name
+            if name in forms.values():
+                assert name == forms[method]
+                links = equation.params.get("perm") or equation.params["axis_index_groups"]
+                assert all((b - a) % ranks in (1, ranks - 1) for a, b in links)
+                assert method == "pairs" or links == tuple(
+                    (i, (i + 1) % ranks) for i in range(ranks)
+                )
                 counts["times"] += times
         return counts["times"]
 

@@ -122,7 +122,7 @@ def same_as_another(mesh: dict, stage: int, options: dict) -> bool:
     whole = alone or stage < 2
     return (
         (alone and stage < 3)
-        or (mesh["pipeline"] == mesh["context"] == 1 and gathers)
+        or (mesh["context"] == 1 and gathers)
         or (whole and options.get("pipeline_gather") == "layer")
     )
 
@@ -142,9 +142,10 @@ def string_options(pipeline: int) -> list[dict]:
             for method in ("ring", "gather")
         ]
     return [
-        {"remat": remat, "schedule": name, "virtual_stages": chunks, "context_method": "gather"}
+        {"remat": remat, "schedule": name, "virtual_stages": chunks, "context_method": method}
         | {"pipeline_gather": gather}
         for gather in PIPELINE_GATHERS
+        for method in ("ring", "gather")
         for remat in TRIED
         for name in (*PIPELINES, "1f1b:fused")
         for chunks in (1, 2)
@@ -372,7 +373,6 @@ def test_the_passes_that_are_kept_are_those_of_going_through_all(monkeypatch):
             remat=remat,
             schedule=schedule,
             virtual_stages=chunks,
-            context_method="gather",
         )
         for remat in ("none", "full", *(f"keep:{passes}" for passes in range(1, 12)))
         for schedule, chunks in (
@@ -496,11 +496,15 @@ def check_spread_attention_or_heads(config, method):
     attention_name(layout, config.model, config.data, "gpu")
 
 
-def test_rings_are_for_meshes_without_a_pipeline():
-    """And a pipeline without context needs none."""
-    pins = {"pipeline": 2, "schedule": "1f1b", "remat": "none", "microbatches": 4}
-    found = search_layouts(Query(CONFIG, EIGHT, {**pins, "context_method": "ring"}, 30e9), 99)
-    assert {one.context for one in found.layouts} == {1}
+def test_rings_in_a_pipeline_are_for_an_even_number_of_ranks():
+    twelve = make_cluster("h200", 12)
+    pins = {"pipeline": 2, "schedule": "1f1b", "remat": "none", "microbatches": 1, "tensor": 1}
+    config = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, seq_len=3072))
+    found = search_layouts(Query(config, twelve, {**pins, "data": 1}, 1e12), 999)
+    ranks = collections.defaultdict(set)
+    for one in found.layouts:
+        ranks[one.context_method].add(one.context)
+    assert ranks == {"ring": {6}, "gather": {3, 6}}
 
 
 def test_meshes_are_all_factorisations():

@@ -80,7 +80,7 @@ def test_a_planned_layout_is_checked_as_others_are():
     with pytest.raises(ValueError, match=r"layout.zero_stage = 4"):
         Layout(expert=4, zero_stage=4)
     with pytest.raises(ValueError, match=r"context_method = 'ring' with layout.pipeline = 2"):
-        Layout(expert=4, pipeline=2, context=2)
+        Layout(expert=4, pipeline=2, context=3)
     one = dataclasses.replace(Layout(data=2), expert=4)
     assert (one.num_devices, one.batch_shards) == (8, 8)
     assert "expert 4" in text_report.layout_text(one)
