@@ -19,6 +19,7 @@ from etils import epy
 from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.config.model import ModelConfig
+from jaxscale.config.model.adapters import KINDS as ADAPTER_KINDS
 from jaxscale.config.model.settings import is_own_family
 from jaxscale.distributed import processes
 from jaxscale.distributed.initialize import num_devices
@@ -33,8 +34,8 @@ with epy.lazy_imports():  # they import JAX: a mistyped flag is refused before
     from jaxscale.checkpoints import save
     from jaxscale.data.tokens import image_tokens, stop_ids
     from jaxscale.data.tokens import tokenizer as tokenizers
-    from jaxscale.hugging_face import model_folder
-    from jaxscale.models import lora
+    from jaxscale.hugging_face import model_folder, peft_prompts
+    from jaxscale.models.adapters import lora
     from jaxscale.run import initial_weights
     from jaxscale.run.setup import layout, restore, text
 
@@ -115,12 +116,14 @@ def _config_of(
         settings["param_dtype"] = model.dtype  # lossless, whatever a run may start from
     data = {"tokenizer": tokenizer, **_data_of(model.config)}
     config = configs.from_dict({"model": settings, "data": data}, overrides)
-    if config.model.lora_rank and not adapted:
-        raise ValueError(
-            f"model.lora_rank = {config.model.lora_rank}: --from_hf reads the adapters of "
-            "--from_peft DIR; for new adapters convert without model.lora_rank, and train with "
-            "--config.model.init_from and --config.model.lora_rank"
-        )
+    for name in ADAPTER_KINDS:
+        value = getattr(config.model, name)
+        if value and (not adapted or value != settings.get(name)):
+            raise ValueError(
+                f"model.{name} = {value}: --from_hf reads the adapters of --from_peft DIR; for new "
+                f"adapters convert without model.{name}, and train with --config.model.init_from "
+                f"and --config.model.{name}"
+            )
     return config
 
 
@@ -179,6 +182,7 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     except ValueError as error:
         _refuse_own_code(workdir, overrides, error)
         raise
+    _check_can_write(config.model, workdir, peft=options.to_peft)
     base = _base_of_adapters(config.model, workdir) if options.to_peft else None
     run_folder.note_other_model(config.model, workdir)
     config = run_folder.fit_devices(config, num_devices(), overrides)
@@ -250,6 +254,31 @@ def _write_model(
     )
 
 
+def _check_can_write(model: ModelConfig, workdir: pathlib.Path, *, peft: bool) -> None:
+    """Refuses adapters without a form in the format.
+
+    Raises:
+      ValueError: with the reason, and what can be done with them.
+    """
+    if model.side_width:
+        where = (
+            "PEFT has no such adapter"
+            if peft
+            else "its layers have no place in transformers' model"
+        )
+        raise ValueError(
+            f"model.side_width = {model.side_width} of {workdir}: a side network cannot be "
+            f"converted, since {where}; generate, evaluate and jaxscale.from_pretrained use it"
+        )
+    if model.prompt_tokens and not peft:
+        raise ValueError(
+            f"model.prompt_tokens = {model.prompt_tokens} of {workdir}: a prompt cannot be merged "
+            "into a model's weights; --to_peft writes it for PEFT, without the model"
+        )
+    if model.prompt_tokens:
+        peft_prompts.check_scale(model, f"--to_peft --workdir {workdir}")
+
+
 def _base_of_adapters(model: ModelConfig, workdir: pathlib.Path) -> pathlib.Path | None:
     """The Hugging Face folder of the base model of a run's adapters, if known.
 
@@ -257,7 +286,7 @@ def _base_of_adapters(model: ModelConfig, workdir: pathlib.Path) -> pathlib.Path
       ValueError: there are no adapters, or the run has also trained other parameters.
     """
 
-    if not model.lora_rank:
+    if not model.adapts:
         raise ValueError(
             f"{workdir} has no adapters (model.lora_rank = 0); --to_hf writes its model"
         )
@@ -282,9 +311,10 @@ def _what_adapters_need(model: ModelConfig, base: pathlib.Path | None) -> str:
         if model.trained_tokens
         else ""
     )
+    merged = "" if model.prompt_tokens else "; --to_hf writes the model with the adapters merged"
     return (
         f"the adapters do not include the model's weights: PeftModel loads them with {where}"
-        f"{resized}; --to_hf writes the model with the adapters merged"
+        f"{resized}{merged}"
     )
 
 

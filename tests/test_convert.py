@@ -19,8 +19,8 @@ from jaxscale import convert, evaluate, generate, train
 from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.config import from_dict
 from jaxscale.data.loader import batches
+from jaxscale.models.adapters.lora import with_adapters, without_adapters
 from jaxscale.models.decoder import Decoder, plain_kernels
-from jaxscale.models.lora import with_adapters, without_adapters
 from jaxscale.run.initial_weights import initial_state, open_initial, open_weights
 from jaxscale.run.pretrained import Pretrained
 from jaxscale.run.setup.layout import open_engine
@@ -364,6 +364,22 @@ BAD_COMMANDS = {
         ["--from_hf", "{hf}", "--output", "{hf}_", "--config.model.lora_rank=4", *DATA],
         "model.lora_rank = 4: --from_hf reads the adapters of --from_peft DIR; for new adapters",
     ),
+    "side network": (
+        ["--to_hf", "--workdir", "{side}", "--output", "{hf}_"],
+        "model.side_width = 4 of {side}: a side network cannot be converted, since its layers",
+    ),
+    "side network alone": (
+        ["--to_peft", "--workdir", "{side}", "--output", "{hf}_"],
+        "a side network cannot be converted, since PEFT has no such adapter; generate",
+    ),
+    "prompt": (
+        ["--to_hf", "--workdir", "{prompted}", "--output", "{hf}_"],
+        "model.prompt_tokens = 4 of {prompted}: a prompt cannot be merged into a model's weights",
+    ),
+    "new prompt": (
+        ["--from_hf", "{hf}", "--output", "{hf}_", "--config.model.prompt_tokens=4", *DATA],
+        "model.prompt_tokens = 4: --from_hf reads the adapters of --from_peft DIR; for new",
+    ),
     "adapters in files": (
         ["--to_peft", "--workdir", "{run}", "--max_file_gb=1", "--output", "x"],
         "--max_file_gb is for --to_hf; PEFT reads adapters from one file",
@@ -412,6 +428,8 @@ def test_commands_that_cannot_work_are_refused_in_one_line(name, converted, tmp_
         ("own", {"model": {"family": "tests.models.two_stacks:make"}}),
         ("scheduled", {"layout": {"schedule": "tests.pipeline.eager_1f1b:RECORD"}}),
         ("wider", {"model": wider}),
+        ("side", {"model": {"side_width": 4}}),
+        ("prompted", {"model": {"prompt_tokens": 4}}),
     ):
         places[place] = tmp_path / place
         places[place].mkdir()

@@ -132,6 +132,8 @@ FEATURES: Mapping[str, Settings] = {
     },
     "custom model (`docs/my_model.py`)": {"model.family": "my_model:MyModel"},
     "LoRA adapters": {"model.lora_rank": 4},
+    "side network": {"model.side_width": 4},
+    "prompts": {"model.prompt_tokens": 4},
     "float8 matmuls": {"model.matmul_dtype": "float8"},
     "int8 matmuls": {"model.matmul_dtype": "int8"},
     "Muon": {"optimizer.name": "muon"},

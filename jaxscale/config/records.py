@@ -258,6 +258,7 @@ class Config:
         if isinstance(self.model, ModelConfig):
             self._take_length(self.model)
             self._check_family(self.model)
+            self._check_prompt(self.model.prompt_tokens)
         if self.optimizer.keep_state and not self.model.init_from:
             raise ValueError(
                 "optimizer.keep_state = True loads the optimizer's state of the run in "
@@ -273,6 +274,14 @@ class Config:
                 f"learned positions; lower data.seq_len or raise {name}"
             )
 
+    def _check_prompt(self, count: int) -> None:
+        if count and self.data.objective not in ("causal", "prefix"):
+            raise ValueError(
+                f"model.prompt_tokens = {count} puts a prompt before each document, and "
+                f"data.objective = {self.data.objective!r} has other rows; set data.objective to "
+                "causal or prefix"
+            )
+
     def _take_length(self, model: ModelConfig) -> None:
         if model.rope_scaling not in BY_LENGTH:
             return
@@ -286,6 +295,14 @@ class Config:
             )
 
     def _check_family(self, model: ModelConfig) -> None:
+        layout = self.layout
+        repeats = layout.pipeline != 1 and layout.remat_policy.kept_passes is not None
+        if model.side_width and repeats:
+            raise ValueError(
+                f"layout.remat = {layout.remat!r} repeats whole forward passes of a pipeline, and "
+                f"next to model.side_width = {model.side_width} the layers save nothing that this "
+                "would free; set layout.remat = 'none'"
+            )
         expert = self.layout.expert
         if expert != 1 and not model.num_experts:
             raise ValueError(

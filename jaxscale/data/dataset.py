@@ -19,10 +19,11 @@ from jaxscale.config.data_source import Source
 from jaxscale.data.denoising import Lengths
 from jaxscale.data.objectives import Objective, find_objective, nothing, pairs_for_encoder
 from jaxscale.data.packing import Stream, Vocabulary, pad, uniform
+from jaxscale.data.prompts import prompted_windows, with_prompts
 from jaxscale.data.text.text_files import draw
 from jaxscale.data.tokens.corpus import Corpus, open_corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer
-from jaxscale.data.whole_documents import whole_pairs, whole_rows
+from jaxscale.data.whole_documents import from_to, whole_pairs, whole_rows
 
 with epy.lazy_imports():
     import grain
@@ -140,6 +141,7 @@ class Dataset:
         window = self.stream.window(start, count)
         if len(window.lengths):
             example = make(window, uniform(self.seed, index), self.vocabulary)
+            example = with_prompts(example, self.vocabulary)
         else:
             example = nothing(Lengths(self.seq_len, self.target_len))
         return pad(example, self.target_len or self.seq_len, self.seq_len)
@@ -274,9 +276,17 @@ def _packed(
     if pairs:
         chosen, rows = whole_pairs(config, tokenizer, corpus, f"{split}: {name}", chosen)
     elif marked.any():
-        chosen, rows = whole_rows(config, corpus, f"{split}: {name}", chosen, marked)
+        prompt = len(vocabulary.prompt)
+        chosen, rows = whole_rows(config, corpus, f"{split}: {name}", chosen, marked, prompt)
         settings = [*settings, "whole"]  # an earlier version cut them like text
     lengths = np.diff(corpus.offsets)[chosen]
+    if (count := len(vocabulary.prompt)) > config.seq_len // 2:
+        raise ValueError(
+            f"model.prompt_tokens = {count} leaves less than half of data.seq_len = "
+            f"{config.seq_len} to text; raise data.seq_len to {2 * count} or more"
+        )
+    if vocabulary.prompt and rows is None:
+        rows = from_to(prompted_windows(lengths, config.seq_len, len(vocabulary.prompt)))
     offsets = np.append(0, np.cumsum(lengths))
     return Dataset(
         name=name,
@@ -367,6 +377,7 @@ def _vocabulary(config: DataConfig, tokenizer: Tokenizer, vocab_size: int | None
         sentinels=sentinels,
         mask=own_mask,
         special=tuple(sorted(special.values())) if objective.masks else (),
+        prompt=tokenizer.prompt,
     )
 
 

@@ -24,6 +24,7 @@ class Vocabulary(NamedTuple):
     sentinels: tuple[int, ...] = ()  # the tokenizer's, for the spans of a text, in order
     mask: int | None = None  # the tokenizer's
     special: tuple[int, ...] = ()  # in no text, and never replace a masked token
+    prompt: tuple[int, ...] = ()  # virtual tokens before each document (`model.prompt_tokens`)
 
     def sentinel(self, i: Any) -> Any:
         """The id of sentinel `i`: the tokenizer's, else counted down from the model's last id."""

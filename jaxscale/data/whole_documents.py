@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxscale.config import DataConfig
 from jaxscale.data.packing import best_fit, pack_whole
+from jaxscale.data.prompts import prompted_windows
 from jaxscale.data.tokens.corpus import Corpus
 from jaxscale.data.tokens.tokenizer import Tokenizer
 
@@ -16,35 +17,50 @@ log = logging.getLogger("jaxscale")
 
 
 def whole_rows(
-    config: DataConfig, corpus: Corpus, name: str, chosen: np.ndarray, marked: np.ndarray
+    config: DataConfig,
+    corpus: Corpus,
+    name: str,
+    chosen: np.ndarray,
+    marked: np.ndarray,
+    prompt: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The documents `chosen` in the order of their rows, without marked ones longer than a row; and
     the begin and end of each row, [rows, 2]: whole documents if marked, else a window.
 
+    Args:
+      prompt: virtual tokens before each document of a row.
+
     Raises:
       ValueError: no document is left.
     """
-    lengths = np.diff(corpus.offsets)[chosen]
-    fits = lengths <= config.seq_len
+    lengths, without = np.diff(corpus.offsets)[chosen], " without its prompt" * (prompt > 0)
+    fits = lengths + prompt <= config.seq_len
     if long := int(np.sum(marked & ~fits)):
         why = (
             f"{long:,} of {np.sum(marked):,} prompts with responses, or conversations, are longer "
-            f"than data.seq_len = {config.seq_len} (the longest has {lengths[marked].max():,} "
-            "tokens)"
+            f"than data.seq_len = {config.seq_len} (the longest has "
+            f"{lengths[marked].max():,} tokens{without})"
         )
         if long == len(chosen):
             raise ValueError(f"{name}: {why}; raise it")
         log.info(f"data: {name}: {why}, and are left out")
-    row = best_fit(lengths[marked & fits], config.seq_len)
+    row = best_fit(lengths[marked & fits] + prompt, config.seq_len)
     whole = np.cumsum([0, *np.bincount(row, lengths[marked & fits])]).astype(np.int64)
-    end = whole[-1] + lengths[~marked].sum()
-    windows = np.arange(whole[-1], end, config.seq_len)
-    begins = np.concatenate([whole[:-1], windows, [end]])
+    windows = whole[-1] + _windows(lengths[~marked], config.seq_len, prompt)
+    begins = np.concatenate([whole[:-1], windows])
+    windows = windows[:-1]
     # Both types in their shares, so that the first rows are a sample of all.
     places = [(np.arange(count) + 0.5) / count for count in (len(whole) - 1, len(windows))]
     order = np.argsort(np.concatenate(places), kind="stable")
     together = chosen[marked & fits][np.argsort(row, kind="stable")]
-    return np.concatenate([together, chosen[~marked]]), _from_to(begins)[order]
+    return np.concatenate([together, chosen[~marked]]), from_to(begins)[order]
+
+
+def _windows(lengths: np.ndarray, seq_len: int, prompt: int) -> np.ndarray:
+    """The begin of each window of consecutive documents, and the end of the last."""
+    if prompt:
+        return prompted_windows(lengths, seq_len, prompt)
+    return np.append(np.arange(0, lengths.sum(), seq_len), lengths.sum())
 
 
 def whole_pairs(
@@ -82,9 +98,9 @@ def whole_pairs(
         log.info(f"data: {name}: {np.sum(~fits):,} of {len(fits):,} pairs {why}, and are left out")
     begins = pack_whole(sizes[fits], (config.seq_len, config.target_len))
     begins = np.append(0, np.cumsum(np.diff(corpus.offsets)[chosen[fits]]))[begins]
-    return chosen[fits], _from_to(begins)
+    return chosen[fits], from_to(begins)
 
 
-def _from_to(begins: np.ndarray) -> np.ndarray:
+def from_to(begins: np.ndarray) -> np.ndarray:
     """Begin and end of each row, [rows, 2], from all begins and the last end."""
     return np.stack([begins[:-1], begins[1:]], axis=1)

@@ -118,7 +118,8 @@ def _encode(
         start = np.int32(tokenizer.decoder_start)
         return sources, [1] * len(pairs), [np.append(start, text) for text in texts]
     encoded = encode_pairs(tokenizer, pairs)
-    begins = [np.array(tokenizer.begin(len(first)), np.int32) for first, _ in encoded]
+    prompt = tokenizer.prompt
+    begins = [np.array((*prompt, *tokenizer.begin(len(one))), np.int32) for one, _ in encoded]
     given = [len(begin) + len(first) for begin, (first, _) in zip(begins, encoded)]
     ids = [np.concatenate([begin, *pair]) for begin, pair in zip(begins, encoded)]
     nothing = [np.zeros(0, np.int32)] * len(pairs)

@@ -47,7 +47,8 @@ def encode_prompts(
       ValueError: ids of a prompt that are not the model's.
     """
     ids = [prompt_ids(engine, tokenizer, prompt) for prompt in prompts]
-    _check_ids(ids, engine.config.model.vocab_size)
+    model = engine.config.model
+    _check_ids(ids, model.vocab_size, model.prompt_tokens)
     if has_encoder(engine):
         return source_rows(ids), [np.array([tokenizer.decoder_start])] * len(ids)
     return None, ids
@@ -68,17 +69,19 @@ def encode_messages(tokenizer: Tokenizer, messages: Messages, tools: Tools = Non
         text = tokenizer.template.render(messages, tools, add_generation_prompt=True)
     except ValueError as error:
         raise ValueError(f"--messages: the conversation {error}") from error
-    return tokenizer.encode_chat(text).ids
+    return np.append(np.array(tokenizer.prompt, np.int32), tokenizer.encode_chat(text).ids)
 
 
 def prompt_ids(engine: Engine, tokenizer: Tokenizer, prompt: str | np.ndarray) -> np.ndarray:
-    """The ids of a prompt as in training: after the ids that begin a text, or, for an encoder,
+    """The ids of a prompt as in training: after the model's virtual tokens, if any, and the ids
+    that begin a text, or, for an encoder,
     before the id that ends a document. For an encoder, names of sentinels are their ids."""
     if not isinstance(prompt, str):
         return np.asarray(prompt, np.int32)
     (ids,) = tokenizer.encode([prompt])
     if not has_encoder(engine):
-        return np.concatenate([np.array(tokenizer.begin(len(ids)), np.int32), ids])
+        begin = (*tokenizer.prompt, *tokenizer.begin(len(ids)))
+        return np.concatenate([np.array(begin, np.int32), ids])
     names = map(SENTINEL.format, range(len(tokenizer.sentinels)))
     if tokenizer.encode_chat and any(name in prompt for name in names):
         ids = tokenizer.encode_chat(prompt).ids
@@ -96,13 +99,14 @@ def source_rows(prompts: Sequence[np.ndarray], num_rows: int = 0) -> Source:
     return tokens, segments
 
 
-def _check_ids(prompts: Sequence[np.ndarray], vocab_size: int) -> None:
+def _check_ids(prompts: Sequence[np.ndarray], vocab_size: int, virtual: int) -> None:
     """Refuses ids out of range, which a lookup on a device would clip silently."""
     for i, ids in enumerate(prompts):
         if ids.ndim != 1 or not ids.size:
             raise ValueError(f"prompts[{i}] has shape {ids.shape}; ids are of shape [at least 1]")
-        if not 0 <= ids.min() <= ids.max() < vocab_size:
+        if not 0 <= ids.min() <= ids.max() < vocab_size + virtual:
+            more = f" + model.prompt_tokens = {virtual}" * (virtual > 0)
             raise ValueError(
                 f"prompts[{i}] has ids from {ids.min()} to {ids.max()}; they must be at least 0 "
-                f"and below model.vocab_size = {vocab_size}"
+                f"and below model.vocab_size = {vocab_size}{more}"
             )

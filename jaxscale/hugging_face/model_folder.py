@@ -34,6 +34,7 @@ from jaxscale.hugging_face.peft_adapters import (
     fused_metadata,
     open_adapters,
 )
+from jaxscale.hugging_face.peft_prompts import EMBEDDINGS, prompt_config
 from jaxscale.hugging_face.read_params import read_params
 from jaxscale.hugging_face.safetensors_format import DTYPES, SINGLE, StoredTensor, open_tensors
 from jaxscale.hugging_face.text_part import DEFAULTS, text_settings, text_tensors
@@ -92,7 +93,7 @@ class HuggingFaceModel:
         narrow = all(
             one.dtype == "BF16" or any(fnmatch.fnmatchcase(name, pattern) for pattern in wide)
             for name, one in self.tensors.items()
-            if one.dtype in DTYPES and not name.startswith(PEFT_PREFIX)
+            if one.dtype in DTYPES and not name.startswith((PEFT_PREFIX, EMBEDDINGS))
         )
         return "bfloat16" if narrow else "float32"
 
@@ -350,7 +351,11 @@ def write_adapters(
     of_adapters = [name for one in adapters for name in one.tensors]
     of_model = {name for one in parameters for name in one.tensors}.difference(of_adapters)
     rules = find_family(config.family).tensors(config)
-    peft = adapter_config(config, rules, of_model, of_adapters, base and str(base))
+    base_name = base and str(base)
+    if config.prompt_tokens:
+        peft = prompt_config(config, base_name)
+    else:
+        peft = adapter_config(config, rules, of_model, of_adapters, base_name)
     unfinished = _unfinished(directory)
     metadata = fused_metadata(config, rules)
     write_params(unfinished, adapters, params, dtype, sys.maxsize, metadata)

@@ -1,5 +1,5 @@
-"""LoRA adapters in the format of PEFT: a folder with adapter_config.json and
-adapter_model.safetensors, without the base model.
+"""PEFT's format of adapters, LoRA here and prompts in `peft_prompts`: a folder with
+adapter_config.json and adapter_model.safetensors, without the base model.
 
 The adapter of a weight [outputs, inputs] is two tensors, `lora_A` [rank, inputs] and `lora_B`
 [outputs, rank]. If a checkpoint fuses several of our weights into one tensor, PEFT has one adapter
@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxscale.config.model import ModelConfig
 from jaxscale.config.model.lora import ADAPTER, is_adapter, to_ranges
+from jaxscale.hugging_face.peft_prompts import is_prompt, prompt_rules, prompt_settings
 from jaxscale.hugging_face.safetensors_format import StoredTensor, read_header, read_metadata
 from jaxscale.model_families.family import TensorRule
 from jaxscale.storage.untrusted import load_json
@@ -89,7 +90,7 @@ def adapter_rules(
         count = 1 if shared else len(group)
         for number, weight in enumerate(group):
             found += _rules_of(weight, config.lora_rank, 0 if shared else number, count)
-    return found
+    return found + prompt_rules(names, config)
 
 
 def _by_tensor(weights: Sequence[TensorRule]) -> list[list[TensorRule]]:
@@ -198,6 +199,10 @@ def open_adapters(
                 f"{directory} contains no PEFT adapters: no {name}, which save_pretrained writes"
             )
     path = directory / PEFT_CONFIG
+    if is_prompt(path):
+        tensors = read_header(directory / PEFT_TENSORS)
+        settings = prompt_settings(path, model, tensors)
+        return PeftAdapters(settings, tensors, shared=False, stored_vocab=model.vocab_size)
     peft = _read_config(path)
     rank, alpha = peft["r"], peft["lora_alpha"]
     _refuse_layers(peft, path, model.num_layers)

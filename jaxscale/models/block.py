@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name as named  # for remat policies
 
 from jaxscale.batch import Batch
 from jaxscale.config.model import ModelConfig
+from jaxscale.models.adapters.lora import adapter_of
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.latent_attention import MultiHeadLatentAttention
-from jaxscale.models.lora import adapter_of
 from jaxscale.models.positions import rope_settings
 from jaxscale.models.protocol import STREAM, Sums
 from jaxscale.models.weights import Weights

@@ -17,6 +17,8 @@ from flax import nnx
 from jaxscale.batch import Batch
 from jaxscale.config.layout import BLOCK_TENSORS
 from jaxscale.config.model import ModelConfig
+from jaxscale.models.adapters.lora import borrowed_rows, frozen_names, rows_in_head
+from jaxscale.models.adapters.side import side_stream, split_side, with_side
 from jaxscale.models.block import Block, Cache
 from jaxscale.models.embedding import Embedding
 from jaxscale.models.experts import ExpertBlock, expert_metrics
@@ -24,7 +26,6 @@ from jaxscale.models.forward import scan_periods
 from jaxscale.models.head import Head, make_norm
 from jaxscale.models.kernels import Kernels, kernels_within, plain_lookup
 from jaxscale.models.latent_attention import empty_latent_cache
-from jaxscale.models.lora import borrowed_rows, frozen_names, rows_in_head
 from jaxscale.models.positions import rotary_for
 from jaxscale.models.prediction import (
     PREDICTION,
@@ -134,7 +135,7 @@ class Decoder(Model):
             x, sums = model._stack_layer(part, weights, stream["x"], batch, layer.kind, index)
             return {"x": x, **left}, sums
 
-        return Stack(
+        stack = Stack(
             part.name,
             part.num_layers,
             enter,
@@ -146,6 +147,10 @@ class Decoder(Model):
             memory=functools.partial(part_memory, part, self.settings, self.kernels),
             tensors=BLOCK_TENSORS,
         )
+        if self.settings.side_width:
+            last = part.name == self.trunk[-1].name
+            return with_side(stack, self.settings, self.kernels, last=last)
+        return stack
 
     @property
     def borrows(self) -> Mapping[str, tuple[str, ...]]:
@@ -171,9 +176,9 @@ class Decoder(Model):
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """With LoRA, all parameters except adapters; else the router biases, which `adjust`
+        """With adapters, all other parameters; else the router biases, which `adjust`
         changes."""
-        if self.settings.lora_rank:
+        if self.settings.adapts:
             return frozen_names(self.axes)
         return tuple(
             "/".join((part.name, *path, "mlp", "router_bias"))
@@ -189,8 +194,8 @@ class Decoder(Model):
 
     @property
     def _biased(self) -> tuple[Part, ...]:
-        """Parts whose routers have a bias for load balancing; none with LoRA, which freezes it."""
-        if not self.settings.router_bias or self.settings.lora_rank:
+        """Parts whose routers have a bias for load balancing; adapters freeze it: none."""
+        if not self.settings.router_bias or self.settings.adapts:
             return ()
         return tuple(part for part in self.parts if part.expert_paths)
 
@@ -412,20 +417,23 @@ class Decoder(Model):
         x_BTD = self._module(Embedding, params["embed"])(tokens_BT, positions_BT, plain_lookup)
 
         def one(part, carry, layer, kind):
-            weights, index = layer
+            (weights, side), index = split_side(layer[0]), layer[1]
+            x_BTD, y_BTD, cache = carry
             for i, (make, path) in enumerate(zip(part.blocks, part.paths)):
                 block = self._module(make, weights[path[0]] if path else weights)
-                x_BTD = shard(carry[0], ("batch",))
-                carry = block.decode(x_BTD, positions_BT, carry[1], index + i, kind, kernels)
-            return carry
+                x_BTD = shard(x_BTD, ("batch",))
+                x_BTD, cache = block.decode(x_BTD, positions_BT, cache, index + i, kind, kernels)
+            y_BTD = y_BTD if side is None else side_stream(self.settings, side, x_BTD, y_BTD)
+            return x_BTD, y_BTD, cache
 
         # As a carry of the scan the cache is updated in place; as a scanned input it is copied.
-        carry = x_BTD, cache
+        carry = x_BTD, jnp.zeros_like(x_BTD) if self.settings.side_width else None, cache
         for part in self.trunk:
             layers = params[part.name], part.layer(jnp.arange(part.num_layers))
             function = functools.partial(one, part)
             carry = scan_periods(function, carry, layers, self.settings.period)
-        return carry
+        x_BTD, y_BTD, cache = carry
+        return x_BTD if y_BTD is None else x_BTD + y_BTD, cache
 
     def _borrowed_norm(self, head: Params) -> Params | None:
         """The final norm's parameters where the head borrows it from the embedding."""

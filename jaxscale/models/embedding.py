@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.config.model import ModelConfig
+from jaxscale.models.adapters.lora import rows_of
+from jaxscale.models.adapters.prompt import prompt_of
 from jaxscale.models.block import Norm
-from jaxscale.models.lora import rows_of
 from jaxscale.models.weights import Weights
 
 TRAINING_MASKS = 0.15 * 0.8
@@ -26,6 +27,7 @@ class Embedding(nnx.Module):
         weights = Weights(config, key)
         self.tokens = weights.normal("vocab", "embed")
         self.tokens_lora = rows_of(config, weights)
+        self.prompt = prompt_of(config, weights, self.tokens)
         learned = config.positions == "learned"
         self.positions = weights.normal("positions", "embed") if learned else None
         types = config.token_types
@@ -52,7 +54,14 @@ class Embedding(nnx.Module):
           segments_BT: texts, for `dropped_token`; None where the model is causal.
           types_BT: token types; None is type 0 everywhere.
         """
-        x_BTD = lookup(self.tokens[...], tokens_BT, "vocab", self.compute_dtype)
+
+        def embed(tokens_BT: jax.Array) -> jax.Array:
+            return lookup(self.tokens[...], tokens_BT, "vocab", self.compute_dtype)
+
+        if self.prompt is None:
+            x_BTD = embed(tokens_BT)
+        else:
+            x_BTD = self.prompt(tokens_BT, lookup, embed, self.compute_dtype)
         if self.tokens_lora is not None:
             x_BTD += self.tokens_lora(tokens_BT, lookup, self.compute_dtype)
         if self.dropped >= 0:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxscale.batch import Batch
 from jaxscale.config.layout import BLOCK_TENSORS
 from jaxscale.config.model import ModelConfig
+from jaxscale.models.adapters.lora import borrowed_rows, frozen_names, rows_in_head
 from jaxscale.models.block import Cache
 from jaxscale.models.decoder import CACHE_AXES, empty_cache
 from jaxscale.models.encoder_decoder_block import (
@@ -29,7 +30,6 @@ from jaxscale.models.encoder_decoder_block import (
 from jaxscale.models.forward import apply_stack, scan_periods
 from jaxscale.models.head import Head
 from jaxscale.models.kernels import Kernels, plain_lookup
-from jaxscale.models.lora import borrowed_rows, frozen_names, rows_in_head
 from jaxscale.models.protocol import STREAM, Layer, Model, Params, Rows, Stack, Stream, Sums
 from jaxscale.models.weights import (
     axes_of,

@@ -16,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name as named
 
 from jaxscale.batch import Batch
 from jaxscale.config.model import ModelConfig
+from jaxscale.models.adapters.lora import rows_of
 from jaxscale.models.block import MLP, Cache, GroupedHeads, Norm
 from jaxscale.models.kernels import Kernels
-from jaxscale.models.lora import rows_of
 from jaxscale.models.protocol import STREAM
 from jaxscale.models.weights import (
     Weights,

@@ -7,8 +7,8 @@ import jax
 from flax import nnx
 
 from jaxscale.config.model import ModelConfig
+from jaxscale.models.adapters.lora import rows_of
 from jaxscale.models.block import ACTIVATIONS, Norm
-from jaxscale.models.lora import rows_of
 from jaxscale.models.weights import Weights
 from jaxscale.ops.tensor_parallel import add_bias
 

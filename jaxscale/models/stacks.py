@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.config.model import ModelConfig
+from jaxscale.config.model.lora import SIDE
+from jaxscale.models.adapters.side import SideLayer
 from jaxscale.models.block import MLP, Attention, Block
 from jaxscale.models.experts import ExpertBlock, expert_sums
 from jaxscale.models.kernels import KEYS, VALUES, Kernels
@@ -96,19 +98,21 @@ def part_params(part: Part, config: ModelConfig, key: jax.Array, rows: np.ndarra
     size = len(part.blocks)
     keys = jax.random.split(key, config.num_layers)[part.first :]
     keys = keys[: size * part.num_layers]
+    side = {SIDE: stacked(SideLayer, keys[::size])} if config.side_width else {}
     if size == 1:
-        return stacked(part.blocks[0], keys)
+        return {**stacked(part.blocks[0], keys), **side}
     names = enumerate(map("/".join, part.paths))
-    return {name: stacked(part.blocks[i], keys[i::size]) for i, name in names}
+    return {name: stacked(part.blocks[i], keys[i::size]) for i, name in names} | side
 
 
 def part_axes(part: Part, config: ModelConfig) -> Params:
     """The logical axes of `part_params`."""
     several = [stack_axes(block, config) for block in part.blocks]
+    side = {SIDE: stack_axes(SideLayer, config)} if config.side_width else {}
     if len(several) > 1:
-        return dict(zip(map("/".join, part.paths), several))
+        return {**dict(zip(map("/".join, part.paths), several)), **side}
     merge = {MERGE: stack_axes(Merge, config)} if part.name == PREDICTION else {}
-    return {**several[0], **merge}
+    return {**several[0], **merge, **side}
 
 
 def part_linear(part: Part, config: ModelConfig) -> dict[str, int]:

@@ -48,6 +48,8 @@ class Weights:
             "kv_rank": config.kv_rank,
             "lora_rank": config.lora_rank,
             "lora_tokens": len(config.trained_tokens),
+            "side_width": config.side_width,
+            "prompt_tokens": config.prompt_tokens,
             "plain_dim": config.head_dim - config.rope_head_dim,
             "value_dim": config.value_dim,
             "halves": 2,
@@ -59,7 +61,7 @@ class Weights:
         self.std = math.sqrt(2 / (5 * config.d_model))
         self.depth_scale = 1 / math.sqrt(branches or 2 * config.num_layers)
         self.keys = nnx.RngStream(key, tag="params")
-        if config.lora_rank:
+        if config.adapts:
             # Separate keys, so that a model has the same weights with and without adapters.
             self.adapter_keys = nnx.RngStream(jax.random.fold_in(key, ADAPTERS), tag="params")
 

@@ -18,17 +18,19 @@ from jaxscale.checkpoints.folder import named_arrays
 from jaxscale.checkpoints.restore import restore
 from jaxscale.checkpoints.tiers import Checkpoints
 from jaxscale.config.model import ModelConfig, is_own_family
-from jaxscale.config.model.lora import LORA, to_ranges
+from jaxscale.config.model.adapters import ADAPTERS, KINDS
+from jaxscale.config.model.lora import to_ranges
 from jaxscale.config.model.rope_scaling import SCALING, USUAL_TURNS
 from jaxscale.config.optimizer import OptimizerConfig
 from jaxscale.data.tokens.tokenizer import Tokenizer
 from jaxscale.hugging_face.model_folder import HuggingFaceModel, is_hugging_face, open_model
-from jaxscale.models.lora import (
+from jaxscale.models.adapters.lora import (
     only_adapters,
     with_adapters,
     with_token_rows,
     without_adapters,
 )
+from jaxscale.models.adapters.prompt import with_initial_prompt
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.run_folder import TOKENIZERS, folder_of
 from jaxscale.sharding.resolve import is_axes, leaf_name
@@ -228,7 +230,7 @@ def _differences(model: ModelConfig, weights: Weights) -> dict[str, str]:
     """Setting -> a line on its difference, for settings that change the meaning of weights."""
     ours, theirs = _as_used(model), _as_used(weights.config)
     none = "no such setting"
-    free = may_differ(model) | set(LORA if adds_adapters(model, weights) else ())
+    free = may_differ(model) | set(ADAPTERS if adds_adapters(model, weights) else ())
     return {
         name: f"model.{name} = {ours.get(name, none)!r} here, {theirs.get(name, none)!r} there"
         for name in {**ours, **theirs}
@@ -242,7 +244,13 @@ def _check_trained(model: ModelConfig, new: range, directory: pathlib.Path) -> N
     Raises:
       ValueError: names the setting that trains them.
     """
-    left = sorted({*new} - {*model.trained_tokens}) if model.lora_rank else []
+    left = sorted({*new} - {*model.trained_tokens}) if model.adapts else []
+    if left and not model.lora_rank:
+        raise ValueError(
+            f"model.vocab_size = {model.vocab_size} is {len(new)} more than the weights in "
+            f"{directory} have, and these adapters freeze the rows of new tokens; set "
+            f"model.vocab_size = {new.start}"
+        )
     if left:
         raise ValueError(
             f"model.vocab_size = {model.vocab_size} is {len(new)} more than the weights in "
@@ -262,9 +270,8 @@ def _as_used(model: ModelConfig) -> dict[str, Any]:
 
 
 def adds_adapters(model: ModelConfig, weights: Weights) -> bool:
-    """Whether a model adds low-rank adapters to weights without adapters."""
-    ranks = [one.lora_rank for one in (model, weights.config)]
-    return ranks[0] > 0 and not ranks[1]
+    """Whether a model adds adapters to weights without adapters."""
+    return model.adapts and not weights.config.adapts
 
 
 def num_new_tokens(model: ModelConfig, weights: Weights) -> int:
@@ -294,10 +301,11 @@ def open_initial(engine: Engine, workdir: pathlib.Path) -> Weights | None:
     elif name:
         why, folder = f"model.init_from = {name!r}", folder_of(name)
     else:
-        if rank := model.lora_rank:
+        if model.adapts:
+            name = next(name for name in KINDS if getattr(model, name))
             log.warning(
-                f"warning: model.lora_rank = {rank} freezes random weights: set model.init_from to "
-                "a model's folder, or to a run"
+                f"warning: model.{name} = {getattr(model, name)} freezes random weights: set "
+                "model.init_from to a model's folder, or to a run"
             )
         return None
     weights = open_weights(folder, model.family, model.prediction_depth)
@@ -305,7 +313,7 @@ def open_initial(engine: Engine, workdir: pathlib.Path) -> Weights | None:
     axes, placement = _placement(engine, weights)
     weights.check(axes, placement.canonical)
     if not engine.own_optimizer:
-        _warn_of_rate(config.optimizer, model.lora_rank, why)
+        _warn_of_rate(config.optimizer, model.adapts, why)
     if adds_adapters(model, weights):
         _say_type(model, weights)
     if config.optimizer.keep_state:
@@ -313,7 +321,7 @@ def open_initial(engine: Engine, workdir: pathlib.Path) -> Weights | None:
     return weights
 
 
-def _warn_of_rate(optimizer: OptimizerConfig, adapted: int, why: str) -> None:
+def _warn_of_rate(optimizer: OptimizerConfig, adapted: bool, why: str) -> None:
     frozen = any(group.frozen for group in optimizer.groups)
     if optimizer.learning_rate > TUNING_RATE and not (adapted or frozen):
         log.warning(
@@ -405,6 +413,7 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
     if adds_adapters(engine.config.model, weights):
         params = with_adapters(params, _draw_adapters(engine, key))
         params = with_token_rows(engine.config.model, params)
+        params = with_initial_prompt(engine.config.model, params)
     log.info(f"parameters read from {weights.directory}")
     state = engine.begin(params)
     if engine.config.optimizer.keep_state:

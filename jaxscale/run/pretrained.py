@@ -50,6 +50,8 @@ class Pretrained:
             padding. None: one segment in each row.
           token_types: [batch, time], for a model that has them; None: type 0.
 
+        A model with `prompt_tokens` reads its prompt before each row.
+
         Raises:
           ValueError: not [batch, time], a token beyond the vocabulary, or tokens for another type
             of model.
@@ -75,12 +77,31 @@ class Pretrained:
         tokens, segments, positions = given
         if token_types is not None:
             extras["token_types"] = self._checked_types(token_types, tokens)
+        if count := self.config.prompt_tokens:
+            tokens, segments, positions = self._after_prompt(tokens, segments)
         weights = jnp.ones(tokens.shape)
         batch = Batch(tokens, tokens, segments, positions, weights, extras or ())
         # By default the matmuls of GPUs (TF32) and TPUs (bfloat16) round float32 operands.
         with jax.default_matmul_precision("float32"):
             model = for_width(self.model, tokens.shape[1])
-            return _logits(model, self.params, batch)
+            return _logits(model, self.params, batch)[:, count:]
+
+    def _after_prompt(self, tokens: jax.Array, segments: jax.Array) -> tuple[jax.Array, ...]:
+        """Tokens, segments and positions with the prompt's virtual tokens before each row.
+
+        Raises:
+          ValueError: a row has padding or several texts.
+        """
+        count, size = self.config.prompt_tokens, self.config.vocab_size
+        if jnp.any(segments != 1):
+            raise ValueError(
+                f"segments with model.prompt_tokens = {count}, which puts a prompt before each "
+                "row: pass one text in each row, without padding and segments"
+            )
+        virtual = jnp.broadcast_to(size + jnp.arange(count), (len(tokens), count))
+        tokens = jnp.concatenate([virtual.astype(tokens.dtype), tokens], axis=1)
+        segments = jnp.ones_like(tokens)
+        return tokens, segments, _positions(segments)
 
     def _checked_types(self, token_types: Any, tokens: jax.Array) -> jax.Array:
         types = jnp.asarray(token_types, jnp.int32)
@@ -124,7 +145,7 @@ def from_pretrained(
       directory: the folder; of a run, its newest checkpoint is read.
       compute_dtype: "float32", or "bfloat16" for less memory and more speed.
       param_dtype: None is the type of the folder: bfloat16 where all its tensors are, else float32.
-      adapters: folder with LoRA adapters (PEFT) for a Hugging Face model.
+      adapters: folder with PEFT adapters (LoRA or a prompt) for a Hugging Face model.
 
     Returns:
       A record with `config`, `params` and `model`; calling it with token ids [batch, time] returns

@@ -265,6 +265,12 @@ class StackWork:
         return self.matmul_flops + self.scan_flops + sum(one.flops for one in self.attention)
 
     @property
+    def side(self) -> "StackWork":
+        """The side network's part of the matmuls, those over tokens."""
+        side = tuple(one for one in self.matmuls if one.over == "tokens")
+        return replace(self, matmuls=side, experts=(), attention=())
+
+    @property
     def matmul_flops(self) -> float:
         """`flops` without attention over keys and without scans."""
         return sum(one.flops for one in (*self.matmuls, *self.experts))
@@ -315,7 +321,8 @@ class ModelWork:
     head_passes: int = 1
     transform_flops: float = 0.0  # of the head's other matmuls, per token
     extra_predictions: int = 0  # MTP layers with a head pass each, on the head's rank
-    adapted: bool = False  # whether all parameters except LoRA adapters are frozen
+    adapted: bool = False  # whether all parameters except adapters are frozen
+    side: bool = False  # whether of the layers only a side network has a backward pass
 
     def share(self, stack: StackWork) -> float:
         """The ratio of a stack's layers to `layers`."""
@@ -352,13 +359,21 @@ class ModelWork:
 
         Two per multiply-add, in matmuls and in attention over the attended keys. Norms,
         activations, softmax and lookups are not counted. Each of a matmul's two gradients costs as
-        much as the matmul; a frozen weight of a model with adapters has no gradient.
+        much as the matmul; a frozen weight of a model with adapters has no gradient, and nor has
+        the input of one next to a side network, except the head's.
         """
+        if self.side:
+            return self.sequence_flops + self.head_flops + 2 * self._side_flops
         frozen = self.head_flops if self.adapted else 0.0
         for one in self.stacks if self.adapted else ():
             trained = sum(each.flops for each in one.matmuls if each.over == "tokens")
             frozen += one.num_layers * one.seq_len * (one.matmul_flops - trained)
         return 3 * self.sequence_flops - frozen
+
+    @property
+    def _side_flops(self) -> float:
+        """FLOPs of the side network's matmuls per sequence, forward."""
+        return sum(one.num_layers * one.seq_len * one.side.matmul_flops for one in self.stacks)
 
     def hardware_flops(self, remat: str, recomputed: float = 0.0) -> float:
         """`training_flops` plus recompute: the numerator of HFU.
@@ -371,7 +386,10 @@ class ModelWork:
 
     def recomputed_flops(self, remat: str) -> float:
         """FLOPs per sequence recomputed under a remat policy, without results that no backward pass
-        needs, such as that of an MLP's last matmul."""
+        needs, such as that of an MLP's last matmul. With a side network they are those of the
+        first of its two matrices."""
+        if self.side:
+            return self._side_flops / 2 * (parse_remat(remat).by_names or remat == "save_matmuls")
         return sum(one.num_layers * one.seq_len * one.recomputed(remat) for one in self.stacks)
 
     def head_cost(self, layers: int) -> float:

@@ -37,6 +37,8 @@ WEIGHTS: Rules = {
     "pairs": (),
     "lora_rank": (),  # of adapters, between their two matrices
     "lora_tokens": (),  # trained rows of a frozen table
+    "side_width": (),  # of a side network, between its two matrices: each rank has its tokens
+    "prompt_tokens": (),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
     "loss_vocab": ("tensor",),  # of the head, whose columns ranks of context divide in the loss

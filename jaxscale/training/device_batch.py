@@ -128,6 +128,8 @@ def _check_fields(batch: Any) -> None:
 def _check_values(batch: Batch, model: Any) -> None:
     """Refuses values out of range, which a gather on a device would clip silently."""
     vocabulary, at_most = model.vocab_size, f"below model.vocab_size = {model.vocab_size}"
+    if virtual := model.prompt_tokens:
+        vocabulary, at_most = vocabulary + virtual, f"{at_most} + model.prompt_tokens = {virtual}"
     _check_range("tokens", batch.tokens, vocabulary, at_most)
     if model.max_positions is None:
         _check_range("positions", batch.positions, 2**31, "of 32 bits")

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxscale.config.layout import Layout, RematPolicy
+from jaxscale.models.adapters.side import SIDE_INPUT
 from jaxscale.models.experts import CHOICE
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import LayerFunction
@@ -27,13 +28,15 @@ def rematerialised(layer: LayerFunction, remat: RematPolicy) -> LayerFunction:
     # under every policy.
     if remat.offloads:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[CHOICE, WEIGHT_SCALE],
+            names_which_can_be_saved=[CHOICE, WEIGHT_SCALE, SIDE_INPUT],
             names_which_can_be_offloaded=list(remat.names),
             offload_src="device",
             offload_dst="pinned_host",
         )
     else:
-        policy = jax.checkpoint_policies.save_only_these_names(*remat.names, CHOICE, WEIGHT_SCALE)
+        policy = jax.checkpoint_policies.save_only_these_names(
+            *remat.names, CHOICE, WEIGHT_SCALE, SIDE_INPUT
+        )
     if "attention" in remat.names:
         policy = _with_cudnn(policy)
     return _checkpoint(layer, policy)

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxscale.hugging_face.model_folder import open_model, write_adapters
+from jaxscale.models.adapters.lora import with_adapters, with_token_rows
 from jaxscale.models.decoder import plain_kernels
-from jaxscale.models.lora import with_adapters, with_token_rows
 from jaxscale.run.pretrained import from_pretrained
 from jaxscale.training.tracing.abstract_model import find_model
 

@@ -89,6 +89,20 @@ KINDS = {
         },
         optimizer="muon",
     ),
+    "side network": Kind(
+        {"family": "llama", "num_layers": 4, "tied_embeddings": True, "side_width": 4, **SIZES}
+    ),
+    "side network of experts": Kind(
+        {
+            "family": "tests.models.experts:make",
+            **SIZES,
+            **experts.EVERYTHING,
+            **experts.LATENT_ATTENTION,
+            "side_width": 4,
+        },
+        axes=(),
+    ),
+    "prompts": Kind({"family": "llama", "num_layers": 4, "prompt_tokens": 3, **SIZES}),
     "encoder and decoder": Kind(T5, target_len=8, objective="span_corruption"),
     "experts": Kind(
         {
@@ -178,10 +192,17 @@ def make_config(kind: Kind, **layout) -> Config:
 
 
 def make_batches(
-    extras: dict, seq_len: int = SEQ_LEN, *, masked: bool = False, one_document: bool = False
+    extras: dict,
+    seq_len: int = SEQ_LEN,
+    *,
+    masked: bool = False,
+    one_document: bool = False,
+    prompt: int = 0,
 ) -> Iterator[Batch]:
     """Two documents a row, of which an encoder also has padding, or one with padding; of masked
-    texts a seventh of the tokens is the one that ESM-2 drops."""
+    texts a seventh of the tokens is the one that ESM-2 drops. `prompt` virtual tokens begin each
+    document.
+    """
     random = np.random.default_rng(0)
 
     def draw(length: int) -> np.ndarray:
@@ -204,6 +225,9 @@ def make_batches(
             lengths = random.integers(cut, seq_len + 1, (MODEL_BATCH, 1))
             segments, positions = (place < lengths).astype(np.int32), place
             weights *= segments
+        virtual = positions < prompt
+        tokens = np.where(virtual, np.int32(VOCABULARY) + positions, tokens)
+        weights *= ~virtual
         yield Batch(tokens, targets, segments, positions, weights, more or ())
 
 
@@ -211,7 +235,12 @@ def batches(engine: Engine) -> list[Batch]:
     data = engine.config.data
     extras = dict(engine.model.extras(SEQ_LEN))
     masked, one_document = data.objective == "masked", data.one_document
-    return list(make_batches(extras, data.output_len, masked=masked, one_document=one_document))
+    prompt = engine.config.model.prompt_tokens
+    return list(
+        make_batches(
+            extras, data.output_len, masked=masked, one_document=one_document, prompt=prompt
+        )
+    )
 
 
 def open_engine(name: str, layout: Layout) -> Engine:

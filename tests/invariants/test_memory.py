@@ -69,6 +69,7 @@ CASES = {
     "few tokens, stage 0": case(fsdp(0), 4, 16),
     # Whose sums of gradients are held between visits, but for those of frozen weights.
     "adapters, stage 1": case(fsdp(1, microbatches=4), model={"lora_rank": 8}),
+    "side network, stage 3": case(fsdp(3, "none"), 64, model={"side_width": 8}),
     "muon, layers dealt": case({"fsdp": 2, "zero_stage": 0, "remat": "full"}, 4, name="muon"),
 }
 PIPELINES = {
@@ -184,6 +185,8 @@ MORE_CASES = {
     "stage 3, sequential": case(fsdp(3, microbatches=4)),
     "adapters, stage 0": case(fsdp(0, microbatches=4), model={"lora_rank": 8}),
     "adapters, none": case(fsdp(3, "none"), 64, model={"lora_rank": 8}),
+    "side network": case({"microbatches": 2}, 64, model={"side_width": 8}),
+    "prompts, stage 1": case(fsdp(1, microbatches=4), model={"prompt_tokens": 8}),
     "context": case({"fsdp": 2, "context": 2, "remat": "full"}, 32),
     "large vocabulary": case(fsdp(3), 64, model={"num_layers": 2, "vocab_size": 4096}),
     "gpt": case(fsdp(3), 64, model=GPT),

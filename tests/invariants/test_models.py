@@ -65,6 +65,17 @@ LAYOUTS = {
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "1f1b"},
         {"fsdp": 2, "context": 2, "tensor": 2, "zero_stage": 1, "microbatches": 2, **GATHER},
     ],
+    "side network": [
+        {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"},
+        {"fsdp": 2, "context": 2, "tensor": 2, **LAYERED, "remat": "full"},
+    ],
+    "side network of experts": [
+        {"fsdp": 2, "expert": 2, "tensor": 2, "zero_stage": 1, "microbatches": 2},
+    ],
+    "prompts": [
+        {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "1f1b"},
+        {"data": 2, "context": 2, "tensor": 2, "microbatches": 2, **GATHER, "remat": "full"},
+    ],
     "encoder and decoder": [
         {
             "pipeline": 2,
@@ -108,7 +119,10 @@ LAYOUTS = {
 ROUTED_ELSEWHERE = ("prototypes", "expert choice")
 """Of these only steps are compared: experts evaluate above. In their first layout all others do,
 but for experts, whose pipeline has a stage that an evaluation passes by."""
-RESUMED = ("two stacks", "local and global layers", "encoder and decoder", "experts")
+RESUMED = (
+    *("two stacks", "local and global layers", "encoder and decoder", "experts"),
+    *("side network", "prompts"),
+)
 """In their first layout these also begin (those of `BEGUN`), save, resume, and are resumed from on
 one device; the parameters of the others are a decoder's, stacked as those of local and global
 layers."""

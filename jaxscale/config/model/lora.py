@@ -19,6 +19,9 @@ RANGE = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
 ADAPTER = "_lora"
 """The suffix of an adapter's name, after the name of its weight."""
 
+SIDE, PROMPT = "side", "prompt"
+"""The names of a layer of a side network, and of prompt vectors, which are adapters, too."""
+
 
 @dataclass(frozen=True)
 class LoraOptions:
@@ -94,8 +97,8 @@ class LoraOptions:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is an adapter's: "layers/attention/q_lora/a"."""
-    return any(part.endswith(ADAPTER) for part in name.split("/"))
+    """Whether a parameter is an adapter's: "layers/attention/q_lora/a", "layers/side/up"."""
+    return any(part.endswith(ADAPTER) or part in (SIDE, PROMPT) for part in name.split("/"))
 
 
 def to_ranges(ids: Sequence[int]) -> str:

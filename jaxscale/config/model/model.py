@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxscale.choices import check_at_least, check_choice, nearest_divisors
+from jaxscale.config.model.adapters import AdapterOptions
 from jaxscale.config.model.experts import EXPERTS, ExpertOptions
 from jaxscale.config.model.latent_attention import LATENT, LatentOptions
-from jaxscale.config.model.lora import LORA, LoraOptions
+from jaxscale.config.model.lora import LORA
 from jaxscale.config.model.prediction import PREDICTION, PredictionOptions
 from jaxscale.config.model.rope_scaling import READ_BY, SCALING, RopeScalingOptions
 from jaxscale.config.model.settings import ModelSettings, is_own_family, option
@@ -31,9 +32,9 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class ModelConfig(
+    AdapterOptions,
     ExpertOptions,
     LatentOptions,
-    LoraOptions,
     PredictionOptions,
     RopeScalingOptions,
     ModelSettings,
@@ -139,6 +140,11 @@ class ModelConfig(
         self._check_positions()
         self.check_experts(self.num_layers, self.period)
         self.check_lora(self.vocab_size, **self._adapter_kinds, is_latent=bool(self.kv_rank))
+        self.check_adapters(
+            has_encoder=bool(self.num_encoder_layers),
+            causal=self.causal,
+            prediction_depth=self.prediction_depth,
+        )
         ahead = bool(self.num_encoder_layers) or not self.causal
         self.check_prediction(self.positions, self.layer_pattern, ahead)
         if self.norm_placement == "after_residual" and self.parallel_block:
@@ -178,7 +184,7 @@ class ModelConfig(
     def _usual_param_dtype(self) -> str:
         """The default type of parameters: weights frozen by adapters need no wider type than
         matmuls read."""
-        return self.compute_dtype if self.lora_rank else "float32"
+        return self.compute_dtype if self.adapts else "float32"
 
     def _check_attention(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -240,7 +246,9 @@ class ModelConfig(
             ("balance",): self.balance_weight,
             LATENT: self.kv_rank,
             LORA: self.lora_rank,
-            ("param_dtype",): self.lora_rank,
+            ("side_width",): self.side_width,
+            ("prompt_tokens",): self.prompt_tokens,
+            ("param_dtype",): self.adapts,
             PREDICTION: self.prediction_depth,
             ("relative_buckets", "relative_max_distance"): self.relative_bias != "none",
             ("rope_theta", "rope_share", "local_rope_theta"): self.positions == "rotary",

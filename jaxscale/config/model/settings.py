@@ -64,6 +64,9 @@ class ModelSettings:
     max_seq_len = 0  # the longest text of the model, if known
     rope_scaling = "none"
     lora_rank = 0
+    prompt_tokens = 0  # virtual tokens before each text
+    side_width = 0  # of a side network, next to layers without a backward pass
+    adapts = False  # whether only adapters are trained
     prediction_depth = 0
     relative_bias = "none"
     capacity_factor = 0.0
@@ -107,6 +110,12 @@ def is_own_family(family: str) -> bool:
     """Whether `model.family` is "module:function", from outside the package."""
     module, colon, function = family.partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), function))
+
+
+def by_liveness(settings: ModelSettings) -> bool:
+    """Whether the planner finds the temporaries of the model's layers by liveness analysis: custom
+    layers, and frozen ones next to a side network, have no constants of a compiler."""
+    return is_own_family(settings.family) or settings.side_width > 0
 
 
 def find_make(family: str) -> Callable[[Any, Any], Any]:

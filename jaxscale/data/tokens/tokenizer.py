@@ -92,6 +92,7 @@ class Tokenizer:
     encode_chat: Callable[[str], Encoded] | None = field(default=None, repr=False)
     # From this id all are special tokens that `encode` never returns; None if it may return any.
     plain_size: int | None = None
+    prompt: tuple[int, ...] = ()  # virtual tokens of the model before each text, not in vocab_size
 
     @property
     def text_size(self) -> int:

@@ -144,8 +144,11 @@ def layer_traffic(
         context = tuple(sum_ + share * one for sum_, one in zip(context, held))
         expert = expert + share * expert_of(stack, parallelism, levels["expert"], own)
     streams = 2.0 * tokens * work.width * (1 + work.source_len / work.seq_len)
-    message = _message(parallelism, levels, streams)
+    message = _message(parallelism, levels, streams * (1 + work.side))
     head = _sliced_head(parallelism, levels, tokens, work.width)
+    if work.side:  # two streams between stages, and no backward pass of the layers
+        forward = TensorTraffic(tensor.forward, zeros, zeros, zeros)
+        return LayerTraffic(forward, (context[0], zeros), (expert, zeros), message, head)
     return LayerTraffic(tensor, context, (expert, expert), message, head)
 
 

@@ -1,7 +1,7 @@
 """Compute seconds of one device in a layer, and in the head, for one micro-batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,8 @@ def stack_passes(
 ) -> Passes:
     """The passes over an average layer of a stack."""
     tokens = local_tokens(stack.seq_len, parallelism)
+    if work.side:
+        return _passes_beside(work, stack, cluster, parallelism)
     matmuls = matmul_sizes(stack, parallelism, tokens)
     forward, inputs, weights = compute_passes(
         matmul_pass_seconds(matmuls, cluster, parallelism),
@@ -109,6 +111,30 @@ def stack_passes(
         elementwise_seconds(stack, work.width, cluster, parallelism, tokens),
     )
     return forward, inputs, weights, recomputed_pass(stack, parallelism, forward)
+
+
+SIDE_BYTES = 8
+"""Bytes of a feature of the stream that a side layer's backward pass moves: its input and two
+gradients, in 16 bits, and one of them again."""
+
+
+def _passes_beside(
+    work: ModelWork, stack: StackWork, cluster: Cluster, parallelism: Parallelism
+) -> Passes:
+    """The passes over an average layer without a backward pass, with a side network's."""
+    tokens, trained = local_tokens(stack.seq_len, parallelism), replace(parallelism, frozen=False)
+    of_side = matmul_pass_seconds(matmul_sizes(stack.side, trained, tokens), cluster, trained)
+    every = matmul_pass_seconds(matmul_sizes(stack, parallelism, tokens), cluster, parallelism)
+    moved = tokens * SIDE_BYTES * work.width / np.asarray(parallelism.tensor)
+    elementwise = elementwise_seconds(stack, work.width, cluster, parallelism, tokens)
+    back = kernels.memory_seconds(cluster, moved)
+    attention = attention_seconds(stack, cluster, parallelism, tokens)
+    return (
+        ComputeSeconds(every[0], attention[0], elementwise[0]),
+        ComputeSeconds(of_side[1], 0.0, back),
+        ComputeSeconds(matmul=of_side[2]),
+        ComputeSeconds(matmul=of_side[0] / 2) if parallelism.remat != "none" else ComputeSeconds(),
+    )
 
 
 def compute_passes(

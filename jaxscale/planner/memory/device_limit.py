@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from jaxscale.choices import divisors
 from jaxscale.config import Config
-from jaxscale.config.model import is_own_family
+from jaxscale.config.model import by_liveness
 from jaxscale.formatting import gigabytes
 from jaxscale.planner.memory.experts import rows_of_token
 from jaxscale.planner.memory.step import step_memory
@@ -33,7 +33,7 @@ def check_device_limit(config: Config, back_end: str, limit_bytes: float, device
       ValueError: names a number of micro-batches, or of expert ranks, that fits, where one does.
     """
     needs = _needs(config, back_end)
-    margin = CUSTOM_MARGIN if is_own_family(config.model.family) else MARGIN
+    margin = CUSTOM_MARGIN if by_liveness(config.model) else MARGIN
     if needs.peak <= margin * limit_bytes:
         return
     layout = config.layout

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import Layout, parse_remat
-from jaxscale.config.model import is_own_family
+from jaxscale.config.model import by_liveness
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.at_rest import trained_parameters
 from jaxscale.planner.memory.experts import hidden_features, rows_of_token
@@ -126,7 +126,7 @@ class LayerLoop:
         splits = layout.batch_shards * layout.microbatches
         shards = splits * layout.context * layout.segments
         saved = saved_values(model, *lengths, "full", piped=False).of(stack.name)
-        length, custom = saved.length, is_own_family(model.family)
+        length, custom = saved.length, by_liveness(model)
         crosses = stack.name == "decoder" and model.num_encoder_layers
         source = data.seq_len if crosses else 0
         tokens = data.global_batch_size * length // shards
@@ -176,8 +176,8 @@ class LayerLoop:
 
     @property
     def is_custom(self) -> bool:
-        """Whether its layers are a custom model's."""
-        return is_own_family(self.model.family)
+        """Whether the temporaries of its layers are found by liveness, as a custom model's."""
+        return by_liveness(self.model)
 
     @property
     def compute(self) -> int:
@@ -237,7 +237,7 @@ def stream_bytes(loop: LayerLoop) -> Ints:
 def message_bytes(loops: Sequence[LayerLoop]) -> Ints:
     """Bytes that pipeline ranks send each other: the streams of all stacks, and biases that layers
     share."""
-    streams = sum(stream_bytes(loop) for loop in loops)
+    streams = sum(stream_bytes(loop) for loop in loops) * (1 + (loops[0].model.side_width > 0))
     model, layout = loops[0].model, loops[0].layout
     if model.relative_bias != "shared":
         return streams

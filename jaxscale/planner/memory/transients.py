@@ -118,6 +118,8 @@ def hidden_bytes(loop: LayerLoop, transients: Transients) -> Ints:
 def working_set_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     """Activations of a micro-batch and their gradients. In a period of several layers, of the
     largest layer, with the recomputed values of the layers before it."""
+    if loop.model.side_width:  # the peak is in a forward pass, whose kernels save nothing
+        return live_bytes(loop, transients)
     if loop.is_custom:
         # The last layer's, outside the loop, are not in the stash.
         share = select(loop.last_outside, 1.0, select(loop.layout.pipeline == 1, transients.copied))

@@ -76,6 +76,12 @@ ADAPTER_NOTE = (
     "not compute."
 )
 
+SIDE_NOTE = (
+    "MFU and HFU count a forward pass, and the backward pass of the side network and through the "
+    "head. Temporaries are predicted by liveness, and seconds are not validated; --prove compiles "
+    "the plans shown."
+)
+
 
 @dataclass(frozen=True)
 class TrainableModel:
@@ -91,7 +97,7 @@ class TrainableModel:
         notes = [ENCODER_NOTE] * self._has_encoder
         notes += [EXPERT_NOTE] * (not notes and self.config.model.num_experts > 0)
         notes += [CUSTOM_NOTE] * is_own_family(self.config.model.family)
-        notes += [ADAPTER_NOTE] * self.work.adapted
+        notes += [SIDE_NOTE if self.work.side else ADAPTER_NOTE] * self.work.adapted
         notes += [FROZEN_NOTE] * any(group.frozen for group in self.config.optimizer.groups)
         return " ".join(notes)
 
@@ -114,7 +120,7 @@ class TrainableModel:
             matmul="fp8" if model.matmul_dtype else "bfloat16",
             casts_weights=itemsize(model.param_dtype) > itemsize(model.compute_dtype),
             gradient_bytes=itemsize(self.config.optimizer.reduced_in),
-            frozen=bool(model.lora_rank),
+            frozen=model.adapts,
             router_groups=model.router_groups,
             router_groups_kept=model.router_groups_kept,
             whole_matrices=muon_matrices(model, self.config.optimizer.groups) if muon else (),
@@ -176,7 +182,9 @@ class TrainableModel:
 
     @property
     def remats(self) -> tuple[str, ...]:
-        """Policies to try."""
+        """Policies to try; with a side network there is nothing to recompute."""
+        if self.config.model.side_width:
+            return ("none",)
         if self._has_encoder:
             return sized_model.REMATS
         named = {name for stack in model_trace(self.config.model).stacks for name in stack.tensors}

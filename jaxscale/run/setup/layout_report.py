@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxscale.choices import check_kind
 from jaxscale.config.layout import REMATS, Layout, parse_remat
-from jaxscale.config.model import ModelConfig, is_own_family
+from jaxscale.config.model import ModelConfig, by_liveness, is_own_family
+from jaxscale.config.model.adapters import KINDS
 from jaxscale.formatting import human_bytes, table
 from jaxscale.model_families.shipped import find_family
 from jaxscale.models.protocol import head_params
@@ -33,7 +34,7 @@ from jaxscale.sharding.zero import Zero
 from jaxscale.training.accumulation import quantises_once
 from jaxscale.training.engine import ENGINE_ADVICE, Engine
 from jaxscale.training.flops import step_flops
-from jaxscale.training.tracing.traces import model_trace
+from jaxscale.training.tracing.traces import model_trace, model_work
 
 LARGE_BYTES = 1 << 20
 """The size from which a replicated parameter gets a warning."""
@@ -74,6 +75,7 @@ def _summary(engine: Engine) -> str:
             f"gradients {engine.zero.accumulation_dtype}{_reduced_in(engine)}",
         ),
         ("parameters", _parameter_counts(engine)),
+        *_adapters(engine),
         *_optimizer(engine),
         ("memory", _peak(engine)),
     ]
@@ -83,13 +85,20 @@ def _summary(engine: Engine) -> str:
 def _family(engine: Engine) -> list[tuple[str, str]]:
     """The row of a shipped model's family and paper."""
     model = engine.config.model
-    if _is_custom(engine):
+    if is_own_family(model.family):
         return []
     return [("model", f"{model.family}: {find_family(model.family).paper}")]
 
 
-def _is_custom(engine: Engine) -> bool:
-    return is_own_family(engine.config.model.family)
+def _adapters(engine: Engine) -> list[tuple[str, str]]:
+    """The row of a model's adapters, and of the cost of a step with them."""
+    model, data = engine.config.model, engine.config.data
+    if not model.adapts:
+        return []
+    work = model_work(model, data.seq_len, data.output_len)
+    name = next(name for name in KINDS if getattr(model, name))
+    cost = f"{work.training_flops / work.sequence_flops:.2f} forward passes"
+    return [("adapters", f"{name} = {getattr(model, name)}; a step has the FLOPs of {cost}")]
 
 
 def _tensor(layout: Layout) -> list[tuple[str, str]]:
@@ -109,7 +118,7 @@ def _muon_flops(array: ParamShape) -> int:
 def _optimizer(engine: Engine) -> list[tuple[str, str]]:
     """The row of Muon's FLOPs on each device, for a decoder without experts."""
     settings = engine.config.model
-    others = _is_custom(engine) or settings.num_encoder_layers or settings.num_experts
+    others = is_own_family(settings.family) or settings.num_encoder_layers or settings.num_experts
     if engine.config.optimizer.name != "muon" or others:
         return []
     sizes, model = engine.layout.sizes, engine.config.model
@@ -255,12 +264,14 @@ def _peak(engine: Engine) -> str:
         f"{human_bytes(needs.peak)} on each device: {human_bytes(needs.arguments)} between steps, "
         f"{human_bytes(needs.temporaries)} in a step"
     )
-    return f"{said}, temporaries by liveness" if _is_custom(engine) else said
+    return f"{said}, temporaries by liveness" if by_liveness(engine.config.model) else said
 
 
 def _remats(engine: Engine) -> list[str]:
     """The table of remat policies: bytes saved for the backward pass, peak memory, added FLOPs."""
     config, layout = engine.config, engine.layout
+    if config.model.side_width:
+        return []  # its layers have nothing to recompute
     if engine.stages:
         return _passes(engine, engine.stages)
     policies = [*REMATS, *([] if layout.remat in REMATS else [layout.remat])]

@@ -89,7 +89,7 @@ def with_stored_type(model: ModelSettings, saved: Mapping[str, Any]) -> ModelSet
       saved: the config of a checkpoint, {} for a new run.
     """
     stored = saved.get("model", {}).get("param_dtype")
-    if not (stored and model.lora_rank) or stored == model.param_dtype:
+    if not (stored and model.adapts) or stored == model.param_dtype:
         return model
     log.info(f"model.param_dtype = {stored!r}, as when the run started")
     return dataclasses.replace(model, param_dtype=stored)

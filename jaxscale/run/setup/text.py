@@ -1,6 +1,7 @@
 """Text of a run: tokenizer, train and held-out splits, validation sets."""
 
 import concurrent.futures
+import dataclasses
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -168,6 +169,8 @@ def _kept(name: str, workdir: pathlib.Path) -> Tokenizer | None:
 def _fitting(tokenizer: Tokenizer, data: DataConfig, model: ModelSettings) -> Tokenizer:
     tokenizer = without_unread(tokenizer, model.vocab_size)
     tokenizer = begin_texts(tokenizer, data.text_begin)
+    virtual = range(model.vocab_size, model.vocab_size + model.prompt_tokens)
+    tokenizer = dataclasses.replace(tokenizer, prompt=tuple(virtual))
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"model.vocab_size = {model.vocab_size} is smaller than the "

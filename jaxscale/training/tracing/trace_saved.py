@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 
 from jaxscale.batch import Within
 from jaxscale.config.layout import RematPolicy, parse_remat
-from jaxscale.config.model import ModelSettings, is_own_family
+from jaxscale.config.model import ModelSettings, by_liveness
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import LayerFunction, Stack, layer_function
@@ -91,10 +91,12 @@ def trace_saved(
                 counts[value] += 1.0 if piped else share
         values = tuple(dataclasses.replace(one, count=count) for one, count in counts.items())
         saved = StackSaved(stack.name, length, width, rows / sequences / length, values)
-        if make or is_own_family(settings.family):
+        if make or by_liveness(settings):
             heads.clear()
             live = [_live(_layer(stack, n, policy, given), arguments, shape) for n in kinds]
             backward, ahead = (max(one) for one in zip(*live, strict=True))
+            if settings.side_width:  # frozen layers have a forward pass only
+                backward = max(backward, ahead)
             count, attended = max(heads, default=(0, 0))
             saved = dataclasses.replace(
                 saved, live=backward, live_forward=ahead, heads=count, attended=attended

@@ -80,7 +80,8 @@ def trace_work(
         logit_flops=sum(logits) / output_len,
         head_passes=len(logits),
         transform_flops=sum(one.flops for one in parts if not isinstance(one, int | float)),
-        adapted=settings.lora_rank > 0,
+        adapted=settings.adapts,
+        side=settings.side_width > 0,
         **_held(held, settings.vocab_size),
     )
 

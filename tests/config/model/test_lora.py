@@ -13,13 +13,13 @@ from jaxscale.config import Config
 from jaxscale.config.model import ModelConfig
 from jaxscale.config.optimizer import OptimizerConfig, ParamGroup
 from jaxscale.config.read_config import read_settings
-from jaxscale.models.decoder import Decoder, plain_kernels
-from jaxscale.models.lora import (
+from jaxscale.models.adapters.lora import (
     is_adapter,
     merge_adapters,
     with_token_rows,
     without_adapters,
 )
+from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.planner.memory.at_rest import check_param_groups
 from jaxscale.run.pretrained import Pretrained
 from jaxscale.sharding.resolve import leaf_name

@@ -78,6 +78,10 @@ def test_bytes_of_a_token():
     assert token_bytes(LLAMA, "none") == everything
     assert token_bytes(LLAMA, "save_all_but_attention") == everything - 4 * 4
     assert token_bytes(LLAMA, "save_matmuls") == everything - 2 * 2 * 24
+    # The input of a side layer, in every policy, and hidden features: what GELU makes of them.
+    for remat in ("full", "save_matmuls", "save_all_but_attention"):
+        saved = token_bytes(dataclasses.replace(LLAMA, side_width=4), remat)
+        assert 2 * 24 <= saved <= 2 * (24 + 5 * 4)
     # What the first matrices of adapters make, but that of the MLP's output.
     assert token_bytes(MODELS["adapters"], "none") == everything + 2 * 6 * 6
 

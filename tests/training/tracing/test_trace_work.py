@@ -166,6 +166,23 @@ def test_adapters_leave_out_the_gradients_of_other_weights():
     assert adapted.training_flops == pytest.approx(wanted, rel=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["lora_rank", "side_width", "prompt_tokens"])
+def test_adapters_cost_two_forward_passes_and_a_side_network_one(kind):
+    plain = trace_work(SMALL, 4, 4)
+    adapted = trace_work(dataclasses.replace(SMALL, **{kind: 3}), 4, 4)
+    assert adapted.adapted
+    attention = 4 * sum(one.flops for one in plain.stacks[0].attention)
+    if kind == "side_width":
+        side = 4 * 2 * 2 * (2 * 3)  # two matrices, of one layer
+        assert adapted.sequence_flops == plain.sequence_flops + side
+        assert adapted.training_flops == plain.sequence_flops + plain.head_flops + 3 * side
+        again = {"none": 0, "full": side / 2, "save_matmuls": side / 2}
+        for remat, flops in again.items():
+            assert adapted.hardware_flops(remat) == adapted.training_flops + flops
+    if kind == "prompt_tokens":  # no weight has a gradient but the prompt, which is looked up
+        assert adapted.training_flops == 2 * plain.sequence_flops + attention
+
+
 def test_a_sliding_window_costs_the_keys_inside_it():
     model = MODELS["llama"]
     wide, narrow, whole = (

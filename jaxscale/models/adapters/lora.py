@@ -128,7 +128,7 @@ def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: without_adapters(leaf) if isinstance(leaf, Mapping) else leaf
         for name, leaf in params.items()
-        if not name.endswith(ADAPTER)
+        if not is_adapter(name)
     }
 
 
@@ -136,7 +136,7 @@ def with_adapters(params: Mapping[str, Any], others: Mapping[str, Any]) -> dict[
     """A tree without adapters, plus the adapters of another tree."""
     joined = dict(params)
     for name, leaf in others.items():
-        if name.endswith(ADAPTER):
+        if is_adapter(name):
             joined[name] = leaf
         elif isinstance(leaf, Mapping):
             joined[name] = with_adapters(params[name], leaf)
@@ -146,9 +146,9 @@ def with_adapters(params: Mapping[str, Any], others: Mapping[str, Any]) -> dict[
 def only_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
     """The adapters of a tree, at their paths."""
     return {
-        name: leaf if name.endswith(ADAPTER) else only_adapters(leaf)
+        name: leaf if is_adapter(name) else only_adapters(leaf)
         for name, leaf in params.items()
-        if name.endswith(ADAPTER) or isinstance(leaf, Mapping)
+        if is_adapter(name) or isinstance(leaf, Mapping)
     }
 
 
