@@ -10,6 +10,7 @@ COMMANDS = {
     "evaluate": "loss on held-out text, and multiple choice",
     "generate": "samples text from a run",
     "convert": "converts Hugging Face weights to a run, and back",
+    "grow": "makes a run with a larger model from a run",
     "prepare": "tokenises text into shards",
     "plan": "ranks the layouts of a model on a cluster",
     "aot": "compiles a train step for a TPU or GPU topology, without the hardware",

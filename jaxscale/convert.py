@@ -35,6 +35,7 @@ with epy.lazy_imports():  # they import JAX: a mistyped flag is refused before
     from jaxscale.data.tokens import image_tokens, stop_ids
     from jaxscale.data.tokens import tokenizer as tokenizers
     from jaxscale.hugging_face import model_folder, peft_prompts
+    from jaxscale.models import shared_layers
     from jaxscale.models.adapters import lora
     from jaxscale.run import initial_weights
     from jaxscale.run.setup import layout, restore, text
@@ -215,7 +216,11 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
                 "mask": tokenizer.mask,
             }
         seq_len = config.data.seq_len if step else 0
-        tensors = _write_model(options, config.model, engine.model.axes, params, seq_len, ids)
+        model = config.model
+        if model.share_layers > 1:
+            params, model = shared_layers.unshared_params(engine.model, params), model.unshared()
+            log.info("each layer gets its own copy of the weights that it shares")
+        tensors = _write_model(options, model, engine.model.axes, params, seq_len, ids)
     log.info(f"step {step} of {workdir} written to {output}: {tensors} tensors")
     return {"step": step, "tensors": tensors}
 
@@ -353,8 +358,7 @@ def _check(options: argparse.Namespace) -> None:
             "--workdir, --step and --dtype are for --to_hf and --to_peft, --max_file_gb for "
             "--to_hf; --from_hf writes to --output, in the type of --config.model.param_dtype"
         )
-    if options.output.exists() and any(options.output.iterdir()):
-        raise ValueError(f"--output {options.output} is not empty; name a new folder")
+    run_folder.check_empty(options.output)
 
 
 def _model_folder(text: str) -> pathlib.Path:
@@ -365,20 +369,6 @@ def _model_folder(text: str) -> pathlib.Path:
     """
     if is_remote(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL; download it, and give the local folder")
-    return pathlib.Path(text)
-
-
-def _new_folder(text: str) -> pathlib.Path:
-    """The type of --output.
-
-    Raises:
-      argparse.ArgumentTypeError: it is a URL.
-    """
-    if is_remote(text):
-        raise argparse.ArgumentTypeError(
-            f"{text} is a URL, and files are written locally; give a folder and upload it, or "
-            "train with --workdir URL --config.model.init_from=FOLDER"
-        )
     return pathlib.Path(text)
 
 
@@ -415,7 +405,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run_folder.add_step_flag(parser)
     parser.add_argument(
-        "--output", required=True, metavar="DIR", type=_new_folder, help="a new folder"
+        "--output", required=True, metavar="DIR", type=run_folder.new_folder, help="a new folder"
     )
     parser.add_argument(
         "--config",

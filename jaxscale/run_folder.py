@@ -123,6 +123,30 @@ def folder_of(text: str) -> pathlib.Path:
     return local_tier(text) if is_remote(text) else pathlib.Path(text).expanduser()
 
 
+def new_folder(text: str) -> pathlib.Path:
+    """The type of --output, a folder to write.
+
+    Raises:
+      argparse.ArgumentTypeError: it is a URL.
+    """
+    if is_remote(text):
+        raise argparse.ArgumentTypeError(
+            f"{text} is a URL, and files are written locally; give a folder and upload it, or "
+            "train with --workdir URL --config.model.init_from=FOLDER"
+        )
+    return pathlib.Path(text)
+
+
+def check_empty(output: pathlib.Path) -> None:
+    """Refuses an --output with files.
+
+    Raises:
+      ValueError: it has some.
+    """
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"--output {output} is not empty; name a new folder")
+
+
 def check_files(workdir: pathlib.Path) -> None:
     """Refuses a run's folder with a special file, on which a command could block forever.
 

@@ -322,7 +322,7 @@ def _show_sample(trainer: Any, params: Any) -> None:
         if model.max_positions is not None:
             num_tokens = min(num_tokens, model.max_positions + 1 - max(len(prompt), 1))
         (text,) = sampling.sample(
-            trainer.engine,
+            trainer.last_engine,
             params,
             tokenizer,
             [prompt],

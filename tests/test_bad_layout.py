@@ -294,7 +294,7 @@ class OwnHead(Decoder):
 def test_a_loss_or_head_of_its_own_takes_no_slice():
     layout = {"head": "sliced", "pipeline": 2, "microbatches": 2}
     config = from_dict({"model": MODEL, "data": DATA, "layout": layout})
-    said = "the model of model.family = 'llama' has a loss or a head of its own, and does"
+    said = "the model of model.family = 'llama' has a custom loss or head, and does"
     for model in (OwnLoss, OwnHead):
         with pytest.raises(ValueError, match=said):
             open_engine(config, model=model)

@@ -79,7 +79,7 @@ def opening(name: str) -> str:
     assert purpose
     block = re.search(r"```bash\n(.*?)```", "\n".join(rest[:20]), re.DOTALL)
     assert block, "no command near the top of the page"
-    return block.group(1)
+    return block.group(1).replace("\\\n", "")
 
 
 def run(line: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:

@@ -147,7 +147,7 @@ def rank_memory(table: Table, shares: Shares) -> float:
     order, slots = table.order, count_slots(table)
     saved = sum(share * slots[name] for name, share in SLOTS.items()) / order.sequence_chunks
     if order.sequence_chunks > 1:
-        # Segments save no keys and values of their own.
+        # Segments save no separate keys and values.
         saved *= 1 - shares.keys
         saved = saved + shares.keys * (slots[MEMORY] + slots[GRADIENT])
     twice = shares.weights * (order.directions - 1)

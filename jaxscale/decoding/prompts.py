@@ -30,9 +30,9 @@ def check_decodes(engine: Engine) -> None:
         )
     if not engine.model.can_decode:
         why = (
-            "with model.router = 'expert_choice' experts choose among all tokens of a text, "
+            f"with model.router = {model.router!r} experts choose among all tokens of a text, "
             "including later ones"
-            if model.router == "expert_choice"
+            if model.experts_choose
             else "its blocks have no decode()"
         )
         raise ValueError(f"model.family = {model.family!r} cannot generate or score text: {why}")

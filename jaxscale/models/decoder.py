@@ -34,6 +34,7 @@ from jaxscale.models.prediction import (
     with_further_targets,
 )
 from jaxscale.models.protocol import STREAM, Layer, Model, Params, Rows, Stack, Stream, Sums
+from jaxscale.models.shared_layers import first_layers, of_each_layer, share_layers
 from jaxscale.models.stacks import (
     Part,
     adjust_biases,
@@ -92,7 +93,8 @@ class Decoder(Model):
     @property
     def stacks(self) -> tuple[Stack, ...]:
         """The trunk's stacks and, in training, that of the MTP modules."""
-        return tuple(self._stack(part) for part in (self.parts if self.trains else self.trunk))
+        parts = self.parts if self.trains else self.trunk
+        return tuple(self._shared_stack(part) for part in parts)
 
     @property
     def evaluated(self) -> "Decoder":
@@ -108,6 +110,11 @@ class Decoder(Model):
     def trunk(self) -> tuple[Part, ...]:
         """The `parts` that predict the next token, without the MTP modules."""
         return trunk_parts(self.settings, type(self).block_type)
+
+    def _shared_stack(self, part: Part) -> Stack:
+        """The stack of a part, whose layers may share weights; not those of MTP modules."""
+        group = 1 if part.name == PREDICTION else self.settings.share_layers
+        return share_layers(self._stack(part), group)
 
     def _stack(self, part: Part) -> Stack:
         sums = part_sums(part, self.settings)
@@ -246,7 +253,7 @@ class Decoder(Model):
         embed = params_of(Embedding(self.settings, embed_key))
         layers = {
             part.name: part_params(
-                part, self.settings, layers_key, None if rows is None else rows[part.name]
+                part, self.settings, layers_key, first_layers(self._shared_stack(part), rows)
             )
             for part in self.parts
         }
@@ -378,7 +385,7 @@ class Decoder(Model):
     def can_decode(self) -> bool:
         """Whether the model can generate: not with expert-choice routing, which sees later
         tokens."""
-        if self.settings.router == "expert_choice":
+        if self.settings.experts_choose:
             return False
         return self.settings.causal and hasattr(type(self).block_type, "decode")
 
@@ -429,7 +436,8 @@ class Decoder(Model):
         # As a carry of the scan the cache is updated in place; as a scanned input it is copied.
         carry = x_BTD, jnp.zeros_like(x_BTD) if self.settings.side_width else None, cache
         for part in self.trunk:
-            layers = params[part.name], part.layer(jnp.arange(part.num_layers))
+            weights = of_each_layer(params[part.name], self._shared_stack(part))
+            layers = weights, part.layer(jnp.arange(part.num_layers))
             function = functools.partial(one, part)
             carry = scan_periods(function, carry, layers, self.settings.period)
         x_BTD, y_BTD, cache = carry

@@ -31,6 +31,7 @@ from jaxscale.models.forward import apply_stack, scan_periods
 from jaxscale.models.head import Head
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.protocol import STREAM, Layer, Model, Params, Rows, Stack, Stream, Sums
+from jaxscale.models.shared_layers import first_layers, of_each_layer, share_layers
 from jaxscale.models.weights import (
     axes_of,
     module_of,
@@ -60,6 +61,13 @@ class EncoderDecoder(Model):
     @property
     def stacks(self) -> tuple[Stack, Stack]:
         """The encoder's and the decoder's stack."""
+        encoder, decoder = self._stacks
+        group = self.settings.share_layers
+        return share_layers(encoder, group), share_layers(decoder, group)
+
+    @property
+    def _stacks(self) -> tuple[Stack, Stack]:
+        """The stacks without shared weights."""
         table = {"bias": TABLE} if self.settings.relative_bias == "shared" else {}
         return (
             Stack(
@@ -107,10 +115,9 @@ class EncoderDecoder(Model):
         embed_key, head_key, *keys = jax.random.split(key, 4)
         params = {"embed": params_of(SharedEmbedding(self.settings, embed_key))}
         for stack, make, key in zip(self.stacks, (EncoderBlock, DecoderBlock), keys):
-            layer_keys = jax.random.split(key, stack.num_layers)
-            row = None if rows is None else rows[stack.name]
+            layer_keys = jax.random.split(key, stack.num_layers * stack.repeats)
             make = functools.partial(make, self.settings)
-            params[stack.name] = stack_params(make, layer_keys, row)
+            params[stack.name] = stack_params(make, layer_keys, first_layers(stack, rows))
         return {**params, "head": params_of(Head(self.settings, head_key))}
 
     @property
@@ -200,7 +207,7 @@ class EncoderDecoder(Model):
         def keys(weights: Params) -> Cache:
             return self._decoder_block(weights).cross.keys(encoded_BSD, kernels)
 
-        cross = jax.lax.map(keys, params["decoder"])
+        cross = jax.lax.map(keys, of_each_layer(params["decoder"], plain.stacks[1]))
         own = empty_cache(self.settings, len(tokens_BS), slots)
         return CrossCache(own, cross, jnp.where(segments_BS > 0, 0, -1))
 
@@ -226,7 +233,8 @@ class EncoderDecoder(Model):
             read = cache._replace(own=own, cross=cross)
             return block.decode(x_BTD, positions_BT, read, index, bias_bN)
 
-        layers = (params["decoder"], cache.cross, jnp.arange(self.settings.num_layers))
+        weights = of_each_layer(params["decoder"], self.stacks[1])
+        layers = weights, cache.cross, jnp.arange(self.settings.num_layers)
         x_BTD, own = scan_periods(one, (x_BTD, cache.own), layers, 1)
         return x_BTD, cache._replace(own=own)
 

@@ -114,12 +114,16 @@ class Experts(nnx.Module):
         bias_E: jax.Array | None,
     ) -> jax.Array:
         """The experts of each token, [B, T, K]; -1 is no expert."""
-        if router.kind == "expert_choice":
+        if self.config.experts_choose:
             capacity = self._capacity(ranked_BTE.shape[1])
             ranked_BTE = jnp.where(valid_BT[..., None], ranked_BTE, -jnp.inf)
-            return travel.over_sequences(
-                dispatch, lambda scores: routing.chosen_by_experts(scores, capacity), ranked_BTE
-            )
+
+            def chosen(scores_BTE: jax.Array) -> jax.Array:
+                if router.kind == "balanced":
+                    scores_BTE = routing.balanced_scores(scores_BTE)
+                return routing.chosen_by_experts(scores_BTE, capacity)
+
+            return travel.over_sequences(dispatch, chosen, ranked_BTE)
         # top_k with every axis manual: the partitioner would all-gather the tokens first.
         choose = dispatch.manual(
             lambda scores_BTE, bias_E: routing.choose_experts(scores_BTE, router, bias_E),
@@ -145,7 +149,7 @@ class Experts(nnx.Module):
     def _plan(self, experts_BTK: jax.Array, dispatch: Dispatch) -> travel.DispatchPlan:
         config = self.config
         capacity = self._capacity(experts_BTK.shape[1])
-        if dispatch.keeps_all and config.router != "expert_choice":
+        if dispatch.keeps_all and not config.experts_choose:
             capacity = 0
         groups = config.router_groups, config.router_groups_kept
         return plan_dispatch(dispatch, experts_BTK, config.num_experts, capacity, groups)
@@ -268,7 +272,7 @@ def router_of(config: ModelConfig) -> Router:
 
 def drops(config: ModelConfig) -> bool:
     """Whether tokens may be dropped; expert-choice routing drops none."""
-    return config.capacity_factor > 0 and config.router != "expert_choice"
+    return config.capacity_factor > 0 and not config.experts_choose
 
 
 def expert_sums(config: ModelConfig) -> dict[str, tuple[int, ...]]:

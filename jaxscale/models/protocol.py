@@ -67,6 +67,9 @@ class Stack:
     the head's it must be a sum over tokens: an auxiliary loss is its coefficient times a mean times
     the tokens counted. The others are reported as [num_layers, ...]."""
     period: int = 1
+    repeats: int = 1
+    """How often a layer applies `block`, one time after another with the same weights. `block`
+    sees the indices of a stack with `repeats` times as many layers."""
     model_layers: int = 1
     """Layers of the model in one layer of the stack, such as a dense and an MoE layer."""
     linear: Mapping[str, int] = field(default_factory=dict)
@@ -209,16 +212,43 @@ def zero_sums(model: Model, dtype: Any) -> Sums:
 LayerFunction = Callable[[Params, Stream, Stream, tuple[Batch, Any]], tuple[tuple, Sums]]
 
 
-def layer_function(stack: Stack, kind: int = 0) -> LayerFunction:
+def layer_function(
+    stack: Stack,
+    kind: int = 0,
+    remat: Callable[[LayerFunction], LayerFunction] = lambda function: function,
+) -> LayerFunction:
     """`(weights, carried, shared, (batch, index)) -> ((carried, loss), sums)`: one layer of a kind.
 
     The loss is None if the stack's layers have no loss.
 
+    Args:
+      remat: applies a policy to each of the layer's `repeats`.
+
     Raises:
       ValueError: the block returns other arrays or sums than its stack declares.
     """
+    if stack.repeats == 1:
+        return remat(_application(stack, kind))
+    each = [remat(_application(stack, kind + number)) for number in range(stack.repeats)]
 
     def layer(weights: Params, carried: Stream, shared: Stream, context: tuple) -> tuple:
+        batch, index = context
+        losses, found = [], []
+        for number, apply in enumerate(each):
+            place = batch, index * stack.repeats + number
+            (carried, loss), sums = apply(weights, carried, shared, place)
+            losses.append(loss)
+            found.append(sums)
+        loss = None if losses[0] is None else sum(losses[1:], losses[0])
+        return (carried, loss), jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *found)
+
+    return layer
+
+
+def _application(stack: Stack, kind: int) -> LayerFunction:
+    """`layer_function` of a single application of the block."""
+
+    def apply(weights: Params, carried: Stream, shared: Stream, context: tuple) -> tuple:
         batch, index = context
         stream, sums = stack.block(weights, {**carried, **shared}, batch, Layer(index, kind))
         _check_names(f"the block of stack {stack.name!r} returns", stream, carried)
@@ -226,7 +256,7 @@ def layer_function(stack: Stack, kind: int = 0) -> LayerFunction:
         _check_carried(stack, stream, carried)
         return (stream, sums.get("loss")), {n: s for n, s in sums.items() if n != "loss"}
 
-    return layer
+    return apply
 
 
 def _check_carried(stack: Stack, got: Stream, carried: Stream) -> None:
@@ -276,9 +306,11 @@ def _check_losses(model: Model, sums: Any) -> None:
             )
 
 
-def layer_functions(stack: Stack) -> list[LayerFunction]:
+def layer_functions(
+    stack: Stack, remat: Callable[[LayerFunction], LayerFunction] = lambda function: function
+) -> list[LayerFunction]:
     """The `layer_function` of each position in the stack's period."""
-    return [layer_function(stack, kind) for kind in range(stack.period)]
+    return [layer_function(stack, kind, remat) for kind in range(stack.period)]
 
 
 def enter_gradients(

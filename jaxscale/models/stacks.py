@@ -34,7 +34,7 @@ class Part(NamedTuple):
     name: str  # of the stack
     blocks: tuple[Any, ...]  # of one layer of the stack: modules, made by (settings, key)
     first: int  # layers of the model before
-    num_layers: int  # of the stack
+    num_layers: int  # of the stack, each with its own weights or not
 
     @property
     def paths(self) -> tuple[tuple[str, ...], ...]:

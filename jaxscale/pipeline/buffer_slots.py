@@ -39,7 +39,7 @@ class TickProgram:
       written by F or R, for W, too. `cotangent`: written by B for W. With several segments also
       `memory`, what a stage's layers leave to later segments of a micro-batch: read and written by
       each F and R, read by each B; and its gradients, `memory_gradient`: read and written by B.
-      Each part of a segment has slots of its own: those of the second are in `inbox.1` and so on.
+      Each part of a segment has separate slots: those of the second are in `inbox.1` and so on.
     - `from_left`, `from_right`, `from_self`: the inbox slot for the result of the neighbour (the
       ranks are a ring), or of the rank itself, at the end of the tick. If nothing is received it is
       the slot after the last, so that a receiver does not branch.

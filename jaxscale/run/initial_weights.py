@@ -58,6 +58,8 @@ MAY_DIFFER = (
     "rope_length",
     "router_jitter",
     "router_z_loss",
+    "unshare_at",
+    "unshare_clip",
     "z_loss",
 )
 """Model settings that do not change the meaning of weights: kernels, types, and training."""
@@ -180,7 +182,7 @@ def open_weights(
 def may_differ(model: ModelConfig) -> set[str]:
     """`MAY_DIFFER` for this model, shipped or custom."""
     names = set[str](MAY_DIFFER)
-    if model.router == "expert_choice":
+    if model.experts_choose:
         names.remove("capacity_factor")  # the number of tokens that experts choose
     # Without a table of positions it is only the length of training texts.
     if isinstance(model, ModelConfig) and model.max_positions is None:
@@ -408,7 +410,7 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
     axes, placement = _placement(engine, weights)
     params = weights.read(axes, placement.canonical)
     if new := num_new_tokens(engine.config.model, weights):
-        params = _with_new_tokens(params, axes, weights.config.vocab_size, new)
+        params = with_new_tokens(params, axes, weights.config.vocab_size, new)
     params = placement.from_canonical(params, donate=True)
     if adds_adapters(engine.config.model, weights):
         params = with_adapters(params, _draw_adapters(engine, key))
@@ -455,7 +457,7 @@ def _placement(engine: Engine, weights: Weights) -> tuple[Any, LayerPlacement]:
     return without_adapters(axes), dataclasses.replace(placement, **parts)
 
 
-def _with_new_tokens(params: Any, axes: Any, known: int, new: int) -> Any:
+def with_new_tokens(params: Any, axes: Any, known: int, new: int) -> Any:
     """Parameters whose rows of new tokens are the mean of the known rows, so that initially no new
     token is likelier than these (Hewitt, "Initializing new word embeddings", 2021)."""
 

@@ -31,6 +31,7 @@ from jaxscale.data.tokens.stop_ids import describe_stop_ids, with_stop_ids
 from jaxscale.distributed import phases, processes
 from jaxscale.formatting import duration, human_bytes
 from jaxscale.run.compilation_cache import programs_read
+from jaxscale.run.growth.grow_state import unshared_config
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
 from jaxscale.run.metrics import METRICS, heldout_losses, read
 from jaxscale.run.mirror import Mirror
@@ -79,11 +80,23 @@ class Trainer:
     text: Text
     state: TrainState = field(repr=False)  # donated by `fit`
     step: Step = field(repr=False)  # compiled
+    unshared: Engine | None = field(default=None, repr=False)  # after `model.unshare_at`
 
     @property
     def config(self) -> Config:
         """Of the run, its layout resolved."""
         return self.engine.config
+
+    @property
+    def last_engine(self) -> Engine:
+        """Of the run's last step."""
+        return self.unshared or self.engine
+
+    @property
+    def end(self) -> int:
+        """The last step with this engine."""
+        steps = self.config.run.steps
+        return min(steps, self.config.model.unshare_at) if self.unshared else steps
 
 
 def open_trainer(
@@ -136,14 +149,16 @@ def open_trainer(
     run = config.run
     if not skip_memory_check:
         check_run_fits_host(config)
-    config = resolve_layout(config, workdir)
+    config = _resolved(config, workdir)
     if found.step < run.steps and jax.device_count() >= LARGE_RUN:
         _examine(config, workdir)
     engine = make_engine(config, make_mesh(config.layout), **own)
     log.info(describe_layout(engine))
+    later = _unshared_engine(engine, own)
+    largest = later or engine
     if not skip_memory_check:
-        check_memory(engine)
-    _check_local_space(run, engine, checkpoints)
+        check_memory(largest)
+    _check_local_space(run, largest, checkpoints)
     if found.step == 0:
         _warn_of_rate(engine)
     if _is_complete(run, found.step, workdir):
@@ -157,6 +172,7 @@ def open_trainer(
             log.info(f"  changed since: {line}")
     else:
         trainer = _prepare(found, engine, workdir, checkpoints, refuse_damaged)
+        trainer = dataclasses.replace(trainer, unshared=later)
     if uploads:
         uploads.start(checkpoints)
     return trainer
@@ -169,12 +185,50 @@ def _as_it_began(config: Config, found: Found, workdir: pathlib.Path) -> Config:
     if config.run.epochs:
         config = _with_steps(config, workdir)
     saved = found.metadata.get("config", {})
+    if found.step:
+        config = _as_parted(config, found)
     model = with_stored_type(config.model, saved if found.step else {})
     config = dataclasses.replace(with_schedule(config, saved), model=model)
     if configs.is_before_text_begin(saved):
         data = dataclasses.replace(config.data, text_begin="boundary")
         config = dataclasses.replace(config, data=data)
     return config
+
+
+def _as_parted(config: Config, found: Found) -> Config:
+    """The config of a run whose layers may have parted before the checkpoint.
+
+    Raises:
+      ValueError: they should have parted, and share weights.
+    """
+    model, saved = config.model, found.metadata["config"].get("model", {})
+    if model.share_layers == 1 or not 0 < model.unshare_at <= found.step:
+        return config
+    if saved.get("share_layers", 1) == 1:
+        return unshared_config(config)
+    raise ValueError(
+        f"model.unshare_at = {model.unshare_at}, and the layers of checkpoint {found.step} share "
+        f"weights; set model.unshare_at = {found.step + 1} or later, or 0"
+    )
+
+
+def _resolved(config: Config, workdir: pathlib.Path) -> Config:
+    """The config with its layout resolved, for the model after `model.unshare_at`."""
+    resolved = resolve_layout(unshared_config(config) if _unshares(config) else config, workdir)
+    return dataclasses.replace(config, layout=resolved.layout)
+
+
+def _unshares(config: Config) -> bool:
+    """Whether the layers part later in this run."""
+    model = config.model
+    return model.share_layers > 1 and 0 < model.unshare_at < config.run.steps
+
+
+def _unshared_engine(engine: Engine, own: dict[str, Any]) -> Engine | None:
+    """The engine after `model.unshare_at`, or None."""
+    if not _unshares(engine.config):
+        return None
+    return make_engine(unshared_config(engine.config), engine.mesh, **own)
 
 
 def _warn_of_rate(engine: Engine) -> None:

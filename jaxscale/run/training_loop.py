@@ -25,11 +25,12 @@ from jaxscale.distributed import hangs, phases, processes
 from jaxscale.run import signals
 from jaxscale.run.evaluation import device_batches, evaluate_loss
 from jaxscale.run.goodput import Account
+from jaxscale.run.growth.grow_state import grow_state
 from jaxscale.run.recorder import BadStepsError, Recorder, tracing
 from jaxscale.run.saves import SaveError, Saves, wait_for_write
 from jaxscale.run.setup.resume import resume
 from jaxscale.run.setup.text import keep_tokenizer
-from jaxscale.run.trainer import Trainer
+from jaxscale.run.trainer import Trainer, compile_step
 from jaxscale.storage import durable
 from jaxscale.training.step import TrainState
 
@@ -131,6 +132,10 @@ def fit(
             with contextlib.closing(recorder):
                 try:
                     state = _loop(trainer, recorder, profile)
+                    if trainer.end < trainer.config.run.steps:
+                        recorder.flush()
+                        trainer = _unshared(trainer, state)
+                        continue
                     canonical = trainer.engine.placement.to_canonical(state, donate=True)
                     return canonical, recorder.finish()
                 except FloatingPointError as error:
@@ -254,10 +259,31 @@ def _rewound(trainer: Trainer, bad: FloatingPointError) -> Trainer:
     return dataclasses.replace(trainer, begin=begin, state=state, text=text)
 
 
+def _unshared(trainer: Trainer, state: TrainState) -> Trainer:
+    """The trainer after `model.unshare_at`. Its state is saved, and then config.json changed: the
+    newest checkpoint is of the config's model except between the two."""
+    before, after, step = trainer.engine, trainer.unshared, trainer.end
+    assert after, "the run ends with another engine"
+    phases.enter_phase("copying shared weights", step)
+    log.info(
+        f"after step {step}: the {before.config.model.share_layers} layers of each group get their "
+        "own weights"
+    )
+    with jax.transfer_guard("allow"):
+        state = grow_state(before, after, state)
+    trainer = dataclasses.replace(
+        trainer, engine=after, begin=step, state=state, step=compile_step(after), unshared=None
+    )
+    Saves(after, trainer.text, trainer.checkpoints, 0).finish(step, state)
+    if jax.process_index() == 0:
+        _write_settings(trainer, new=False)
+    return trainer
+
+
 def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
-    """Trains up to the last step. Implicit transfers between host and devices, such as of a NumPy
-    array among a step's arguments, are errors. Intended transfers are batches to the devices,
-    metrics to the host (`Recorder`, by `jax.device_get`), evaluations and checkpoints."""
+    """Trains up to the engine's last step. Implicit transfers between host and devices, such as of
+    a NumPy array among a step's arguments, are errors. Intended transfers are batches to the
+    devices, metrics to the host (`Recorder`, by `jax.device_get`), evaluations and checkpoints."""
     config, engine, text = trainer.config, trainer.engine, trainer.text
     run, data, state = config.run, config.data, trainer.state
     stream = device_batches(
@@ -273,7 +299,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
         request = _evaluate_begun(trainer, recorder, stops)
         if request and trainer.begin == run.steps:
             _stop(recorder, saves, trainer.begin, state, request)
-        for step in range(trainer.begin + 1, run.steps + 1):
+        for step in range(trainer.begin + 1, trainer.end + 1):
             trace(step)
             try:
                 batch = _next_batch(stream, recorder, step)
@@ -289,6 +315,8 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
             request = stops()
             if _evaluation_due(trainer, step) and not request:
                 request = _evaluate(trainer, recorder, step, state.params, stops)
+            if step == trainer.end < run.steps:
+                return state  # saved with its layers' own weights
             if saves.due(step):
                 phases.enter_phase("saving", step)
                 # Raises where loss or gradient norm is not finite: such a state is not saved.

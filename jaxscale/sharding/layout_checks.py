@@ -200,7 +200,7 @@ def check_sequence_chunks(layout: Layout, model: ModelSettings) -> None:
         ("num_encoder_layers", model.num_encoder_layers, "an encoder reads", ""),
         ("causal", not model.causal, "attention reads", ""),
         ("prediction_depth", model.prediction_depth, "MTP modules read", "0"),
-        ("router", model.router == "expert_choice", "experts choose from", "'top_k'"),
+        ("router", model.experts_choose, "experts choose from", "'top_k'"),
         ("capacity_factor", model.capacity_factor, "an expert's capacity is of", "0"),
         ("balance_weight", balances, "the auxiliary loss is a product of means over", "0"),
     ):
@@ -225,7 +225,7 @@ def check_sliced_head(layout: Layout, model: ModelSettings, *, slices_head: bool
     if not layout.slices_head or slices_head:
         return
     depth = getattr(model, "prediction_depth", 0)
-    why = f"the model of model.family = {model.family!r} has a loss or a head of its own, and does "
+    why = f"the model of model.family = {model.family!r} has a custom loss or head, and does "
     why += "not declare Model.slices_head"
     if depth:
         why = f"model.prediction_depth = {depth} adds a loss for each further token"

@@ -152,11 +152,14 @@ class ModelTrace:
         """Whether each of the model's layers in a layer of the stack has experts."""
         arrays = [array for array in self.parameters if array.part == stack]
         count = next(one.model_layers for one in self.stacks if one.name == stack)
-        paths = [f"layer_{i}/" for i in range(count)] if count > 1 else [""]
-        return tuple(
+        prefixes = {array.name.partition("/")[0] for array in arrays}
+        own = [f"layer_{i}" for i in range(count) if f"layer_{i}" in prefixes]
+        paths = [f"{name}/" for name in own] or [""]
+        found = tuple(
             any("experts" in array.axes for array in arrays if array.name.startswith(path))
             for path in paths
         )
+        return found * (count // len(paths))
 
 
 UNREAD = "unread"

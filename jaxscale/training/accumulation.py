@@ -12,6 +12,7 @@ The pass of a group is the embedding, the stacks of the model in order, the head
 Letters: G micro-batches of a group.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -214,8 +215,8 @@ def _make_group_pass(
     zero = zero if visit.first else zero.kept
 
     def make_loop(stack: Stack) -> Loop:
-        layers = layer_functions(stack)
-        passes = [split_vjp(rematerialised(layer, layout.remat_policy)) for layer in layers]
+        remat = functools.partial(rematerialised, remat=layout.remat_policy)
+        passes = [split_vjp(layer) for layer in layer_functions(stack, remat)]
         first = stack.name == model.stacks[0].name
         return Loop(stack, zero, visit, passes=tuple(passes), form=form, is_first=first)
 

@@ -173,6 +173,22 @@ def lost_updates(trained: Iterable[Any]) -> str:
     )
 
 
+def moment_power(path: tuple, params: Any) -> int:
+    """How a leaf of a `TrainState` scales with gradients: 1 for a first moment, 2 for a second one,
+    0 for a parameter or a count.
+
+    Args:
+      path: of the leaf in the state.
+      params: tree of the parameters.
+    """
+    if getattr(path[0], "name", "") != "opt_state":
+        return 0
+    owner = _owner(path, {path for path, _ in _leaves(params)})
+    if owner is None:
+        return 0
+    return 2 if _field(path, owner) in SECOND_MOMENTS else 1
+
+
 def is_schedule(node: Any) -> bool:
     """Whether a node of the optimizer's state is the position in the learning-rate schedule."""
     return isinstance(node, optax.ScaleByScheduleState)

@@ -72,7 +72,7 @@ def test_conversations_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("expert choice", "with model.router = 'expert_choice' experts choose among all tokens"),
+        ("expert choice", "with model.router = 'balanced' experts choose among all tokens"),
         ("custom block and loss", r"its blocks have no decode\(\)"),
         ("bert", "is not causal here: it predicts masked tokens"),
     ],

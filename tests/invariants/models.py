@@ -103,6 +103,12 @@ KINDS = {
         axes=(),
     ),
     "prompts": Kind({"family": "llama", "num_layers": 4, "prompt_tokens": 3, **SIZES}),
+    "shared layers": Kind(
+        {
+            **{"family": "gemma3", "num_layers": 12, "share_layers": 2, "dropout": 0.2},
+            **{"layer_pattern": "LG", "sliding_window": 3, **SIZES},
+        }
+    ),
     "encoder and decoder": Kind(T5, target_len=8, objective="span_corruption"),
     "experts": Kind(
         {
@@ -133,6 +139,7 @@ KINDS = {
             "family": "tests.models.experts:make",
             **SIZES,
             **experts.EXPERT_CHOICE,
+            "router": "balanced",
             "prediction_depth": 2,
         },
         objective="causal_across_documents",

@@ -76,6 +76,10 @@ LAYOUTS = {
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "1f1b"},
         {"data": 2, "context": 2, "tensor": 2, "microbatches": 2, **GATHER, "remat": "full"},
     ],
+    "shared layers": [
+        {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, **INTERLEAVED, "remat": "full"},
+        {"data": 2, "fsdp": 2, "context": 2, **LAYERED, **GATHER},
+    ],
     "encoder and decoder": [
         {
             "pipeline": 2,

@@ -3,7 +3,7 @@
 Orders by a solver against the named schedules: for each number of ranks p, with 2p micro-batches,
 two kinds of uneven costs and three limits of saved passes, p / 2, p and 2p - 1. The unit is that of
 a forward pass. `head`: the B of the last stage has the head, as long as one more forward pass, and
-a B takes 1.1, a W 0.9. `uneven`: besides, B takes 1.2, W 0.8, and the first and the last stage have
+a B takes 1.1, a W 0.9. `uneven`: also, B takes 1.2, W 0.8, and the first and the last stage have
 fewer layers, 0.8 of the others'. Prints rows of Markdown.
 """
 

@@ -5,9 +5,9 @@ import math
 from dataclasses import dataclass
 
 from jaxscale.choices import check_at_least, check_choice, nearest_divisors
-from jaxscale.config.model.settings import option
+from jaxscale.config.model.settings import EXPERTS_CHOOSE, option
 
-ROUTERS = ("top_k", "prototypes", "expert_choice")
+ROUTERS = ("top_k", "prototypes", "expert_choice", "balanced")
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 BALANCES = ("sequence", "microbatch")
 CHOICES = {"router": ROUTERS, "router_scores": SCORES, "balance": BALANCES}
@@ -26,7 +26,8 @@ class ExpertOptions:
     expert_pattern: str = option("")  # repeats after dense_layers: D dense, E experts; "": all E
     # "top_k" gives a token its best experts; "prototypes" the best expert of each of
     # experts_per_token sets (arXiv 2105.15082); with "expert_choice" each expert takes its best
-    # tokens, by capacity_factor (arXiv 2202.09368).
+    # tokens, by capacity_factor (arXiv 2202.09368); with "balanced" after scores are balanced over
+    # the tokens, too (CPM-2, arXiv 2106.10715).
     router: str = option("top_k")
     router_scores: str = option("softmax")  # "softmax_of_chosen": softmax after the choice
     router_normalized: bool = option(False)  # a token's weights are divided by their sum
@@ -124,7 +125,7 @@ class ExpertOptions:
                     "set model.router_scores = 'softmax' and model.router_groups = 1, or "
                     "model.router = 'top_k'"
                 )
-        if self.router == "expert_choice":
+        if self.router in EXPERTS_CHOOSE:
             self._check_expert_choice()
         if experts % self.router_groups:
             raise ValueError(
@@ -152,19 +153,19 @@ class ExpertOptions:
     def _check_expert_choice(self) -> None:
         if not self.capacity_factor:
             raise ValueError(
-                "model.capacity_factor = 0 with model.router = 'expert_choice', which needs the "
+                f"model.capacity_factor = 0 with model.router = {self.router!r}, which needs the "
                 "number of tokens of each expert; set model.capacity_factor, such as 1.0"
             )
         for name, plain in (("balance_weight", 0), ("router_bias", False), ("router_groups", 1)):
             value = getattr(self, name)
             if value != plain:
                 raise ValueError(
-                    f"model.{name} = {value} with model.router = 'expert_choice', whose experts "
+                    f"model.{name} = {value} with model.router = {self.router!r}, whose experts "
                     f"have equally many tokens; set model.{name} = {plain}"
                 )
         if self.router_scores == "softmax_of_chosen":
             raise ValueError(
-                "model.router_scores = 'softmax_of_chosen' with model.router = 'expert_choice', "
+                f"model.router_scores = 'softmax_of_chosen' with model.router = {self.router!r}, "
                 "whose tokens may have no expert; set model.router_scores = 'softmax'"
             )
 

@@ -13,6 +13,7 @@ from jaxscale.config.model.lora import LORA
 from jaxscale.config.model.prediction import PREDICTION, PredictionOptions
 from jaxscale.config.model.rope_scaling import READ_BY, SCALING, RopeScalingOptions
 from jaxscale.config.model.settings import ModelSettings, is_own_family, option
+from jaxscale.config.model.sharing import SHARING, SharingOptions
 from jaxscale.formatting import changed_fields
 from jaxscale.model_families.shipped import find_family, refuse_setting
 
@@ -37,6 +38,7 @@ class ModelConfig(
     LatentOptions,
     PredictionOptions,
     RopeScalingOptions,
+    SharingOptions,
     ModelSettings,
 ):
     """A transformer of a shipped family: a decoder, or an encoder-decoder if `num_encoder_layers`
@@ -147,6 +149,7 @@ class ModelConfig(
         )
         ahead = bool(self.num_encoder_layers) or not self.causal
         self.check_prediction(self.positions, self.layer_pattern, ahead)
+        self.check_sharing(*self._shared_layers, adapts=self.adapts)
         if self.norm_placement == "after_residual" and self.parallel_block:
             raise ValueError(
                 "model.norm_placement = 'after_residual' with model.parallel_block = True: "
@@ -235,7 +238,7 @@ class ModelConfig(
     def unread(self) -> set[str]:
         """The settings that nothing reads: fixed by the family, of options that this model does not
         have, or off by default. A custom model may read any."""
-        unread = {"dropout", "expert_pattern", "lora_tokens", "matmul_dtype"}
+        unread = {"dropout", "expert_pattern", "lora_tokens", "matmul_dtype", *SHARING}
         if is_own_family(self.family):
             return unread
         options = {one.name for one in dataclasses.fields(self) if "plain" in one.metadata}
@@ -312,6 +315,14 @@ class ModelConfig(
     @property
     def _adapter_kinds(self) -> dict[str, bool]:
         return {"gated": self.gated, "has_experts": self.num_experts > 0}
+
+    @property
+    def _shared_layers(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The arguments of `check_sharing`."""
+        layers = {"num_layers": self.num_layers, "num_encoder_layers": self.num_encoder_layers}
+        layers |= {"dense_layers": self.dense_layers} if self.num_experts else {}
+        patterns = {"layer_pattern": self.layer_pattern, "expert_pattern": self.expert_pattern}
+        return layers, {name: len(text) for name, text in patterns.items() if text}
 
     @property
     def rotary_dim(self) -> int:

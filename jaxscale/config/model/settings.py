@@ -10,6 +10,8 @@ from jaxscale.choices import check_at_least, check_choice
 DTYPES = ("float64", "float32", "bfloat16")
 MATMUL_DTYPES = ("", "float8", "int8")
 ATTENTIONS = ("auto", "reference", "blockwise", "cudnn", "flash", "splash")
+EXPERTS_CHOOSE = ("expert_choice", "balanced")
+"""Routers whose experts choose tokens, among all of a sequence."""
 SPREAD_ATTENTIONS = ("blockwise", "flash", "splash")
 """Kernels that support sequences sharded over several ranks; "auto" selects one."""
 
@@ -77,6 +79,8 @@ class ModelSettings:
     router_groups = 1
     router_groups_kept = 1
     dropped_token = -1  # the id whose embedding is zero
+    share_layers = 1  # consecutive layers with one layer's weights
+    unshare_at = 0
 
     def __post_init__(self) -> None:
         check_choice("model.attention", self.attention, ATTENTIONS)
@@ -94,6 +98,11 @@ class ModelSettings:
     def attention_uses(self) -> tuple[str, ...]:
         """The features of attention that layers use, of `ops.attention.USES`."""
         return ("soft_cap",) if self.attention_soft_cap else ()
+
+    @property
+    def experts_choose(self) -> bool:
+        """Whether experts choose tokens, not tokens experts."""
+        return self.router in EXPERTS_CHOOSE
 
     @property
     def unread(self) -> set[str]:

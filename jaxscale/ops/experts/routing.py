@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+SINKHORN = 8
+"""Iterations of `balanced_scores`."""
+
 
 @dataclass(frozen=True)
 class Router:
@@ -23,13 +26,15 @@ class Router:
     best expert of each (k top-1 of M6-T, arXiv 2105.15082); one set is the Switch Transformer's
     router (arXiv 2101.03961). With "expert_choice" each expert chooses the tokens of a sequence
     with the highest scores (arXiv 2202.09368), so a token has any number of experts, `choices` on
-    average. With `groups` a token's experts are limited to the `groups_kept` groups with the
-    largest sum of their two best scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    average. With "balanced" the scores of a sequence are first balanced over its tokens and over
+    the experts (`balanced_scores`). With `groups` a token's experts are limited to the
+    `groups_kept` groups with the largest sum of their two best scores (DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2).
     """
 
     choices: int
     scores: str = "softmax"  # or "sigmoid", or "softmax_of_chosen"
-    kind: str = "top_k"  # or "prototypes", or "expert_choice"
+    kind: str = "top_k"  # or "prototypes", "expert_choice" or "balanced"
     normalized: bool = False  # whether a token's gates are divided by their sum
     scale: float = 1.0  # factor of the gates
     groups: int = 1
@@ -97,6 +102,27 @@ def chosen_by_experts(scores_BTE: Array, capacity: int) -> Array:
     taken_BTE = taken_BTE.at[rows_B[:, None, None], places_BEC, experts_E[:, None]].set(True)
     taken_BTE &= scores_BTE > -jnp.inf
     return jnp.where(taken_BTE, experts_E, -1).astype(jnp.int32)
+
+
+def balanced_scores(scores_BTE: Array) -> Array:
+    """Logarithms of scores whose sums are equal over the experts for every token of a sequence, and
+    nearly over its tokens for every expert: Sinkhorn's iterations (arXiv 1306.0895).
+
+    In place of CPM-2's linear assignment on the host (arXiv 2106.10715), as `Router` with
+    "balanced". `scores_BTE` as in `chosen_by_experts`.
+    """
+    is_token_BT1 = scores_BTE[..., :1] > -jnp.inf
+    least = jnp.finfo(scores_BTE.dtype).tiny  # sigmoids may underflow
+    logs_BTE = jnp.log(jnp.maximum(scores_BTE, least))
+
+    def shares(logs_BTE: Array, axis: int) -> Array:
+        logs_BTE = jnp.where(is_token_BT1, logs_BTE, -jnp.inf)
+        total = jax.nn.logsumexp(logs_BTE, axis=axis, keepdims=True)
+        return logs_BTE - jnp.where(jnp.isfinite(total), total, 0)
+
+    for _ in range(SINKHORN):
+        logs_BTE = shares(shares(logs_BTE, axis=1), axis=2)
+    return logs_BTE
 
 
 def _in_best_groups(scores_BTE: Array, router: Router) -> Array:

@@ -73,10 +73,10 @@ def trace_stacks(
         memory = memory_shapes(stack, rows, count)
         x, shared = split_stream(stack, stream)
         kinds = tuple(
-            split(remat(one), layer, {**x, **memory}, shared, context, tuple(memory))
+            split(one, layer, {**x, **memory}, shared, context, tuple(memory))
             if remat
             else forward_only(one)
-            for one in layer_functions(stack)
+            for one in (layer_functions(stack, remat) if remat else layer_functions(stack))
         )
         _check_same_shapes(stack, kinds)
         parts.append(StackPart(number, stack, kinds, layers, memory))

@@ -186,7 +186,7 @@ def _fastest(
 
 
 def _sliced_heads(query: Query, best: list[TimedLayout]) -> list[TimedLayout]:
-    """The pipelines among the best with the head in slices, those that fit."""
+    """The pipelines among the best with the head in slices, where it fits."""
     found = []
     for _, layout in best if "head" not in query.pins else ():
         sliced = dataclasses.replace(layout, head=SLICED)

@@ -156,13 +156,15 @@ def _saving_kernels(policy: RematPolicy, given: list[Any], heads: list[tuple[int
 
 def _layer(stack: Stack, kind: int, policy: RematPolicy, given: list[Any]) -> LayerFunction:
     """One layer under a policy."""
-    function = layer_function(stack, kind)
 
-    def layer(weights: Any, carried: Any, shared: Any, context: Any) -> tuple:
-        given[:] = jax.tree.leaves(shared)
-        return function(weights, carried, shared, context)
+    def remat(function: LayerFunction) -> LayerFunction:
+        def layer(weights: Any, carried: Any, shared: Any, context: Any) -> tuple:
+            given[:] = jax.tree.leaves(shared)
+            return function(weights, carried, shared, context)
 
-    return rematerialised(layer, policy)
+        return rematerialised(layer, policy)
+
+    return layer_function(stack, kind, remat)
 
 
 def _expert_rows(layer: LayerFunction, arguments: tuple) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from jaxscale.ops.experts.routing import (
     Router,
+    balanced_scores,
     choice_counts,
     choose_experts,
     chosen_by_experts,
@@ -110,6 +111,25 @@ def test_each_expert_takes_its_best_tokens_and_no_padding():
         best = np.argsort(-scores[row, :, expert], kind="stable")[: (2, 3)[row]]
         wanted = np.isin(np.arange(T), best)
         np.testing.assert_array_equal(taken[row, :, expert], np.where(wanted, expert, -1))
+
+
+def test_balanced_experts_take_even_shares_and_leave_fewer_tokens_out():
+    """Every expert T / E tokens of a sequence, here with one popular expert; no padding."""
+    tokens, each = 64, 64 // E
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(4, tokens, E)) + 2 * rng.normal(size=(4, tokens, 1)) * np.ones(E)
+    logits[..., 0] += 3
+    scores = np.exp(logits)
+    scores[0, -8:] = -np.inf
+    plan = balanced_scores(jnp.asarray(scores))
+    np.testing.assert_allclose(jax.nn.logsumexp(plan[1:], axis=2), 0, atol=1e-12)
+    np.testing.assert_allclose(jnp.exp(plan[1:]).sum(1), each, rtol=0.05)
+    taken, raw = (
+        np.asarray(chosen_by_experts(one, each)) >= 0 for one in (plan, jnp.asarray(scores))
+    )
+    np.testing.assert_array_equal(taken.sum(1), each)
+    assert not taken[0, -8:].any()
+    assert (taken[1:].sum(2) == 0).mean() < 0.7 * (raw[1:].sum(2) == 0).mean()
 
 
 @pytest.mark.proof
