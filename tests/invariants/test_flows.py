@@ -264,7 +264,7 @@ def test_a_sample_of_prompts_continues_the_first_that_is_held_out(monkeypatch, c
     )
     done = types.SimpleNamespace(
         config=configs.load("configs/tiny.py", ["data.source=prepared"]),  # says not what it holds
-        engine=None,
+        last_engine=None,
         text=types.SimpleNamespace(tokenizer=load_tokenizer("bytes"), heldout=[example]),
     )
     command_line.log_to_stdout()
@@ -279,7 +279,7 @@ def test_a_sample_that_fails_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sampling, "sample", fail)
     done = types.SimpleNamespace(
         config=configs.load("configs/tiny.py"),
-        engine=None,
+        last_engine=None,
         text=types.SimpleNamespace(
             tokenizer=None, heldout=[types.SimpleNamespace(weights=np.ones(4))]
         ),
