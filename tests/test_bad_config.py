@@ -252,7 +252,14 @@ OVERRIDES = [
         "layout.pipeline=2 layout.accumulation=layered",
         "set layout.accumulation = 'sequential' and layout.schedule = 'breadth_first'",
     ),
-    ("layout.pipeline=2 layout.offload=activations", "with layout.pipeline = 2 is not available"),
+    (
+        "layout.pipeline=2 layout.offload=activations layout.remat=full",
+        "layout.remat = 'full' with layout.pipeline = 2: a rank saves only the inputs of its",
+    ),
+    (
+        "layout.pipeline=2 layout.remat=offload:query",
+        "with layout.pipeline = 2 is not available in this version; set layout.offload = 'activ",
+    ),
     (
         "layout.pipeline=2 layout.context=3",
         "layout.context_method = 'ring' with layout.pipeline = 2 needs an even number of ranks",

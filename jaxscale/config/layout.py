@@ -133,7 +133,8 @@ class Layout:
       remat: residuals that a layer saves for its backward pass; parsed as `remat_policy`. "keep:4"
         in a pipeline: a rank saves all residuals of up to four passes through a chunk at a time,
         and recomputes the others.
-      offload: "optimizer" and "activations" in host memory.
+      offload: "optimizer" and "activations" in host memory; in a pipeline these are what layers
+        save between the operations of a pass.
 
     Raises:
       ValueError: settings that contradict each other; names the one to change.
@@ -315,12 +316,17 @@ class Layout:
                 f"layout.overlap_tensor = True with layout.pipeline = {self.pipeline} is not "
                 "available in this version; set layout.overlap_tensor = False"
             )
-        if self.offloads_residuals:
+        if self.remat_policy.offloads:
             raise ValueError(
-                f"layout.offload = {self.offload!r}, layout.remat = {self.remat!r} with "
-                f"layout.pipeline = {self.pipeline} is not available in this version; set "
-                "layout.offload = 'none' or 'optimizer', and layout.remat = 'full' or another "
-                "policy without 'offload:'"
+                f"layout.remat = {self.remat!r} with layout.pipeline = {self.pipeline} is not "
+                "available in this version; set layout.offload = 'activations', which moves all "
+                "saved activations, or layout.remat = 'full' or another policy without 'offload:'"
+            )
+        if self.offloads("activations") and self.remat_policy.kept_passes == 0:
+            raise ValueError(
+                f"layout.offload = {self.offload!r}, layout.remat = 'full' with layout.pipeline = "
+                f"{self.pipeline}: a rank saves only the inputs of its stages, which stay on the "
+                "device; set layout.remat = 'none' or 'keep:2', or layout.offload = 'none'"
             )
 
     @property

@@ -20,6 +20,9 @@ HEAD_COLUMNS = ("head_microbatch", "head_segment", HEAD_RANK, "head_inbox")
 MEMORY, GRADIENT = "memory", "memory_gradient"
 """Buffers of what a stage's layers leave to later segments of a micro-batch."""
 
+OFFLOADED = ("residual_b", "residual_w")
+"""Buffers that `layout.offload` of activations has in host memory, except vectors of a layer."""
+
 
 @dataclass(frozen=True, eq=False)
 class TickProgram:

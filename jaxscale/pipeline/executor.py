@@ -72,6 +72,7 @@ def execute(
     chunks: Chunks,
     *,
     row_major: bool = False,
+    offload: bool = False,
 ) -> tuple[Sums, Tree]:
     """Runs a step's table: this rank's sums, and gradients summed over micro-batches and ranks.
 
@@ -82,8 +83,19 @@ def execute(
       columns: of `stages`, [ticks, 1, lanes] each.
       chunks: of `stages`, [1, chunks] each.
       row_major: whether buffers are constrained to row-major layout, for TPUs.
+      offload: whether `residual_b` and `residual_w` are in host memory (`Rank.on_host`).
     """
-    rank = Rank.of(model, zero, stages, params, batches, chunks, remat=remat, row_major=row_major)
+    rank = Rank.of(
+        model,
+        zero,
+        stages,
+        params,
+        batches,
+        chunks,
+        remat=remat,
+        row_major=row_major,
+        offload=offload,
+    )
     state = _run(rank, rank.initial_state(rank.accumulators(params)), columns)
     if state.pending is not None and stages.has_one_chunk:
         # After the last tick: one reduction a step. In the ticks, XLA for TPUs moved the reduction

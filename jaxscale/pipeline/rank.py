@@ -24,12 +24,13 @@ from jaxscale.models.protocol import (
     zero_sums,
 )
 from jaxscale.ops.array_stack import Index, add_rows, at, put
-from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY, TickProgram
+from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY, OFFLOADED, TickProgram
 from jaxscale.pipeline.layers.mirror import with_rows
 from jaxscale.pipeline.layers.segments import segment_of
 from jaxscale.pipeline.layers.stack_part import Remat, StackPart, StreamShapes, trace_stacks
 from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.head_slices import gather_slices, slice_shapes
+from jaxscale.sharding.host_memory import from_host, to_host
 from jaxscale.sharding.resolve import constrain
 from jaxscale.sharding.rules import ACTIVATIONS
 from jaxscale.sharding.zero import Zero
@@ -82,6 +83,7 @@ class Rank:
     batches: Batch
     chunks: Mapping[str, jax.Array]  # [chunks] each
     row_major: bool
+    offload: bool  # whether buffers of OFFLOADED are in host memory (`on_host`)
     only_chunk: Tree  # gathered before the first tick; None if ranks have several chunks
 
     @classmethod
@@ -96,6 +98,7 @@ class Rank:
         *,
         remat: Remat | None = None,
         row_major: bool = False,
+        offload: bool = False,
     ) -> "Rank":
         """Traces a layer of each stack, and gathers the parameters outside the layers.
 
@@ -124,6 +127,7 @@ class Rank:
             batches=batches,
             chunks=held,
             row_major=row_major,
+            offload=offload,
             only_chunk=only_chunk,
         )
 
@@ -162,9 +166,9 @@ class Rank:
         def of_layers(name: str, kept: str) -> Tree:
             def of_stack(part: StackPart) -> list[jax.Array]:
                 shape = slots[name], self.stages.capacity(part.number)
-                return [
-                    jnp.zeros((*shape, *s.shape), s.dtype) for s in getattr(part.kinds[0], kept)
-                ]
+                values = getattr(part.kinds[0], kept)
+                empty = [jnp.zeros((*shape, *s.shape), s.dtype) for s in values]
+                return [to_host(x) if self.on_host(name, s) else x for x, s in zip(empty, values)]
 
             return {part.name: of_stack(part) for part in self.parts}
 
@@ -352,8 +356,11 @@ class Rank:
         return jax.lax.optimization_barrier(found)
 
     def read(self, state: State, row: Row, name: str, part: StackPart, index: jax.Array) -> Tree:
-        buffers = state.buffers[name][part.name]
-        return jax.tree.map(lambda x: self._in_order(at(x, row[name], index)), buffers)
+        def one(buffer: jax.Array) -> jax.Array:
+            value = at(buffer, row[name], index)
+            return self._in_order(from_host(value) if self.on_host(name, value) else value)
+
+        return jax.tree.map(one, state.buffers[name][part.name])
 
     def write(
         self,
@@ -364,13 +371,24 @@ class Rank:
         index: jax.Array,
         values: Tree,
     ) -> State:
-        written = jax.tree.map(
-            lambda buffer, value: put(buffer, self._in_order(value), row[name], index),
-            state.buffers[name][part.name],
-            values,
-        )
+        def one(buffer: jax.Array, value: jax.Array) -> jax.Array:
+            value = self._in_order(value)
+            value = to_host(value) if self.on_host(name, value) else value
+            return put(buffer, value, row[name], index)
+
+        written = jax.tree.map(one, state.buffers[name][part.name], values)
         buffers = {**state.buffers[name], part.name: written}
         return state._replace(buffers={**state.buffers, name: buffers})
+
+    def on_host(self, name: str, value: jax.Array | jax.ShapeDtypeStruct) -> bool:
+        """Whether a buffer has a layer's value in host memory.
+
+        Args:
+          value: of one layer.
+        """
+        # Not vectors: the compiler for TPUs (libtpu 0.0.50 and 0.0.52) aborts on their transfers to
+        # and from [slots, layers, n], of which a tile spans several layers.
+        return self.offload and name in OFFLOADED and value.ndim > 1
 
     def _in_order(self, x: jax.Array) -> jax.Array:
         # For TPUs: each loop over layers would choose a layout of the buffers that it carries, and

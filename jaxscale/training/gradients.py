@@ -77,6 +77,7 @@ def _pipelined(
             columns,
             chunks,
             row_major=row_major,
+            offload=layout.offloads("activations"),
         )
         return zero.total(sums), grads
 

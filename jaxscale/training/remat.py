@@ -73,16 +73,6 @@ def _checkpoint(function: Callable, policy: Callable) -> Callable:
     return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
-def to_host(tree: Tree) -> Tree:
-    """Moves arrays to host memory, inside a jitted function."""
-    return jax.device_put(tree, jax.memory.Space.Host)
-
-
-def from_host(tree: Tree) -> Tree:
-    """Moves arrays back to the device, inside a jitted function."""
-    return jax.device_put(tree, jax.memory.Space.Device)
-
-
 def check_host_memory(layout: Layout, mesh: Mesh) -> None:
     """Refuses offloading on a back end without separate host memory.
 

@@ -10,9 +10,9 @@ import optax
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config
 from jaxscale.models.protocol import Model, Rows, Sums, sum_shapes
+from jaxscale.sharding.host_memory import from_host
 from jaxscale.training.device_batch import unpack_sharded
 from jaxscale.training.optimizer import frozen_params, is_schedule
-from jaxscale.training.remat import from_host
 
 Tree = Any
 

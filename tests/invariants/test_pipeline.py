@@ -10,11 +10,13 @@ import optax
 import pytest
 
 from jaxscale.pipeline import layer_placement
+from jaxscale.pipeline.buffer_slots import OFFLOADED
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.schedule_csv import write_csv
 from jaxscale.pipeline.simulator import Costs
 from jaxscale.pipeline.solve_order import solve_order
 from jaxscale.pipeline_schedules.operations import F, X
+from jaxscale.planner.memory.step import step_memory
 from jaxscale.run.setup.layout_report import describe_layout
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.resolve import is_axes
@@ -302,6 +304,31 @@ def test_a_ring_in_a_pipeline_is_one_device(layout, capfd):
     engine = check_pipeline(layout, "window")
     assert engine.layout.context_method == "ring"
     assert INVOLUNTARY not in capfd.readouterr().err
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"schedule": "1f1b", "pipeline": 2, "fsdp": 2, "microbatches": 4},
+        {"schedule": "zb_v", "virtual_stages": 2, "pipeline": 2, "fsdp": 2, "microbatches": 8}
+        | {"remat": "keep:2"},
+    ],
+    ids=name,
+)
+def test_offloaded_activations_change_no_bit(layout):
+    """And what the planner has in host memory is what the slots have."""
+    state = initial_state(make_config(LLAMA, {}))
+    results = []
+    for offload in ("none", "activations"):
+        engine = open_engine(make_config(LLAMA, {**layout, "offload": offload}))
+        results.append(run(engine, on_ranks(engine, state), step=compile_step(engine)))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    slots = engine.pipeline_buffers()
+    held = jax.tree.leaves([slots[name] for name in OFFLOADED])
+    stored = sum(x.size * x.dtype.itemsize for x in held)
+    needs, whole = (step_memory(engine.config, own_host=own) for own in (True, False))
+    assert needs.host_stash == whole.stash - needs.stash == pytest.approx(stored, rel=0.02)
 
 
 @pytest.mark.proof

@@ -249,7 +249,8 @@ def offload_seconds(
 
 def offloaded_bytes(work: ModelWork, remat: str) -> float:
     """Bytes per token that an average layer saves under a policy, all tensor ranks together."""
-    names = {name.strip() for name in remat.partition(":")[2].split(",") if name}
+    policy, _, listed = remat.partition(":")
+    names = {name.strip() for name in listed.split(",") if name and policy != "keep"}
     everything, total = not names and remat != "full", 0.0
     for stack in work.stacks:
         sizes = saved_features(stack)

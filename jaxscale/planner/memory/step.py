@@ -15,7 +15,7 @@ import numpy as np
 from jaxscale.config import Config
 from jaxscale.config.layout import Layout
 from jaxscale.config.model import is_own_family
-from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY
+from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY, OFFLOADED
 from jaxscale.planner.memory.at_rest import (
     batch_bytes,
     count_bytes,
@@ -115,8 +115,9 @@ def _stack_memory(
     before, is_last = loops[: number + 1], number == len(loops) - 1
     moments = moment_bytes(model, optimizer, layout, rows)
     host_optimizer = moments if layout.offloads("optimizer") else 0
-    stash, host_stash = (sum(each) for each in zip(*(_stash(one) for one in before)))
     pipelined = layout.pipeline > 1
+    in_loop, slots = zip(*map(_stash, before)), _slots(loops, buffers, transients)
+    stash, host_stash = (select(pipelined, *both) for both in zip(slots, map(sum, in_loop)))
     message = message_bytes(loops)
     attention = 0 if loop.is_custom else (model.num_heads + model.num_kv_heads) * model.head_dim
     gradients = loop.accumulated * (loop.sums + _tied_sums(loop))
@@ -125,7 +126,7 @@ def _stack_memory(
         optimizer=moments + count_bytes(optimizer.name) - own_host * host_optimizer,
         batch=batch_bytes(model, config.data, layout),
         gradients=gradients,
-        stash=select(pipelined, _slots(loops, buffers, transients), stash - own_host * host_stash),
+        stash=stash - own_host * host_stash,
         layer_weights=_layer_weights(loop, loops, buffers, transients),
         zeros=loop.last_outside
         * transients.zeros
@@ -244,17 +245,23 @@ def _cast_once(loop: LayerLoop, rows: Rows) -> Ints:
     return select(loop.layout.casts_once, layers * casts)
 
 
-def _slots(loops: list[LayerLoop], buffers: RankBuffers, transients: Transients) -> Ints:
-    """Saved activations of a rank's chunks between operations: each slot stores a chunk of every
-    stack."""
-    total, tiled = 0, transients.tile > 1
-    if not np.any(loops[0].layout.pipeline > 1):
-        return 0
+def _slots(
+    loops: list[LayerLoop], buffers: RankBuffers, transients: Transients
+) -> tuple[Ints, Ints]:
+    """Saved activations of a rank's chunks between operations, and the part in host memory: each
+    slot stores a chunk of every stack."""
+    total, on_host, tiled = 0, 0, transients.tile > 1
+    layout = loops[0].layout
+    if not np.any(layout.pipeline > 1):
+        return 0, 0
     for loop in loops:
         for held in (*HELD, MEMORY, GRADIENT):
             slots = getattr(buffers, held)
-            total = total + slots * loop.capacity * slot_bytes(loop, held, tiled=tiled)
-    return total
+            stored = slots * loop.capacity * slot_bytes(loop, held, tiled=tiled)
+            total = total + stored
+            if layout.offloads("activations") and held in OFFLOADED:
+                on_host = on_host + stored
+    return total, on_host
 
 
 def _messages(layout: Layout, buffers: RankBuffers) -> Ints:

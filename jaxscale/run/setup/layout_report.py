@@ -307,7 +307,8 @@ def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
     most = everything.program.slots["residual_b"]
     # With all except one saved, recomputing that one needs as much memory as saving it.
     some = sorted({most * quarters // 4 for quarters in (1, 2, 3)} - {0, most - 1, most})
-    policies = ["none", *(f"keep:{n}" for n in reversed(some)), "full"]
+    policies = ["none", *(f"keep:{n}" for n in reversed(some))]
+    policies += ["full"] * (not layout.offloads("activations"))
     policies += [layout.remat] * (layout.remat not in policies)
     rows = [("", "saved in slots", "whole step", "time")]
     for remat in policies:
@@ -321,12 +322,11 @@ def _passes(engine: Engine, chosen: PipelineStages) -> list[str]:
 
 def _offloads(engine: Engine) -> list[str]:
     """The table of bytes that each offload moves, on back ends with separate host memory."""
-    if engine.layout.pipeline > 1:
-        return []
-    rows = []
-    for what in ("optimizer", "activations"):
+    rows, layout = [], engine.layout
+    has_activations = layout.pipeline == 1 or layout.remat_policy.kept_passes != 0
+    for what in ("optimizer", "activations")[: 1 + has_activations]:
         needs = _predict(engine, offload=what)
-        chosen = " *" if engine.layout.offloads(what) else ""
+        chosen = " *" if layout.offloads(what) else ""
         moved = needs.host_optimizer if what == "optimizer" else needs.host_stash
         rows.append((f"{what}{chosen}", human_bytes(moved)))
     return ["layout.offload moves to host memory\n" + table(rows)]

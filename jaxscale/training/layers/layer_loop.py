@@ -36,6 +36,7 @@ from jaxscale.models.protocol import Stream, Sums, add_layer_sums
 from jaxscale.ops.array_stack import add, add_at, after, at, put
 from jaxscale.ops.matmul import is_quantised
 from jaxscale.ops.save_in_place import save_in_place
+from jaxscale.sharding.host_memory import from_host, to_host
 from jaxscale.training.layers.layer_scan import (
     LayerPosition,
     Residuals,
@@ -54,7 +55,6 @@ from jaxscale.training.layers.loop_weights import (
     missing,
     prefetch_layer,
 )
-from jaxscale.training.remat import from_host, to_host
 
 Tree = Any
 Index = int | jax.Array

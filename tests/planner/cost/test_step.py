@@ -11,6 +11,7 @@ from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.cost.collectives import axis_levels
 from jaxscale.planner.cost.communication import local_params, state_traffic
 from jaxscale.planner.cost.kernels import memory_seconds
+from jaxscale.planner.cost.state import offloaded_bytes
 from jaxscale.planner.cost.step import step_cost
 from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
@@ -272,3 +273,8 @@ def test_a_fast_host_hides_what_waits_in_it():
         SMALL, make_cluster("h100", 8, host_bytes_per_second=1e12), Parallelism(**layout)
     )
     assert slow.offload > fast.offload == 0
+
+
+def test_a_recomputed_pass_of_a_pipeline_offloads_what_it_saves():
+    everything = offloaded_bytes(SMALL, "none")
+    assert offloaded_bytes(SMALL, "keep:2") == everything > offloaded_bytes(SMALL, "full")
