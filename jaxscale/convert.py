@@ -20,6 +20,7 @@ from jaxscale import command_line, run_folder
 from jaxscale import config as configs
 from jaxscale.config.model import ModelConfig
 from jaxscale.config.model.adapters import KINDS as ADAPTER_KINDS
+from jaxscale.config.model.lora import OF_MLP
 from jaxscale.config.model.settings import is_own_family
 from jaxscale.distributed import processes
 from jaxscale.distributed.initialize import num_devices
@@ -274,6 +275,13 @@ def _check_can_write(model: ModelConfig, workdir: pathlib.Path, *, peft: bool) -
         raise ValueError(
             f"model.side_width = {model.side_width} of {workdir}: a side network cannot be "
             f"converted, since {where}; generate, evaluate and jaxscale.from_pretrained use it"
+        )
+    targets = {*OF_MLP} & {*model.adapted_weights}
+    if peft and model.num_experts and targets:
+        raise ValueError(
+            f"model.lora_targets = {model.lora_targets!r} of {workdir} adapts the matrices of "
+            "experts, which --to_peft does not write; --to_hf writes the model with the adapters "
+            "merged"
         )
     if model.prompt_tokens and not peft:
         raise ValueError(

@@ -340,6 +340,7 @@ def test_a_special_token_beyond_the_model_is_refused_only_in_a_text(tmp_path, ca
     assert open_tokenizer(config, tmp_path).vocab_size == 130
 
 
+ROUTED = {"family": "mixtral", "num_experts": 4}
 BAD_COMMANDS = {
     "neither": (["--output", "x"], "give --from_hf DIR, or --to_hf"),
     "no run": (["--to_hf", "--output", "x"], "--to_hf and --to_peft need --work"),
@@ -371,6 +372,11 @@ BAD_COMMANDS = {
     "side network alone": (
         ["--to_peft", "--workdir", "{side}", "--output", "{hf}_"],
         "a side network cannot be converted, since PEFT has no such adapter; generate",
+    ),
+    "adapters of experts": (
+        ["--to_peft", "--workdir", "{routed}", "--output", "{hf}_"],
+        "model.lora_targets = 'q,up' of {routed} adapts the matrices of experts, which --to_peft "
+        "does not write; --to_hf writes the model with the adapters merged",
     ),
     "prompt": (
         ["--to_hf", "--workdir", "{prompted}", "--output", "{hf}_"],
@@ -430,6 +436,7 @@ def test_commands_that_cannot_work_are_refused_in_one_line(name, converted, tmp_
         ("wider", {"model": wider}),
         ("side", {"model": {"side_width": 4}}),
         ("prompted", {"model": {"prompt_tokens": 4}}),
+        ("routed", {"model": {**ROUTED, "lora_rank": 4, "lora_targets": "q,up"}}),
     ):
         places[place] = tmp_path / place
         places[place].mkdir()

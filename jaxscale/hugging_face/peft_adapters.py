@@ -111,6 +111,7 @@ def _rules_of(weight: TensorRule, rank: int, number: int, count: int) -> list[Te
     dims = [dim for dim, one in enumerate(take) if isinstance(one, slice)]
     inputs = dims[weight.order[0]]
     outputs = [dim for dim in range(len(take)) if dim != inputs]
+    kept = [dim for dim in dims if dim != inputs]
     num_inputs, num_outputs = weight.view[inputs], math.prod(weight.view[dim] for dim in outputs)
     first = dataclasses.replace(
         weight,
@@ -128,7 +129,7 @@ def _rules_of(weight: TensorRule, rank: int, number: int, count: int) -> list[Te
         name=_adapter_tensor(weight, "b"),
         view=(*(weight.view[dim] for dim in outputs), count * rank),
         take=(*(take[dim] for dim in outputs), columns),
-        order=(len(dims) - 1, *range(len(dims) - 1)),
+        order=(len(dims) - 1, *(kept.index(dims[one]) for one in weight.order[1:])),
         shape=(num_outputs, count * rank),
     )
     return [first, second]

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name as named
 
 from jaxscale.batch import Batch
 from jaxscale.config.model import ModelConfig
+from jaxscale.models.adapters.lora import LowRank, adapter_of
 from jaxscale.models.block import MLP, Block, activate
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Sums
@@ -41,6 +42,13 @@ class Experts(nnx.Module):
         self.up = weights.normal("experts", "embed", "expert_mlp")
         self.down = weights.normal("experts", "expert_mlp", "embed", residual=True)
         self.gate = weights.normal("experts", "embed", "expert_mlp") if config.gated else None
+
+        def adapter(name: str, *axes: str) -> LowRank | None:
+            return adapter_of(name, config, weights, "experts", *axes, each=1)
+
+        self.up_lora = adapter("up", "embed", "expert_mlp")
+        self.gate_lora = adapter("gate", "embed", "expert_mlp")
+        self.down_lora = adapter("down", "expert_mlp", "embed")
         if config.mlp_bias:
             self.up_bias = weights.zeros("experts", "expert_mlp")
             self.gate_bias = weights.zeros("experts", "expert_mlp") if config.gated else None
@@ -170,8 +178,7 @@ class Experts(nnx.Module):
         before_BTD: jax.Array | None,
     ) -> jax.Array:
         config, (columns, back) = self.config, weights
-        hidden_cRF = expert_matmuls.expert_columns(dispatch, x_BTD, columns, plan)
-        hidden_cRF = tuple(map(named, hidden_cRF, ("mlp_up", "mlp_gate")))
+        hidden_cRF = self._hidden(dispatch, x_BTD, columns, plan)
         biases: tuple[jax.Array, ...] = ()
         if config.mlp_bias:
             own = (self.down_bias, self.up_bias, self.gate_bias)
@@ -183,6 +190,7 @@ class Experts(nnx.Module):
             gates_cR: jax.Array,
             biases: tuple,
             before_BTD: jax.Array | None,
+            adapter: tuple[jax.Array, jax.Array] | None,
             *hidden_cRF: jax.Array,
         ):
             if biases:
@@ -196,12 +204,31 @@ class Experts(nnx.Module):
             active = (active.astype(gates_cR.dtype) * gates_cR[..., None]).astype(active.dtype)
             bias_ED = biases[0] if biases else None
             return expert_matmuls.expert_rows(
-                dispatch, active, weight_EFD, plan, bias_ED, gates_cR, before_BTD
+                dispatch, active, weight_EFD, plan, bias_ED, gates_cR, before_BTD, adapter
             )
 
         # As in an MLP, the activation is recomputed for the backward pass.
         down = jax.checkpoint(down, prevent_cse=False)
-        return down(back, gates_cR, biases, before_BTD, *hidden_cRF)
+        adapter = None if self.down_lora is None else _scaled(self.down_lora)
+        return down(back, gates_cR, biases, before_BTD, adapter, *hidden_cRF)
+
+    def _hidden(
+        self,
+        dispatch: Dispatch,
+        x_BTD: jax.Array,
+        columns: tuple[jax.Array, ...],
+        plan: travel.DispatchPlan,
+    ) -> tuple[jax.Array, ...]:
+        """Hidden features of received rows before biases and activation, adapters included."""
+        adapters = {
+            i: one for i, one in enumerate((self.up_lora, self.gate_lora)) if one is not None
+        }
+        firsts = [one.a[...] for one in adapters.values()]
+        hidden_cRF = [*expert_matmuls.expert_columns(dispatch, x_BTD, columns, plan, firsts)]
+        for (i, one), low_cRr in zip(adapters.items(), hidden_cRF[len(columns) :]):
+            b_ErF = _scaled(one)[1]
+            hidden_cRF[i] += expert_matmuls.adapted_columns(dispatch, low_cRr, b_ErF, plan)
+        return tuple(map(named, hidden_cRF[: len(columns)], ("mlp_up", "mlp_gate")))
 
     def _counts_to_balance(
         self, routed: "Routed", counts_BE: jax.Array, valid_BT: jax.Array, dispatch: Dispatch
@@ -229,6 +256,11 @@ class Experts(nnx.Module):
             squares_BT = routing.router_z(routed.logits, router_of(config))
             loss += config.router_z_loss * jnp.sum(squares_BT * batch.weights)
         return loss
+
+
+def _scaled(adapter: LowRank) -> tuple[jax.Array, jax.Array]:
+    """An adapter's matrices, whose product is added to the weight."""
+    return adapter.a[...], adapter.scale * adapter.b[...]
 
 
 @jax.custom_vjp

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name as named
 
 from jaxscale.batch import Batch
 from jaxscale.config.model import ModelConfig
+from jaxscale.models.adapters.lora import LowRank, adapter_of, plus
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.positions import rope_settings
 from jaxscale.models.weights import Weights
@@ -64,12 +65,27 @@ class MultiHeadLatentAttention(nnx.Module):
         self.v = weights.normal("embed", "heads", "value_dim", inputs=keys)
         self.out = weights.normal("heads", "value_dim", "embed", residual=True)
 
+        def adapter(name: str, *axes: str, **dims: int) -> LowRank | None:
+            return adapter_of(name, config, weights, *axes, **dims)
+
+        turned, plain = ("halves", "pairs"), ("heads", "plain_dim")
+        self.q_down_lora = adapter("q_down", "embed", "query_rank")
+        self.q_plain_lora = adapter("q_plain", "embed", *plain, inputs=query)
+        self.q_turned_lora = adapter("q_turned", "embed", "heads", *turned, inputs=query)
+        self.kv_down_lora = adapter("kv_down", "embed", "kv_rank")
+        self.k_turned_lora = adapter("k_turned", "embed", *turned)
+        self.k_plain_lora = adapter("k_plain", "embed", *plain, inputs=keys)
+        self.v_lora = adapter("v", "embed", "heads", "value_dim", inputs=keys)
+        self.out_lora = adapter("out", "heads", "value_dim", "embed", contracted=2)
+
     def __call__(self, x_BTD: jax.Array, batch: Batch, kernels: Kernels, kind: int) -> jax.Array:
         config, rope = self.config, rope_settings(self.config, kind)
         from_BTQ, from_BTC, k_BTR = self._compressed(x_BTD, kernels.linear)
-        parts = kernels.columns(from_BTQ, (self.q_plain[...], self.q_turned[...]))
+        parts = self._expanded(from_BTQ, kernels.columns)
         q_BTNH = self._queries(parts, batch.positions, rope, rotary)
         k_plain_BTN, v_BTNV = kernels.columns(from_BTC, (self.k_plain[...], self.v[...]))
+        k_plain_BTN = plus(k_plain_BTN, self.k_plain_lora, from_BTC)
+        v_BTNV = plus(v_BTNV, self.v_lora, from_BTC)
         k_BTR = kernels.shard(k_BTR, ("batch", "seq", "head_dim"))
         k_BT1R = rotary(k_BTR[:, :, None], batch.positions, **rope)
         shape = (*k_plain_BTN.shape[:3], config.rope_head_dim)
@@ -84,7 +100,8 @@ class MultiHeadLatentAttention(nnx.Module):
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap,
         )
-        return named(kernels.rows(o_BTNV, self.out[...]), "attention_out")
+        y_BTD = kernels.rows(o_BTNV, self.out[...])
+        return named(plus(y_BTD, self.out_lora, o_BTNV), "attention_out")
 
     def _compressed(
         self, x_BTD: jax.Array, linear: Callable = linear
@@ -93,12 +110,18 @@ class MultiHeadLatentAttention(nnx.Module):
         of tensor compresses its part of the tokens."""
         from_BTQ = x_BTD
         if self.config.query_rank:
-            from_BTQ = linear(x_BTD, self.q_down[...])
+            from_BTQ = plus(linear(x_BTD, self.q_down[...]), self.q_down_lora, x_BTD)
             from_BTQ = rms_norm(from_BTQ, self.q_scale[...], eps=NORM_EPS)
-        from_BTC = linear(x_BTD, self.kv_down[...])
-        k_BThr = linear(x_BTD, self.k_turned[...])
+        from_BTC = plus(linear(x_BTD, self.kv_down[...]), self.kv_down_lora, x_BTD)
+        k_BThr = plus(linear(x_BTD, self.k_turned[...]), self.k_turned_lora, x_BTD)
         from_BTC = rms_norm(from_BTC, self.kv_scale[...], eps=NORM_EPS)
         return from_BTQ, from_BTC, k_BThr.reshape(*k_BThr.shape[:2], -1)
+
+    def _expanded(self, from_BTQ: jax.Array, columns: Callable) -> tuple[jax.Array, ...]:
+        """The queries' plain part, and their part for RoPE."""
+        parts = columns(from_BTQ, (self.q_plain[...], self.q_turned[...]))
+        adapters = self.q_plain_lora, self.q_turned_lora
+        return tuple(plus(y, adapter, from_BTQ) for y, adapter in zip(parts, adapters))
 
     def _queries(
         self,
@@ -128,8 +151,11 @@ class MultiHeadLatentAttention(nnx.Module):
         """
         config, rope = self.config, rope_settings(self.config, kind)
         from_BTQ, from_BTC, k_BTR = self._compressed(x_BTD)
-        plain_BTN, rotated_BTNhr = columns(from_BTQ, (self.q_plain[...], self.q_turned[...]))
+        plain_BTN, rotated_BTNhr = self._expanded(from_BTQ, columns)
         into_BTNC = jnp.einsum("btnp,cnp->btnc", plain_BTN, self.k_plain[...])
+        if (lora := self.k_plain_lora) is not None:
+            low = lora.scale * jnp.einsum("btnp,rnp->btnr", plain_BTN, lora.b[...])
+            into_BTNC += jnp.einsum("btnr,cr->btnc", low, lora.a[...])
         q_BTNH = self._queries((into_BTNC, rotated_BTNhr), positions_BT, rope, rotary)
         k_BT1R = rotary(k_BTR[:, :, None], positions_BT, **rope)
         new_BT1H = jnp.concatenate((from_BTC[:, :, None], k_BT1R), axis=-1)
@@ -150,7 +176,10 @@ class MultiHeadLatentAttention(nnx.Module):
         )
         o_BTNC = o_BTNH[..., : config.kv_rank]
         o_BTNV = jnp.einsum("btnc,cnv->btnv", o_BTNC, self.v[...])
-        return rows(o_BTNV, self.out[...]), (k_LBS1H,)
+        if (lora := self.v_lora) is not None:
+            low = lora.scale * jnp.einsum("btnc,cr->btnr", o_BTNC, lora.a[...])
+            o_BTNV += jnp.einsum("btnr,rnv->btnv", low, lora.b[...])
+        return plus(rows(o_BTNV, self.out[...]), self.out_lora, o_BTNV), (k_LBS1H,)
 
 
 def empty_latent_cache(config: ModelConfig, batch: int, slots: int) -> LatentCache:

@@ -74,18 +74,22 @@ class Weights:
           residual: whether the matrix writes into the residual stream.
           inputs: the size of "embed" where the matrix does not read the stream.
         """
-        shape = self.shape(axes)
+        shape = self._shape(axes, inputs)
         if inputs:
-            shape = tuple(inputs if axis == "embed" else n for axis, n in zip(axes, shape))
             scale *= math.sqrt(self.sizes["embed"] / inputs)
         std = self.std * (self.depth_scale if residual else 1.0) * scale
         value = exact_normal(self.keys(), shape, std)
         return nnx.Param(value.astype(self.dtype), axes=axes)
 
-    def adapter(self, *axes: str) -> nnx.Param:
-        """The first matrix of a low-rank adapter, in float32 or wider."""
-        shape = self.shape(axes)
-        std = math.sqrt(2 / (5 * math.prod(shape[:-1])))
+    def adapter(self, *axes: str, inputs: int = 0, each: int = 0) -> nnx.Param:
+        """The first matrix of a low-rank adapter, in float32 or wider.
+
+        Args:
+          inputs: as in `normal`.
+          each: the number of leading dimensions that count separate matrices.
+        """
+        shape = self._shape(axes, inputs)
+        std = math.sqrt(2 / (5 * math.prod(shape[each:-1])))
         value = exact_normal(self.adapter_keys(), shape, std)
         return nnx.Param(value.astype(jnp.promote_types(self.dtype, jnp.float32)), axes=axes)
 
@@ -102,7 +106,11 @@ class Weights:
         return nnx.Param(jnp.zeros(self.shape(axes), dtype), axes=axes)
 
     def shape(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple(self.sizes[axis] for axis in axes)
+        return self._shape(axes, 0)
+
+    def _shape(self, axes: tuple[str, ...], inputs: int) -> tuple[int, ...]:
+        sizes = {**self.sizes, "embed": inputs or self.sizes["embed"]}
+        return tuple(sizes[axis] for axis in axes)
 
 
 def exact_normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:

@@ -93,7 +93,7 @@ def test_a_gpu(kind):
     [
         ("v5x:2x2", "did you mean 'v"),
         ("H100:1x8", "did you mean 'h100'"),
-        ("h300:8x8", "a100-40:8x8, a100-80:8x8, h100:8x8"),
+        ("h300:8x8", "a100-40:8x8, a100-80:8x8, l4:8x8, h100:8x8"),
         ("", "TPUs .chips along each dimension"),
     ],
 )

@@ -48,6 +48,11 @@ EXPERTS = ModelConfig(
     vocab_size=20,
     family="tests.models.experts:make",
 )
+ADAPTED = dataclasses.replace(
+    EXPERTS,
+    lora_rank=3,
+    lora_targets="q_down,q_plain,q_turned,kv_down,k_turned,k_plain,v,out,up,gate,down",
+)
 
 LETTERS = "abcdefgh"
 BOUNDARY = len(LETTERS)
@@ -110,8 +115,8 @@ def _full_logits(config, params, tokens_BT):
 @pytest.mark.proof
 @pytest.mark.parametrize(
     "config",
-    [LLAMA, GPT, LOCAL, PARALLEL, EXPERTS],
-    ids=["llama", "gpt", "local", "parallel", "latent and experts"],
+    [LLAMA, GPT, LOCAL, PARALLEL, EXPERTS, ADAPTED],
+    ids=["llama", "gpt", "local", "parallel", "latent and experts", "adapted"],
 )
 def test_the_cache_gives_the_logits_of_the_forward_pass(config):
     model, params = Decoder(config, plain_kernels()), fresh(config)

@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxscale.hugging_face.model_folder import open_model, write_adapters
-from jaxscale.models.adapters.lora import with_adapters, with_token_rows
+from jaxscale.hugging_face.model_folder import open_model, write_adapters, write_model
+from jaxscale.models.adapters.lora import (
+    merge_adapters,
+    with_adapters,
+    with_token_rows,
+    without_adapters,
+)
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.run.pretrained import from_pretrained
 from jaxscale.training.tracing.abstract_model import find_model
@@ -164,6 +169,12 @@ FUSED = [
     ("phi3", "", {"self_attn.qkv_proj": 6, "mlp.gate_up_proj": 4}),
     ("gpt2", "k,out", {}),
     ("gpt_neox", "q,k,v,up", {"attention.query_key_value": 6}),
+    ("deepseek_v3_direct", "q_turned,kv_down,out", {}),
+    (
+        "deepseek_v3",
+        "",
+        {f"self_attn.{name}": 4 for name in ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")},
+    ),
 ]
 
 
@@ -201,3 +212,24 @@ def test_each_adds_to_its_part_of_a_fused_weight(tmp_path):
         return (np.asarray(a) @ np.asarray(b).reshape(len(b), -1)).T
 
     np.testing.assert_allclose(added, np.concatenate([of(letter) for letter in "qkv"]), rtol=1e-5)
+
+
+@pytest.mark.proof
+def test_adapters_of_latent_attention_add_what_merging_adds(tmp_path):
+    """To each of DeepSeek's fused tensors, in the order of its features."""
+    config, axes, params = adapted("deepseek_v3", "")
+    write_adapters(tmp_path / "peft", config, axes, params, dtype="float32")
+    merged = merge_adapters(config, jax.tree.map(jnp.copy, params))
+    plain = dataclasses.replace(config, lora_rank=0)
+    written = {"dtype": "float32", "workdir": tmp_path}
+    write_model(tmp_path / "hf", plain, without_adapters(axes), merged, **written)
+    before, after = (
+        load_file(one / "model.safetensors") for one in (GOLDENS / "deepseek_v3", tmp_path / "hf")
+    )
+    found = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    names = [name for name in found if name.endswith(".lora_A.weight")]
+    assert len({name.rsplit(".", 3)[1] for name in names}) == 5
+    for name in names:
+        added = found[name.replace("lora_A", "lora_B")] @ found[name] * config.lora_alpha / 2
+        ours = name.removeprefix("base_model.model.").replace("lora_A.", "")
+        np.testing.assert_allclose(after[ours] - before[ours], added, atol=1e-4)

@@ -89,6 +89,27 @@ KINDS = {
         },
         optimizer="muon",
     ),
+    "adapters of experts": Kind(
+        {
+            "family": "tests.models.experts:make",
+            **SIZES,
+            **experts.EVERYTHING,
+            **experts.LATENT_ATTENTION,
+            "lora_rank": 4,
+            "lora_targets": ("q_down,q_plain,q_turned,kv_down,k_turned,k_plain,v,out,up,gate,down"),
+        },
+        axes=(),
+    ),
+    "adapters and a capacity": Kind(
+        {
+            "family": "tests.models.experts:make",
+            **SIZES,
+            **experts.PROTOTYPES,
+            "lora_rank": 4,
+            "lora_targets": "q,up,gate,down",
+        },
+        axes=(),
+    ),
     "side network": Kind(
         {"family": "llama", "num_layers": 4, "tied_embeddings": True, "side_width": 4, **SIZES}
     ),

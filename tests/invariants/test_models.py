@@ -65,6 +65,15 @@ LAYOUTS = {
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "1f1b"},
         {"fsdp": 2, "context": 2, "tensor": 2, "zero_stage": 1, "microbatches": 2, **GATHER},
     ],
+    "adapters of experts": [
+        {"fsdp": 2, "expert": 2, "tensor": 2, **LAYERED, "remat": "save_matmuls"},
+        {
+            **{"pipeline": 2, "context": 2, "tensor": 2, **GATHER},
+            "microbatches": 4,
+            "schedule": "zb_h1",
+        },
+    ],
+    "adapters and a capacity": [{"expert": 2, "tensor": 2, "overlap_experts": True}],
     "side network": [
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"},
         {"fsdp": 2, "context": 2, "tensor": 2, **LAYERED, "remat": "full"},

@@ -11,6 +11,8 @@ LORA = ("lora_rank", "lora_alpha", "lora_targets", "lora_tokens")
 """The settings of adapters, not written for a model without them."""
 
 OF_ATTENTION = ("q", "k", "v", "out")
+OF_LATENT = ("q_plain", "q_turned", "kv_down", "k_turned", "k_plain", "v", "out")
+"""Weights of latent attention; "q_down" precedes them where queries are compressed."""
 OF_MLP = ("up", "gate", "down")
 
 RANGE = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
@@ -30,13 +32,18 @@ class LoraOptions:
 
     lora_rank: int = 0  # of an adapter's two matrices; 0: no adapters
     lora_alpha: float = 16.0  # the adapters' output is multiplied by alpha / rank
-    lora_targets: str = ""  # weights of a layer with an adapter, of q,k,v,out,up,gate,down; "": all
+    # Weights of a layer with an adapter, of q,k,v,out,up,gate,down or those of latent attention;
+    # "": all but those of experts, and of MLPs next to experts.
+    lora_targets: str = ""
     lora_tokens: str = ""  # ids whose rows of embedding and head are also trained, as 384-385,7
 
     def check_lora(
-        self, vocab_size: int, *, gated: bool, has_experts: bool, is_latent: bool
+        self, vocab_size: int, *, attention: tuple[str, ...], gated: bool, has_experts: bool
     ) -> None:
-        """Refuses options that contradict each other, and weights without adapters.
+        """Refuses options that contradict each other, and weights that the model does not have.
+
+        Args:
+          attention, gated, has_experts: as in `adapted`.
 
         Raises:
           ValueError: with the setting to change.
@@ -57,19 +64,8 @@ class LoraOptions:
             )
         if self.lora_alpha <= 0:
             raise ValueError(f"model.lora_alpha = {self.lora_alpha} must be above 0")
-        if is_latent:
-            raise ValueError(
-                f"model.lora_rank = {self.lora_rank}: there are no adapters for latent attention "
-                "(model.kv_rank); set model.lora_rank = 0"
-            )
-        known = _targets(gated=gated, has_experts=has_experts)
         for name in self._named_targets:
-            if has_experts and name in OF_MLP:
-                raise ValueError(
-                    f"model.lora_targets names {name!r}: there are no adapters for experts; leave "
-                    f"it out, or set model.lora_targets = {','.join(OF_ATTENTION)!r}"
-                )
-            check_choice("model.lora_targets", name, known)
+            check_choice("model.lora_targets", name, (*attention, *_of_mlp(gated)))
         if len(set(self._named_targets)) < len(self._named_targets):
             raise ValueError(f"model.lora_targets = {self.lora_targets!r} names a weight twice")
 
@@ -87,13 +83,21 @@ class LoraOptions:
     def _named_targets(self) -> list[str]:
         return [name.strip() for name in self.lora_targets.split(",")] if self.lora_targets else []
 
-    def adapted(self, *, gated: bool, has_experts: bool) -> tuple[str, ...]:
-        """The weights of a layer that have an adapter."""
+    def adapted(
+        self, *, attention: tuple[str, ...], gated: bool, has_experts: bool
+    ) -> tuple[str, ...]:
+        """The weights of a layer that have an adapter.
+
+        Args:
+          attention: the weights of attention.
+          gated: whether MLPs have a gate.
+          has_experts: whether the adapters of MLPs must be named: each expert has its own.
+        """
         if not self.lora_rank:
             return ()
-        named = self._named_targets
-        known = _targets(gated=gated, has_experts=has_experts)
-        return tuple(name for name in known if not named or name in named)
+        usual = attention if has_experts else (*attention, *_of_mlp(gated))
+        named = self._named_targets or usual
+        return tuple(name for name in (*attention, *_of_mlp(gated)) if name in named)
 
 
 def is_adapter(name: str) -> bool:
@@ -129,6 +133,5 @@ def _parse_ids(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _targets(*, gated: bool, has_experts: bool) -> tuple[str, ...]:
-    mlp = () if has_experts else OF_MLP if gated else ("up", "down")
-    return (*OF_ATTENTION, *mlp)
+def _of_mlp(gated: bool) -> tuple[str, ...]:
+    return OF_MLP if gated else ("up", "down")

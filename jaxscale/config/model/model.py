@@ -9,7 +9,7 @@ from jaxscale.choices import check_at_least, check_choice, nearest_divisors
 from jaxscale.config.model.adapters import AdapterOptions
 from jaxscale.config.model.experts import EXPERTS, ExpertOptions
 from jaxscale.config.model.latent_attention import LATENT, LatentOptions
-from jaxscale.config.model.lora import LORA
+from jaxscale.config.model.lora import LORA, OF_ATTENTION, OF_LATENT
 from jaxscale.config.model.prediction import PREDICTION, PredictionOptions
 from jaxscale.config.model.rope_scaling import READ_BY, SCALING, RopeScalingOptions
 from jaxscale.config.model.settings import ModelSettings, is_own_family, option
@@ -141,7 +141,7 @@ class ModelConfig(
         self._check_attention()
         self._check_positions()
         self.check_experts(self.num_layers, self.period)
-        self.check_lora(self.vocab_size, **self._adapter_kinds, is_latent=bool(self.kv_rank))
+        self.check_lora(self.vocab_size, **self._adapter_kinds)
         self.check_adapters(
             has_encoder=bool(self.num_encoder_layers),
             causal=self.causal,
@@ -313,8 +313,13 @@ class ModelConfig(
         return self.adapted(**self._adapter_kinds)
 
     @property
-    def _adapter_kinds(self) -> dict[str, bool]:
-        return {"gated": self.gated, "has_experts": self.num_experts > 0}
+    def _adapter_kinds(self) -> dict[str, Any]:
+        latent = ("q_down", *OF_LATENT) if self.query_rank else OF_LATENT
+        return {
+            "attention": latent if self.kv_rank else OF_ATTENTION,
+            "gated": self.gated,
+            "has_experts": self.num_experts > 0,
+        }
 
     @property
     def _shared_layers(self) -> tuple[dict[str, int], dict[str, int]]:

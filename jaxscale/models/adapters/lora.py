@@ -1,6 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685), trained in place of a model's weights.
 
-Letters: a leading dimensions, c contracted dimensions, o output dimensions, r rank.
+Letters: a leading dimensions, e separate matrices (of experts), c contracted dimensions, o output
+dimensions, r rank.
 """
 
 import functools
@@ -27,20 +28,29 @@ TIED_ROWS = "tied_lora"
 
 
 class LowRank(nnx.Module):
-    """The adapter of a weight [*c, *o]: matrices a [*c, r] and b [r, *o].
+    """The adapter of a weight [*e, *c, *o]: matrices a [*e, *c, r] and b [*e, r, *o].
 
     `lora_alpha / lora_rank` times their matmul is added to the weight. b is initially zero.
 
     Args:
       axes: logical axes of the weight.
       contracted: the number of contracted dimensions.
+      inputs: the size of a contracted "embed" that is not the residual stream's.
+      each: the number of dimensions e.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, *axes: str, contracted: int = 1
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *axes: str,
+        contracted: int = 1,
+        inputs: int = 0,
+        each: int = 0,
     ) -> None:
-        self.a = weights.adapter(*axes[:contracted], "lora_rank")
-        self.b = weights.zeros("lora_rank", *axes[contracted:], wide=True)
+        first, last = axes[: each + contracted], axes[each + contracted :]
+        self.a = weights.adapter(*first, "lora_rank", inputs=inputs, each=each)
+        self.b = weights.zeros(*axes[:each], "lora_rank", *last, wide=True)
         self.contracted, self.scale = contracted, config.lora_alpha / config.lora_rank
 
     def __call__(self, x: jax.Array, heads: Callable = lambda b: b) -> jax.Array:
@@ -104,12 +114,17 @@ def rows_in_head(config: ModelConfig, head: Mapping[str, Any]) -> dict[str, Any]
 
 
 def adapter_of(
-    name: str, config: ModelConfig, weights: Weights, *axes: str, contracted: int = 1
+    name: str, config: ModelConfig, weights: Weights, *axes: str, **dims: int
 ) -> LowRank | None:
-    """`LowRank` of a weight, or None unless `lora_targets` names it."""
+    """`LowRank` of a weight, with its arguments, or None unless `lora_targets` names the weight."""
     if name not in config.adapted_weights:
         return None
-    return LowRank(config, weights, *axes, contracted=contracted)
+    return LowRank(config, weights, *axes, **dims)
+
+
+def plus(y: jax.Array, adapter: LowRank | None, x: jax.Array) -> jax.Array:
+    """A weight's matmul `y` of `x` with the term of its adapter, if any."""
+    return y if adapter is None else y + adapter(x)
 
 
 def frozen_names(axes: Any) -> tuple[str, ...]:
@@ -179,8 +194,10 @@ def _merged(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=weight.sharding)
     def merge(weight: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         wide = jnp.promote_types(weight.dtype, jnp.float32)
-        one = functools.partial(jnp.tensordot, axes=1, precision="highest")
-        added = jax.vmap(one)(a.astype(wide), b.astype(wide))  # of every layer
+        multiply: Callable = functools.partial(jnp.tensordot, axes=1, precision="highest")
+        for _ in range(a.ndim + b.ndim - 2 - weight.ndim):  # of layers, and of experts
+            multiply = jax.vmap(multiply)
+        added = multiply(a.astype(wide), b.astype(wide))
         return (weight.astype(wide) + scale * added).astype(weight.dtype)
 
     return merge(weight, a, b)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxscale.ops.experts.dispatch import Dispatch, DispatchPlan
@@ -56,11 +57,31 @@ send_gates.defvjp(_send_gates_forward, _send_gates_backward)
 
 
 def expert_columns(
-    dispatch: Dispatch, x_BTD: Array, weights: Sequence[Array], plan: DispatchPlan
+    dispatch: Dispatch,
+    x_BTD: Array,
+    weights: Sequence[Array],
+    plan: DispatchPlan,
+    adapters: Sequence[Array] = (),
 ) -> tuple[Array, ...]:
     """Dispatch and matmuls out of the residual stream: [B, T, D] x [E, D, F] -> [c, R, F] for each
-    weight. The received rows are saved for the backward pass."""
-    return _expert_columns(dispatch, x_BTD, tuple(weights), plan)
+    weight. The received rows are saved for the backward pass.
+
+    Args:
+      adapters: first matrices of adapters, [E, D, r], whose results follow those of the weights:
+        [c, R, r], whole on each rank of tensor (r is then repeated).
+    """
+    repeated = tuple(jnp.tile(a_EDr, (1, 1, dispatch.tensor)) for a_EDr in adapters)
+    dtypes = (dispatch.dtype,) * len(weights) + ("",) * len(adapters)
+    return _expert_columns(dispatch, dtypes, x_BTD, (*weights, *repeated), plan)
+
+
+def adapted_columns(dispatch: Dispatch, low_cRr: Array, b_ErF: Array, plan: DispatchPlan) -> Array:
+    """The term of an adapter to add to `expert_columns`, [c, R, F].
+
+    Args:
+      low_cRr: the result of the adapter's first matrix.
+    """
+    return _without_exchange(dispatch, dispatch.columns, low_cRr, b_ErF, plan)
 
 
 def expert_bias(dispatch: Dispatch, bias_EF: Array, plan: DispatchPlan) -> Array:
@@ -76,11 +97,13 @@ def expert_rows(
     bias_ED: Array | None = None,
     gates_cR: Array | None = None,
     before_BTD: Array | None = None,
+    adapter: tuple[Array, Array] | None = None,
 ) -> Array:
     """Matmul back into the residual stream and combine: [c, R, F] x [E, F, D] -> [B, T, D], summed
     over a token's experts, each with `bias_ED` times its gate, if given.
 
     Args:
+      adapter: matrices [E, F, r] and [E, r, D] whose product is added to the weight.
       before_BTD: combined tokens that must be complete first. XLA's scheduler would start the
         exchanges of both halves at the end, one after the other, with no matmul to overlap.
     """
@@ -92,6 +115,11 @@ def expert_rows(
         gates_cR1 = (gates_cR / shares)[..., None].astype(hidden_cRF.dtype)
         hidden += (jnp.broadcast_to(gates_cR1, (*gates_cR.shape, shares)),)
         weights += (jnp.broadcast_to(bias_ED[:, None], (len(bias_ED), shares, bias_ED.shape[1])),)
+    if adapter is not None:
+        # Each rank of tensor has its own part of the sum over F, as r more features.
+        a_EFr, b_ErD = adapter
+        hidden += (_without_exchange(dispatch, dispatch.back, hidden_cRF, a_EFr, plan),)
+        weights += (jnp.tile(b_ErD, (1, dispatch.tensor, 1)),)
     return _expert_rows(dispatch, hidden, weights, plan, jax.lax.stop_gradient(before_BTD))
 
 
@@ -175,32 +203,35 @@ def _collected(
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _expert_columns(dispatch: Dispatch, x_BTD: Array, weights: tuple, plan: DispatchPlan):
-    return _columns_forward(dispatch, x_BTD, weights, plan)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _expert_columns(
+    dispatch: Dispatch, dtypes: tuple[str, ...], x_BTD: Array, weights: tuple, plan: DispatchPlan
+):
+    return _columns_forward(dispatch, dtypes, x_BTD, weights, plan)[0]
 
 
-def _columns_forward(dispatch: Dispatch, x_BTD: Array, weights: tuple, plan: DispatchPlan):
+def _columns_forward(
+    dispatch: Dispatch, dtypes: tuple[str, ...], x_BTD: Array, weights: tuple, plan: DispatchPlan
+):
     rows_cRD = _sent(dispatch, x_BTD, plan)
 
     def local(rows_cRD: Array, weights: tuple, plan: DispatchPlan) -> tuple[Array, ...]:
-        multiply = functools.partial(_matmul, dispatch, rows_cRD[0], dtype=dispatch.dtype)
-        return tuple(multiply(w, plan)[None] for w in weights)
+        multiply = functools.partial(_matmul, dispatch, rows_cRD[0])
+        return tuple(multiply(w, plan, dtype=dtype)[None] for w, dtype in zip(weights, dtypes))
 
     specs = (dispatch.rows, dispatch.columns, dispatch.rows)
     hidden = dispatch.manual(local, specs, dispatch.hidden)(rows_cRD, weights, plan)
     return hidden, (rows_cRD, weights, plan)
 
 
-def _columns_backward(dispatch: Dispatch, residuals, dhidden: tuple):
+def _columns_backward(dispatch: Dispatch, dtypes: tuple[str, ...], residuals, dhidden: tuple):
     rows_cRD, weights, plan = residuals
-    dtypes = [dispatch.dtype] * len(weights)
     dx_BTD = _collected(dispatch, dhidden, weights, plan, dtypes, transposed=True)
 
     def local(rows_cRD: Array, dhidden: tuple, plan: DispatchPlan) -> tuple[Array, ...]:
         return tuple(
-            _weight_gradient(dispatch, rows_cRD[0], dy_cRF[0], plan, dispatch.dtype)
-            for dy_cRF in dhidden
+            _weight_gradient(dispatch, rows_cRD[0], dy_cRF[0], plan, dtype)
+            for dy_cRF, dtype in zip(dhidden, dtypes)
         )
 
     specs = (dispatch.rows, dispatch.hidden, dispatch.rows)
@@ -240,9 +271,9 @@ def _ones(dispatch: Dispatch, plan: DispatchPlan, dtype: DTypeLike) -> Array:
     return jnp.ones((num_rows(dispatch, plan), 1), dtype)
 
 
-def _with_bias(dispatch: Dispatch) -> tuple[str, str]:
-    """The matmul types of weight and bias."""
-    return dispatch.dtype, ""
+def _types_back(dispatch: Dispatch) -> tuple[str, str, str]:
+    """The matmul types of the weight, and of bias and adapter, as far as there are any."""
+    return dispatch.dtype, "", ""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -253,7 +284,7 @@ def _expert_rows(
     plan: DispatchPlan,
     before_BTD: Array | None,
 ) -> Array:
-    dtypes = _with_bias(dispatch)
+    dtypes = _types_back(dispatch)
     return _collected(dispatch, hidden, weights, plan, dtypes, before_BTD=before_BTD)
 
 
@@ -274,13 +305,13 @@ def _rows_backward(dispatch: Dispatch, residuals, dy_BTD: Array):
     def into_hidden(dy_cRD: Array, weights: tuple, plan: DispatchPlan) -> tuple[Array, ...]:
         multiply = functools.partial(_matmul, dispatch, dy_cRD[0], transposed=True)
         return tuple(
-            multiply(w, plan, dtype=dtype)[None] for w, dtype in zip(weights, _with_bias(dispatch))
+            multiply(w, plan, dtype=dtype)[None] for w, dtype in zip(weights, _types_back(dispatch))
         )
 
     def into_weights(hidden: tuple, dy_cRD: Array, plan: DispatchPlan) -> tuple[Array, ...]:
         return tuple(
             _weight_gradient(dispatch, x_cRF[0], dy_cRD[0], plan, dtype)
-            for x_cRF, dtype in zip(hidden, _with_bias(dispatch))
+            for x_cRF, dtype in zip(hidden, _types_back(dispatch))
         )
 
     rows, columns, back = dispatch.rows, dispatch.hidden, dispatch.back
@@ -293,3 +324,45 @@ def _rows_backward(dispatch: Dispatch, residuals, dy_BTD: Array):
 
 
 _expert_rows.defvjp(_rows_forward, _rows_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _without_exchange(
+    dispatch: Dispatch, of_weight: PartitionSpec, x_cRF: Array, w_EFG: Array, plan: DispatchPlan
+) -> Array:
+    """Matmul of rows that stay with their experts, [c, R, F] x [E, F, G] -> [c, R, G].
+
+    Args:
+      of_weight: `Dispatch.columns`, of rows that each rank of tensor has whole, or `Dispatch.back`,
+        where each rank of tensor keeps its part of the sum.
+    """
+
+    def local(x_cRF: Array, w_EFG: Array, plan: DispatchPlan) -> Array:
+        return _matmul(dispatch, x_cRF[0], w_EFG, plan)[None]
+
+    specs = (dispatch.hidden, of_weight, dispatch.rows)
+    return dispatch.manual(local, specs, dispatch.hidden)(x_cRF, w_EFG, plan)
+
+
+def _local_forward(
+    dispatch: Dispatch, of_weight: PartitionSpec, x_cRF: Array, w_EFG: Array, plan: DispatchPlan
+):
+    return _without_exchange(dispatch, of_weight, x_cRF, w_EFG, plan), (x_cRF, w_EFG, plan)
+
+
+def _local_backward(dispatch: Dispatch, of_weight: PartitionSpec, residuals, dy_cRG: Array):
+    x_cRF, w_EFG, plan = residuals
+
+    def into_rows(dy_cRG: Array, w_EFG: Array, plan: DispatchPlan) -> Array:
+        return _matmul(dispatch, dy_cRG[0], w_EFG, plan, transposed=True)[None]
+
+    def into_weight(x_cRF: Array, dy_cRG: Array, plan: DispatchPlan) -> Array:
+        return _weight_gradient(dispatch, x_cRF[0], dy_cRG[0], plan)
+
+    rows, hidden = dispatch.rows, dispatch.hidden
+    dx_cRF = dispatch.manual(into_rows, (hidden, of_weight, rows), hidden)(dy_cRG, w_EFG, plan)
+    dw_EFG = dispatch.manual(into_weight, (hidden, hidden, rows), of_weight)(x_cRF, dy_cRG, plan)
+    return dx_cRF, dw_EFG, None
+
+
+_without_exchange.defvjp(_local_forward, _local_backward)

@@ -283,12 +283,15 @@ def _others(
       expert_layers: of those traced, the layers with experts.
     """
     grouped = [one for one in found if one.groups] if expert_layers else []
+    # The matrices of an expert have one size; those of its adapters are smaller.
+    whole = max((one.inputs * one.outputs for one in grouped), default=0)
+    grouped = [one for one in grouped if one.inputs * one.outputs == whole]
     for _ in range(expert_layers if grouped else 0):  # all have the same sizes
         first, gated = grouped[0], len(grouped) == 3 * expert_layers
         sizes = first.groups, round(first.rows / length), first.inputs, first.outputs
         yield RoutedExperts(*sizes, gated, read=grouped[-1].saved_as == "")
     for one in found:
-        if grouped and (one.groups or one.outputs == grouped[0].groups):
+        if one in grouped or (grouped and not one.groups and one.outputs == grouped[0].groups):
             continue  # an expert's, or the router's
         # Plain JAX matmuls, which XLA partitions like the stream.
         output, tokens = (one.outputs, 1), one.rows / length

@@ -27,6 +27,7 @@ from jaxscale.training.optimizer import frozen_params
 
 EXPERTS = {"family": "mixtral", "num_experts": 4}
 LATENT = {"family": "deepseek_v3", "kv_rank": 8, "rope_head_dim": 4, "num_experts": 0}
+LATENT |= {"dense_layers": 0}
 
 
 @pytest.mark.parametrize(
@@ -43,11 +44,13 @@ LATENT = {"family": "deepseek_v3", "kv_rank": 8, "rope_head_dim": 4, "num_expert
         ({"lora_rank": 4, "lora_targets": "q,v,q"}, "'q,v,q' names a weight twice"),
         ({"lora_rank": 4, "lora_targets": "gate", "family": "gpt"}, "model.lora_targets = 'gate'"),
         (
-            {"lora_rank": 4, "lora_targets": "q,up", **EXPERTS},
-            "names 'up': there are no adapters for experts; leave it out, or set "
-            "model.lora_targets = 'q,k,v,out'",
+            {"lora_rank": 4, "lora_targets": "v,q", **LATENT},
+            "model.lora_targets = 'q' is not known; it can be q_plain, q_turned, kv_down, ",
         ),
-        ({"lora_rank": 4, "dense_layers": 0, **LATENT}, "no adapters for latent attention"),
+        (
+            {"lora_rank": 4, "lora_targets": "q_down", **LATENT},  # not compressed
+            "model.lora_targets = 'q_down' is not known; it can be q_plain, q_turned, kv_down",
+        ),
     ],
 )
 def test_refusals(settings, message):
@@ -61,6 +64,9 @@ def test_refusals(settings, message):
         ({}, "q k v out up gate down"),
         ({"family": "gpt"}, "q k v out up down"),
         (EXPERTS, "q k v out"),
+        ({"lora_targets": "down,q,up", **EXPERTS}, "q up down"),
+        (LATENT, "q_plain q_turned kv_down k_turned k_plain v out up gate down"),
+        ({"lora_targets": "v,q_down", "query_rank": 8, **LATENT}, "q_down v"),
         ({"lora_targets": "v, q,down"}, "q v down"),
         ({"lora_rank": 0}, ""),
     ],

@@ -46,6 +46,9 @@ MODELS: dict[str, ModelSettings] = {
     "bert": ModelConfig(**SIZES, family="bert"),
     "adapters": ModelConfig(**SIZES, lora_rank=6),
     "mixtral": ModelConfig(**SIZES, **ROUTED, family="mixtral"),
+    "adapted experts": ModelConfig(
+        **SIZES, **ROUTED, family="mixtral", lora_rank=6, lora_targets="q,up,gate,down"
+    ),
     "deepseek": ModelConfig(**SIZES | LATENT | DEEPSEEK, family="deepseek_v3"),
     "mt5": ModelConfig(**SIZES | {"num_kv_heads": 4}, family="mt5", num_encoder_layers=3),
     "a custom decoder": my_model.Settings(**SIZES, family="docs.my_model:MyModel"),
@@ -115,6 +118,8 @@ def traced(settings: ModelSettings, remat: str) -> tuple[float, float]:
         ("bert", "save:query,attention"),
         ("adapters", "save_matmuls"),  # but not what their first matrices make
         ("mixtral", "full"),
+        ("adapted experts", "full"),
+        ("adapted experts", "save:mlp_up"),
         ("mixtral", "save:mlp_up"),
         ("deepseek", "save:query,mlp_up"),
         ("deepseek", "full"),  # the norm of a module needs the result of experts
