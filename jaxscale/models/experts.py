@@ -259,7 +259,7 @@ class Experts(nnx.Module):
 
 
 def _scaled(adapter: LowRank) -> tuple[jax.Array, jax.Array]:
-    """An adapter's matrices, whose product is added to the weight."""
+    """An adapter's matrices, whose matmul is added to the weight."""
     return adapter.a[...], adapter.scale * adapter.b[...]
 
 

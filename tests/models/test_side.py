@@ -120,6 +120,7 @@ def test_flops_and_temporaries_against_lora_and_all_weights():
         )
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("pattern", ["", "DE"])
 def test_the_model_is_at_first_the_one_that_it_was(pattern):
     """Exactly; and after the second matrices have changed, it is the recurrence of the paper."""

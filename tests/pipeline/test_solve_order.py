@@ -43,6 +43,7 @@ def every_table(microbatches):
             yield compile_order(Order("any", pair, microbatches, 1, 1, loop), complete=True)
 
 
+@pytest.mark.proof
 def test_no_order_of_two_ranks_is_faster():
     tables = list(every_table(3))
     for costs, limit in ((UNEVEN, 2), (UNEVEN, 1), (Costs(2.0, 1.0, 3.0), 3)):

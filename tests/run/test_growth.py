@@ -149,6 +149,7 @@ def test_the_first_update_after_parting_is_that_of_the_group_where_gradients_are
     np.testing.assert_allclose(found, np.repeat(wanted, group, 0), rtol=1e-12)
 
 
+@pytest.mark.proof
 def test_a_parted_state_is_born_sharded_with_rescaled_moments():
     """And a pipeline's stages share as one device's layers do."""
     config = from_dict(

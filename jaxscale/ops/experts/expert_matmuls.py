@@ -103,7 +103,7 @@ def expert_rows(
     over a token's experts, each with `bias_ED` times its gate, if given.
 
     Args:
-      adapter: matrices [E, F, r] and [E, r, D] whose product is added to the weight.
+      adapter: matrices [E, F, r] and [E, r, D] whose matmul is added to the weight.
       before_BTD: combined tokens that must be complete first. XLA's scheduler would start the
         exchanges of both halves at the end, one after the other, with no matmul to overlap.
     """

@@ -212,6 +212,7 @@ def test_a_pipeline_gathers_by_layer_where_a_chunk_does_not_fit():
     assert [one.pipeline_gather for one in shards.layouts] == ["chunk"]
 
 
+@pytest.mark.proof
 def test_slices_of_the_head_are_tried_in_the_fastest_pipelines():
     """And in all where nothing else fits. A head is as much work as a few layers here."""
     model = load("gemma2_9b", ["data.global_batch_size=32"])
