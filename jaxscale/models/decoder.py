@@ -34,7 +34,7 @@ from jaxscale.models.prediction import (
     with_further_targets,
 )
 from jaxscale.models.protocol import STREAM, Layer, Model, Params, Rows, Stack, Stream, Sums
-from jaxscale.models.shared_layers import first_layers, of_each_layer, share_layers
+from jaxscale.models.shared_layers import first_layers, share_layers
 from jaxscale.models.stacks import (
     Part,
     adjust_biases,
@@ -423,8 +423,8 @@ class Decoder(Model):
         kernels = dataclasses.replace(self.kernels, rotary=rotary)
         x_BTD = self._module(Embedding, params["embed"])(tokens_BT, positions_BT, plain_lookup)
 
-        def one(part, carry, layer, kind):
-            (weights, side), index = split_side(layer[0]), layer[1]
+        def one(part, carry, weights, index, kind):
+            weights, side = split_side(weights)
             x_BTD, y_BTD, cache = carry
             for i, (make, path) in enumerate(zip(part.blocks, part.paths)):
                 block = self._module(make, weights[path[0]] if path else weights)
@@ -433,13 +433,20 @@ class Decoder(Model):
             y_BTD = y_BTD if side is None else side_stream(self.settings, side, x_BTD, y_BTD)
             return x_BTD, y_BTD, cache
 
+        def group(part, repeats, carry, layer, kind):
+            weights, number = layer
+            for i in range(repeats):
+                index, kind_of_one = part.layer(repeats * number + i), repeats * kind + i
+                carry = one(part, carry, weights, index, kind_of_one)
+            return carry
+
         # As a carry of the scan the cache is updated in place; as a scanned input it is copied.
         carry = x_BTD, jnp.zeros_like(x_BTD) if self.settings.side_width else None, cache
         for part in self.trunk:
-            weights = of_each_layer(params[part.name], self._shared_stack(part))
-            layers = weights, part.layer(jnp.arange(part.num_layers))
-            function = functools.partial(one, part)
-            carry = scan_periods(function, carry, layers, self.settings.period)
+            stack = self._shared_stack(part)
+            layers = params[part.name], jnp.arange(stack.num_layers)
+            function = functools.partial(group, part, stack.repeats)
+            carry = scan_periods(function, carry, layers, stack.period)
         x_BTD, y_BTD, cache = carry
         return x_BTD if y_BTD is None else x_BTD + y_BTD, cache
 

@@ -31,7 +31,7 @@ from jaxscale.models.forward import apply_stack, scan_periods
 from jaxscale.models.head import Head
 from jaxscale.models.kernels import Kernels, plain_lookup
 from jaxscale.models.protocol import STREAM, Layer, Model, Params, Rows, Stack, Stream, Sums
-from jaxscale.models.shared_layers import first_layers, of_each_layer, share_layers
+from jaxscale.models.shared_layers import first_layers, share_layers
 from jaxscale.models.weights import (
     axes_of,
     module_of,
@@ -207,7 +207,7 @@ class EncoderDecoder(Model):
         def keys(weights: Params) -> Cache:
             return self._decoder_block(weights).cross.keys(encoded_BSD, kernels)
 
-        cross = jax.lax.map(keys, of_each_layer(params["decoder"], plain.stacks[1]))
+        cross = jax.lax.map(keys, params["decoder"])
         own = empty_cache(self.settings, len(tokens_BS), slots)
         return CrossCache(own, cross, jnp.where(segments_BS > 0, 0, -1))
 
@@ -226,15 +226,18 @@ class EncoderDecoder(Model):
         x_BTD = self._embedded(embed, tokens_BT, plain_lookup)
         bias_bN = self._table(embed, "decoder_bias").get("bias")
 
-        def one(carry, layer, kind):
-            weights, cross, index = layer
-            x_BTD, own = shard(carry[0], ("batch",)), carry[1]
-            block = self._decoder_block(weights)
-            read = cache._replace(own=own, cross=cross)
-            return block.decode(x_BTD, positions_BT, read, index, bias_bN)
+        stack = self.stacks[1]
 
-        weights = of_each_layer(params["decoder"], self.stacks[1])
-        layers = weights, cache.cross, jnp.arange(self.settings.num_layers)
+        def one(carry, layer, kind):
+            weights, cross, number = layer
+            block = self._decoder_block(weights)
+            for i in range(stack.repeats):
+                x_BTD, own = shard(carry[0], ("batch",)), carry[1]
+                read, index = cache._replace(own=own, cross=cross), stack.repeats * number + i
+                carry = block.decode(x_BTD, positions_BT, read, index, bias_bN)
+            return carry
+
+        layers = params["decoder"], cache.cross, jnp.arange(stack.num_layers)
         x_BTD, own = scan_periods(one, (x_BTD, cache.own), layers, 1)
         return x_BTD, cache._replace(own=own)
 

@@ -69,7 +69,7 @@ class Stack:
     period: int = 1
     repeats: int = 1
     """How often a layer applies `block`, one time after another with the same weights. `block`
-    sees the indices of a stack with `repeats` times as many layers."""
+    sees the indices and kinds of a stack with `repeats` times as many layers."""
     model_layers: int = 1
     """Layers of the model in one layer of the stack, such as a dense and an MoE layer."""
     linear: Mapping[str, int] = field(default_factory=dict)
@@ -229,7 +229,8 @@ def layer_function(
     """
     if stack.repeats == 1:
         return remat(_application(stack, kind))
-    each = [remat(_application(stack, kind + number)) for number in range(stack.repeats)]
+    kinds = range(kind * stack.repeats, (kind + 1) * stack.repeats)
+    each = [remat(_application(stack, kind)) for kind in kinds]
 
     def layer(weights: Params, carried: Stream, shared: Stream, context: tuple) -> tuple:
         batch, index = context

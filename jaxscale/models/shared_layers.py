@@ -4,13 +4,12 @@ The parameters of a stack then have a row for each group.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.models.protocol import Params, Rows, Stack
+from jaxscale.models.protocol import Model, Params, Rows, Stack
 
 
 def share_layers(stack: Stack, group: int) -> Stack:
@@ -50,17 +49,14 @@ def first_layers(stack: Stack, rows: Rows | None) -> np.ndarray | None:
     return np.where(groups >= 0, groups * stack.repeats, -1)
 
 
-def of_each_layer(params: Params, stack: Stack) -> Params:
-    """A stack's parameters with a row for each layer of the unshared stack."""
-    if stack.repeats == 1:
-        return params
-    return jax.tree.map(lambda rows: jnp.repeat(rows, stack.repeats, axis=0), params)
-
-
-def unshared_params(model: Any, params: Params) -> Params:
+def unshared_params(model: Model, params: Params) -> Params:
     """The parameters of the equivalent model in which no layers share weights, in canonical form.
 
     Args:
       model: with shared layers.
     """
-    return {**params, **{s.name: of_each_layer(params[s.name], s) for s in model.stacks}}
+
+    def of_each_layer(stack: Stack) -> Params:
+        return jax.tree.map(lambda x: jnp.repeat(x, stack.repeats, axis=0), params[stack.name])
+
+    return {**params, **{stack.name: of_each_layer(stack) for stack in model.stacks}}

@@ -129,6 +129,12 @@ def test_the_gradient_of_shared_weights_is_the_sum_of_the_layers():
     summed = jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]).sum(1), each["layers"])
     near(grads["layers"], summed)
     near(grads["head"], each["head"])
+    # Generation reads a group's weights for each of its layers.
+    tokens = batch.tokens[:, :4]
+    at = jnp.broadcast_to(jnp.arange(4), tokens.shape)
+    x, cache = small.decode(params, tokens, at, small.empty_cache(len(tokens), 4))
+    wanted = large.decode(whole, tokens, at, large.empty_cache(len(tokens), 4))
+    same((x, cache), wanted)
 
 
 def test_the_first_update_after_parting_is_that_of_the_group_where_gradients_are_equal():

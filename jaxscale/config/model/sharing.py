@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jaxscale.choices import check_at_least, nearest_divisors
 
@@ -55,6 +55,6 @@ class SharingOptions:
                     f"model.{name}; set model.share_layers = {-(-group // period) * period}"
                 )
 
-    def unshared(self: Shared, **changes: Any) -> Shared:
+    def unshared(self: Shared) -> Shared:
         """The model in which every layer has its own weights."""
-        return dataclasses.replace(self, share_layers=1, **changes)
+        return dataclasses.replace(self, share_layers=1)
