@@ -20,7 +20,8 @@ from etils import epy
 from jaxscale import command_line
 from jaxscale import config as configs
 from jaxscale.config import Config
-from jaxscale.config.layout import AUTO, Layout
+from jaxscale.config.layout import Layout
+from jaxscale.config.schedule_spec import AUTO
 from jaxscale.planner.cost.cluster import make_cluster
 from jaxscale.planner.plan_layouts import plan_layouts, run_config
 from jaxscale.planner.report import html_report, json_report, tensor_grids, text_report, why_not

@@ -22,10 +22,11 @@ import pytest
 from jaxscale import train
 from jaxscale.config import DataConfig, RunConfig
 from jaxscale.config.data_source import to_plain
-from jaxscale.config.layout import BLOCK_TENSORS, Layout
+from jaxscale.config.layout import Layout
 from jaxscale.config.model import ModelConfig
 from jaxscale.config.model.model import CHOICES
 from jaxscale.config.optimizer import OptimizerConfig
+from jaxscale.config.remat_policy import BLOCK_TENSORS
 from jaxscale.model_families.shipped import SHIPPED
 from jaxscale.run import metrics
 

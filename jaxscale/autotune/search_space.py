@@ -8,15 +8,9 @@ from typing import Any
 
 from jaxscale.choices import divisors
 from jaxscale.config import Config
-from jaxscale.config.layout import (
-    ACCUMULATIONS,
-    MESH_AXES,
-    REMATS,
-    RING,
-    Layout,
-    parse_schedule,
-    unread_settings,
-)
+from jaxscale.config.layout import ACCUMULATIONS, MESH_AXES, RING, Layout, unread_settings
+from jaxscale.config.remat_policy import REMATS
+from jaxscale.config.schedule_spec import parse_schedule
 from jaxscale.pipeline_schedules.shipped import SEARCHED, find_schedule, is_foreign
 from jaxscale.planner.search import space
 from jaxscale.planner.search.trainable_model import TrainableModel

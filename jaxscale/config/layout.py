@@ -1,9 +1,7 @@
 """Layout of a run over devices: mesh axes, schedule, remat, and the checks without devices."""
 
 import dataclasses
-import functools
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,9 @@ from jaxscale.choices import (
     nearest_divisors,
 )
 from jaxscale.config import zero_stage
+from jaxscale.config.remat_policy import RematPolicy, parse_remat
+from jaxscale.config.schedule_spec import AUTO, ScheduleSpec, parse_lengths, parse_schedule
 from jaxscale.formatting import changed_fields
-from jaxscale.pipeline_schedules.shipped import check_known, is_foreign
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """In order from the slowest links to the fastest."""
@@ -34,10 +33,6 @@ AUTOMATIC_AXES = (TENSOR_ROWS, "context", "tensor")
 """Axes whose collectives XLA inserts, from sharding constraints."""
 
 ACCUMULATIONS = ("sequential", "layered")
-AUTO = "auto"
-"""As a schedule: the planner chooses the schedule and every setting left at its default, at
-start-up. As `remat` or `head`: it chooses these only."""
-
 PIPELINE_GATHERS = ("chunk", "layer")
 LAST, SLICED = HEADS = ("last", "sliced")
 """Ranks of a pipeline that compute the head: those of the last stage, or all, a slice each."""
@@ -47,13 +42,6 @@ ULYSSES = "ulysses"
 """The context method with attention within a rank, by any kernel."""
 
 CONTEXT_METHODS = (RING, "gather", ULYSSES)
-BLOCK_TENSORS = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
-"""Results of a layer's matmuls, by their names in remat policies; "attention" is the output of the
-attention kernel. The result of a layer's last matmul is not listed: no backward pass needs it.
-"""
-REMATS = ("none", "full", "save_matmuls", "save_all_but_attention")
-REMATS_WITH_NAMES = ("save", "offload")  # as in "save:query,key,value"
-KEEP = "keep"  # as in "keep:4"
 OFFLOADS = ("none", "optimizer", "activations", "optimizer,activations")
 
 
@@ -468,139 +456,10 @@ class Layout:
         return self.data * self.fsdp * self.expert
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """Reads `layout.segment_lengths`.
-
-    >>> parse_lengths("3072,1024")
-    (3072, 1024)
-
-    Raises:
-      ValueError: not whole numbers above 0.
-    """
-    words = text.split(",") if text else []
-    if not all(word.strip().isdecimal() and int(word) for word in words):
-        raise ValueError(
-            f"layout.segment_lengths = {text!r}; give a whole number of tokens above 0 for each "
-            "segment, such as '3072,2048,2048,1024', or '' for equal lengths"
-        )
-    return tuple(map(int, words))
-
-
 def unread_settings(sizes: Mapping[str, Any]) -> set[str]:
     """The settings that are not read, or are refused, with these values of the others."""
     unread = {name for key, names in READ_WITH.items() if sizes[key] == 1 for name in names}
     return unread | {name for key, name in EXCLUDES if sizes[key] != 1}
-
-
-@dataclass(frozen=True)
-class RematPolicy:
-    """Remat policy, `Layout.remat` parsed: the tensors that a layer saves for its backward pass."""
-
-    kind: str  # of REMATS, REMATS_WITH_NAMES, or KEEP
-    names: tuple[str, ...]  # the tensors that are saved, of BLOCK_TENSORS
-    # Passes whose residuals a pipeline rank saves at a time; the schedule has recompute operations
-    # for the others: 0 with "full", 4 with "keep:4"; None without such operations. It is the `keep`
-    # of `pipeline.orders.make_order`.
-    kept_passes: int | None = None
-
-    @property
-    def by_names(self) -> bool:
-        """Whether a layer saves only the named tensors, and recomputes other results."""
-        return self.kind not in ("none", "save_all_but_attention")
-
-    @property
-    def offloads(self) -> bool:
-        """Whether the named tensors are saved in host memory."""
-        return self.kind == "offload"
-
-
-@functools.cache
-def parse_remat(remat: str) -> RematPolicy:
-    """Reads "full", "save:query,key" or "keep:4"; "auto", not yet chosen, saves all.
-
-    Raises:
-      ValueError: no such policy or tensor (names the nearest), or "keep:" without a number of at
-        least 1.
-    """
-    kind, colon, listed = remat.partition(":")
-    if kind == KEEP:
-        return RematPolicy(KEEP, (), _kept_passes(remat, listed))
-    if not colon:
-        named = (f"{name}:TENSOR,..." for name in REMATS_WITH_NAMES)
-        check_choice("layout.remat", remat, (*REMATS, *named, f"{KEEP}:NUMBER", AUTO))
-        if remat == "full":
-            return RematPolicy(remat, (), 0)
-        if remat == "save_all_but_attention":
-            kept = tuple(name for name in BLOCK_TENSORS if name != "attention")
-            return RematPolicy(remat, kept)
-        return RematPolicy(remat, BLOCK_TENSORS)
-    if kind in (*REMATS, AUTO):
-        raise ValueError(
-            f"layout.remat = {remat!r}: {kind!r} takes no names; write {kind!r} alone, or "
-            f"save:{listed} to save these"
-        )
-    check_choice("layout.remat", kind, (*REMATS_WITH_NAMES, KEEP))
-    names = tuple(name.strip() for name in listed.split(","))
-    for name in names:
-        check_choice(f"layout.remat = {remat!r}", name, BLOCK_TENSORS, equals=": ")
-    if len(set(names)) < len(names):
-        raise ValueError(f"layout.remat = {remat!r} names a tensor twice; name it once")
-    return RematPolicy(kind, names)
-
-
-def _kept_passes(remat: str, number: str) -> int:
-    if not re.fullmatch(r"[1-9]\d*", number, re.ASCII):
-        raise ValueError(
-            f"layout.remat = {remat!r}; write keep:NUMBER, such as keep:4, for the number of "
-            "passes that each pipeline rank keeps, or 'full' to keep none"
-        )
-    return int(number)
-
-
-@dataclass(frozen=True)
-class ScheduleSpec:
-    """Pipeline schedule and its options, `Layout.schedule` parsed.
-
-    >>> str(parse_schedule("1f1b:fused:3,2,2"))
-    '1f1b:fused:3,2,2'
-    """
-
-    name: str  # for `pipeline.orders.make_order`
-    fused: bool = False  # the backward pass is one operation
-    layers: tuple[int, ...] = ()  # of each virtual stage; (): chosen by the engine
-
-    def __str__(self) -> str:
-        layers = [",".join(map(str, self.layers))] if self.layers else []
-        return ":".join([self.name, *["fused"] * self.fused, *layers])
-
-
-@functools.cache
-def parse_schedule(schedule: str) -> ScheduleSpec:
-    """Reads "1f1b", "1f1b:fused:3,2,2", "FILE.csv" or "module:RECORD".
-
-    A foreign module is not imported here (`config.from_dict` does that).
-
-    Raises:
-      ValueError: no such schedule, or no such option.
-    """
-    name, *choices = schedule.split(":")
-    if choices and choices[0] != "fused" and is_foreign(f"{name}:{choices[0]}"):
-        name = f"{name}:{choices.pop(0)}"
-    elif schedule != AUTO and not name.endswith(".csv"):
-        check_known(name, "layout.schedule")
-    fused, layers = False, ()
-    for choice in choices:
-        if choice == "fused":
-            fused = True
-        elif re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", choice, re.ASCII):
-            layers = tuple(map(int, choice.split(",")))
-        else:
-            raise ValueError(
-                f"layout.schedule = {schedule!r}: {choice!r} is not an option; after the name give "
-                ":fused, for a backward pass in one operation, or the layers of each stage, at "
-                "least one, such as :3,2,2,1"
-            )
-    return ScheduleSpec(name, fused, layers)
 
 
 def resolve_sizes(layout: Layout, num_devices: int) -> Layout:

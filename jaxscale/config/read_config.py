@@ -14,9 +14,9 @@ import ml_collections
 
 from jaxscale.choices import check_choice, check_kind, did_you_mean, nearest, nearest_settings
 from jaxscale.config.data_source import to_plain
-from jaxscale.config.layout import AUTO
 from jaxscale.config.model import ModelSettings, is_own_family, settings_record
 from jaxscale.config.records import SECTIONS, WITHOUT_FILE, Config
+from jaxscale.config.schedule_spec import AUTO
 from jaxscale.config.values import (
     convert_value,
     leaves,

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.batch import Batch
-from jaxscale.config.layout import BLOCK_TENSORS
 from jaxscale.config.model import ModelConfig
+from jaxscale.config.remat_policy import BLOCK_TENSORS
 from jaxscale.models.adapters.lora import borrowed_rows, frozen_names, rows_in_head
 from jaxscale.models.adapters.side import side_stream, split_side, with_side
 from jaxscale.models.block import Block, Cache

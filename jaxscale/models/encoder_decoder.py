@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.batch import Batch
-from jaxscale.config.layout import BLOCK_TENSORS
 from jaxscale.config.model import ModelConfig
+from jaxscale.config.remat_policy import BLOCK_TENSORS
 from jaxscale.models.adapters.lora import borrowed_rows, frozen_names, rows_in_head
 from jaxscale.models.block import Cache
 from jaxscale.models.decoder import CACHE_AXES, empty_cache

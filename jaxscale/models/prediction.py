@@ -18,8 +18,8 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.batch import Batch
-from jaxscale.config.layout import BLOCK_TENSORS
 from jaxscale.config.model import ModelConfig
+from jaxscale.config.remat_policy import BLOCK_TENSORS
 from jaxscale.models.block import Norm
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import STREAM, Axes, Layer, Params, Stack, Stream, Sums

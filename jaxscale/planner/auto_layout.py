@@ -6,7 +6,8 @@ import os
 from typing import Any
 
 from jaxscale.config import Config
-from jaxscale.config.layout import AUTO, LAST, Layout
+from jaxscale.config.layout import LAST, Layout
+from jaxscale.config.schedule_spec import AUTO
 from jaxscale.formatting import gigabytes
 from jaxscale.hardware import Chip, find_chip
 from jaxscale.pipeline_schedules.shipped import find_schedule

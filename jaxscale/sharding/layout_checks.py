@@ -7,9 +7,10 @@ import math
 
 from jaxscale.choices import nearest_divisors
 from jaxscale.config import DataConfig, zero_stage
-from jaxscale.config.layout import ULYSSES, Layout, parse_lengths
+from jaxscale.config.layout import ULYSSES, Layout
 from jaxscale.config.model import ModelConfig, ModelSettings
 from jaxscale.config.model.settings import SPREAD_ATTENTIONS
+from jaxscale.config.schedule_spec import parse_lengths
 from jaxscale.sharding.rules import divides_heads, spreads_attention
 
 

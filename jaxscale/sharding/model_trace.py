@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.config.layout import Layout, parse_remat
+from jaxscale.config.layout import Layout
+from jaxscale.config.remat_policy import parse_remat
 from jaxscale.sharding.rules import WEIGHTS, Axes, spreads_outer
 
 Ints = Any

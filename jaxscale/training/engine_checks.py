@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 
 from jaxscale.choices import check_kind
 from jaxscale.config import CONFIG_ADVICE, Config
-from jaxscale.config.layout import AUTO, Layout
+from jaxscale.config.layout import Layout
 from jaxscale.config.optimizer import ParamGroup
+from jaxscale.config.schedule_spec import AUTO
 from jaxscale.models.protocol import Model
 from jaxscale.sharding import layout_checks
 from jaxscale.training.kernels import check_matmul_device

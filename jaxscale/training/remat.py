@@ -9,7 +9,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
-from jaxscale.config.layout import Layout, RematPolicy
+from jaxscale.config.layout import Layout
+from jaxscale.config.remat_policy import RematPolicy
 from jaxscale.models.adapters.side import SIDE_INPUT
 from jaxscale.models.experts import CHOICE
 from jaxscale.models.kernels import Kernels

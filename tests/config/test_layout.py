@@ -8,15 +8,9 @@ import re
 import pytest
 
 from jaxscale import config
-from jaxscale.config.layout import (
-    BLOCK_TENSORS,
-    MANUAL_AXES,
-    MESH_AXES,
-    Layout,
-    RematPolicy,
-    ScheduleSpec,
-    resolve_sizes,
-)
+from jaxscale.config.layout import MANUAL_AXES, MESH_AXES, Layout, resolve_sizes
+from jaxscale.config.remat_policy import BLOCK_TENSORS, RematPolicy
+from jaxscale.config.schedule_spec import ScheduleSpec
 from jaxscale.pipeline.stages import open_stages
 from jaxscale.planner.search.space import check_fields
 

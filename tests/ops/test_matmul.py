@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxscale.config.layout import parse_remat
 from jaxscale.config.model import ModelConfig
+from jaxscale.config.remat_policy import parse_remat
 from jaxscale.models.block import MLP
 from jaxscale.models.weights import Weights
 from jaxscale.ops.matmul import scaled_float8

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxscale.batch import Batch
-from jaxscale.config.layout import parse_remat
 from jaxscale.config.model import ModelConfig
+from jaxscale.config.remat_policy import parse_remat
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.kernels import Kernels
 from jaxscale.ops.attention.attention import attention

@@ -12,7 +12,7 @@ import pytest
 
 from jaxscale.autotune.search_space import candidates
 from jaxscale.config import from_dict, load, to_dict
-from jaxscale.config.layout import parse_schedule
+from jaxscale.config.schedule_spec import parse_schedule
 from jaxscale.pipeline import draw
 from jaxscale.pipeline.orders import make_order
 from jaxscale.pipeline.simulator import peak_stash, simulate

@@ -10,8 +10,8 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxscale.batch import Batch
-from jaxscale.config.layout import parse_remat
 from jaxscale.config.model import ModelConfig
+from jaxscale.config.remat_policy import parse_remat
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import layer_function

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import zero_stage
-from jaxscale.config.layout import parse_remat
+from jaxscale.config.remat_policy import parse_remat
 from jaxscale.ops.sizes import loss_chunk_tokens
 from jaxscale.planner.cost.communication import local_params
 from jaxscale.planner.memory.at_rest import BATCH_BYTES

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import Config, zero_stage
-from jaxscale.config.layout import Layout, parse_remat
+from jaxscale.config.layout import Layout
 from jaxscale.config.model import by_liveness
+from jaxscale.config.remat_policy import parse_remat
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.at_rest import trained_parameters
 from jaxscale.planner.memory.experts import hidden_features, rows_of_token

@@ -20,7 +20,6 @@ from jaxscale.choices import did_you_mean, divisors, nearest_divisors
 from jaxscale.config import Config
 from jaxscale.config.layout import (
     ACCUMULATIONS,
-    AUTO,
     LAST,
     MESH_AXES,
     OVERLAPS,
@@ -28,10 +27,9 @@ from jaxscale.config.layout import (
     RING,
     SLICED,
     Layout,
-    parse_lengths,
-    parse_remat,
-    parse_schedule,
 )
+from jaxscale.config.remat_policy import parse_remat
+from jaxscale.config.schedule_spec import AUTO, parse_lengths, parse_schedule
 from jaxscale.hardware import GPU_MEMORY_FRACTION, check_matmul_units, gpu_memory_fraction
 from jaxscale.pipeline.partition import StackLayers, has_layers
 from jaxscale.pipeline.stages import open_stages

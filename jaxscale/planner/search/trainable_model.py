@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxscale.config import Config, zero_stage
-from jaxscale.config.layout import OFFLOADS, Layout, parse_remat
+from jaxscale.config.layout import OFFLOADS, Layout
 from jaxscale.config.model import is_own_family
+from jaxscale.config.remat_policy import parse_remat
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.memory.terms import Memory

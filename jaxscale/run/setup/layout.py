@@ -11,7 +11,8 @@ from etils import epy
 from jaxscale import config as configs
 from jaxscale.choices import check_kind
 from jaxscale.config import Config
-from jaxscale.config.layout import AUTO, Layout, resolve_sizes
+from jaxscale.config.layout import Layout, resolve_sizes
+from jaxscale.config.schedule_spec import AUTO
 from jaxscale.distributed.initialize import num_devices
 from jaxscale.formatting import gigabytes
 from jaxscale.sharding.mesh import make_mesh

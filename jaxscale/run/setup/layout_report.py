@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.choices import check_kind
-from jaxscale.config.layout import REMATS, Layout, parse_remat
+from jaxscale.config.layout import Layout
 from jaxscale.config.model import ModelConfig, by_liveness, is_own_family
 from jaxscale.config.model.adapters import KINDS
+from jaxscale.config.remat_policy import REMATS, parse_remat
 from jaxscale.formatting import human_bytes, table
 from jaxscale.model_families.shipped import find_family
 from jaxscale.models.protocol import head_params

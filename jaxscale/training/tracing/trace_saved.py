@@ -17,8 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
 
 from jaxscale.batch import Within
-from jaxscale.config.layout import RematPolicy, parse_remat
 from jaxscale.config.model import ModelSettings, by_liveness
+from jaxscale.config.remat_policy import RematPolicy, parse_remat
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import LayerFunction, Stack, layer_function

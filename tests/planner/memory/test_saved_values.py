@@ -12,8 +12,9 @@ import pytest
 from jaxscale.batch import Batch
 from jaxscale.compiled import flops, hlo
 from jaxscale.config import Config, DataConfig, load
-from jaxscale.config.layout import Layout, parse_remat
+from jaxscale.config.layout import Layout
 from jaxscale.config.model import ModelConfig
+from jaxscale.config.remat_policy import parse_remat
 from jaxscale.models.decoder import Decoder
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import layer_function

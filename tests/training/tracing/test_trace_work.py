@@ -10,8 +10,8 @@ import pytest
 
 from docs import my_model
 from jaxscale.config import load
-from jaxscale.config.layout import parse_remat
 from jaxscale.config.model import ModelConfig, ModelSettings
+from jaxscale.config.remat_policy import parse_remat
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.protocol import Model, Stack, layer_function
 from jaxscale.ops.attention.attention import attention
