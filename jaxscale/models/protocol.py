@@ -210,13 +210,18 @@ def zero_sums(model: Model, dtype: Any) -> Sums:
 
 
 LayerFunction = Callable[[Params, Stream, Stream, tuple[Batch, Any]], tuple[tuple, Sums]]
+Remat = Callable[[LayerFunction, bool], LayerFunction]
+"""Applies a remat policy to one application of a block; the flag is whether the layer has several,
+whose recomputations must wait for each other's backward passes."""
 
 
-def layer_function(
-    stack: Stack,
-    kind: int = 0,
-    remat: Callable[[LayerFunction], LayerFunction] = lambda function: function,
-) -> LayerFunction:
+def no_remat(function: LayerFunction, several: bool) -> LayerFunction:
+    """Saves all residuals."""
+    del several
+    return function
+
+
+def layer_function(stack: Stack, kind: int = 0, remat: Remat = no_remat) -> LayerFunction:
     """`(weights, carried, shared, (batch, index)) -> ((carried, loss), sums)`: one layer of a kind.
 
     The loss is None if the stack's layers have no loss.
@@ -228,14 +233,16 @@ def layer_function(
       ValueError: the block returns other arrays or sums than its stack declares.
     """
     if stack.repeats == 1:
-        return remat(_application(stack, kind))
+        return remat(_application(stack, kind), False)
     kinds = range(kind * stack.repeats, (kind + 1) * stack.repeats)
-    each = [remat(_application(stack, kind)) for kind in kinds]
+    each = [remat(_application(stack, kind), True) for kind in kinds]
 
     def layer(weights: Params, carried: Stream, shared: Stream, context: tuple) -> tuple:
         batch, index = context
         losses, found = [], []
         for number, apply in enumerate(each):
+            if number:
+                weights, carried = _one_after_another(weights, carried)
             place = batch, index * stack.repeats + number
             (carried, loss), sums = apply(weights, carried, shared, place)
             losses.append(loss)
@@ -244,6 +251,19 @@ def layer_function(
         return (carried, loss), jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *found)
 
     return layer
+
+
+@jax.custom_vjp
+def _one_after_another(weights: Params, carried: Stream) -> tuple[Params, Stream]:
+    """The arguments. In the backward pass the weights' gradients so far are computed before the
+    stream's is used: otherwise XLA may compute those of all applications at the end."""
+    return weights, carried
+
+
+_one_after_another.defvjp(
+    lambda weights, carried: ((weights, carried), None),
+    lambda _, grads: jax.lax.optimization_barrier(grads),
+)
 
 
 def _application(stack: Stack, kind: int) -> LayerFunction:
@@ -307,9 +327,7 @@ def _check_losses(model: Model, sums: Any) -> None:
             )
 
 
-def layer_functions(
-    stack: Stack, remat: Callable[[LayerFunction], LayerFunction] = lambda function: function
-) -> list[LayerFunction]:
+def layer_functions(stack: Stack, remat: Remat = no_remat) -> list[LayerFunction]:
     """The `layer_function` of each position in the stack's period."""
     return [layer_function(stack, kind, remat) for kind in range(stack.period)]
 

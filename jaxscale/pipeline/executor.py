@@ -24,6 +24,7 @@ import numpy as np
 from jaxscale.batch import Batch
 from jaxscale.models.protocol import (
     Model,
+    Remat,
     Stream,
     Sums,
     head_params,
@@ -32,7 +33,7 @@ from jaxscale.models.protocol import (
 from jaxscale.ops.array_stack import Index, add_rows, after, at, put, put_rows
 from jaxscale.pipeline.buffer_slots import of_part
 from jaxscale.pipeline.layers.mirror import fold_mirror
-from jaxscale.pipeline.layers.stack_part import Remat, StackPart
+from jaxscale.pipeline.layers.stack_part import StackPart
 from jaxscale.pipeline.passes.chunk import (
     chunk_backward,
     rewrite_message,

@@ -16,6 +16,7 @@ from jax.experimental.layout import with_layout_constraint
 from jaxscale.batch import Batch
 from jaxscale.models.protocol import (
     Model,
+    Remat,
     Stream,
     Sums,
     add_layer_sums,
@@ -27,7 +28,7 @@ from jaxscale.ops.array_stack import Index, add_rows, at, put
 from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY, OFFLOADED, TickProgram
 from jaxscale.pipeline.layers.mirror import with_rows
 from jaxscale.pipeline.layers.segments import segment_of
-from jaxscale.pipeline.layers.stack_part import Remat, StackPart, StreamShapes, trace_stacks
+from jaxscale.pipeline.layers.stack_part import StackPart, StreamShapes, trace_stacks
 from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.head_slices import gather_slices, slice_shapes
 from jaxscale.sharding.host_memory import from_host, to_host

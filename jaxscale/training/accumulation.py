@@ -12,7 +12,6 @@ The pass of a group is the embedding, the stacks of the model in order, the head
 Letters: G micro-batches of a group.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -52,7 +51,7 @@ from jaxscale.training.layers.layer_loop import (
 from jaxscale.training.layers.layer_scan import SavedLayers, each
 from jaxscale.training.layers.loop_form import LoopForm, make_loop_form
 from jaxscale.training.layers.loop_weights import CastOnce, GroupPosition, Loop, only_after
-from jaxscale.training.remat import rematerialised
+from jaxscale.training.remat import remat_of
 
 Tree = Any
 Saved = tuple[SavedLayers | None, ...]
@@ -215,8 +214,8 @@ def _make_group_pass(
     zero = zero if visit.first else zero.kept
 
     def make_loop(stack: Stack) -> Loop:
-        remat = functools.partial(rematerialised, remat=layout.remat_policy)
-        passes = [split_vjp(layer) for layer in layer_functions(stack, remat)]
+        layers = layer_functions(stack, remat_of(layout.remat_policy))
+        passes = [split_vjp(layer) for layer in layers]
         first = stack.name == model.stacks[0].name
         return Loop(stack, zero, visit, passes=tuple(passes), form=form, is_first=first)
 

@@ -1,6 +1,5 @@
 """Loss and gradients of a step, summed over micro-batches and replicas."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +11,8 @@ from jax.sharding import Mesh
 from jaxscale.batch import Batch
 from jaxscale.config.layout import MANUAL_AXES, Layout
 from jaxscale.models.forward import forward
-from jaxscale.models.protocol import Model, Sums, head_params
+from jaxscale.models.protocol import Model, Remat, Sums, head_params, no_remat
 from jaxscale.pipeline.executor import buffers, execute, execute_forward
-from jaxscale.pipeline.layers.stack_part import Remat
 from jaxscale.pipeline.rank import Chunks, Columns
 from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.resolve import is_axes, manual_part
@@ -29,7 +27,7 @@ from jaxscale.sharding.specs import (
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.accumulation import make_accumulation
 from jaxscale.training.layers.layer_scan import each
-from jaxscale.training.remat import rematerialised
+from jaxscale.training.remat import remat_of
 
 Tree = Any
 
@@ -88,8 +86,8 @@ def _pipelined(
 def _pipelined_remat(layout: Layout) -> Remat:
     # The table may have operations that recompute the residuals of a chunk.
     if layout.remat_policy.kept_passes is not None:
-        return lambda layer: layer
-    return functools.partial(rematerialised, remat=layout.remat_policy)
+        return no_remat
+    return remat_of(layout.remat_policy)
 
 
 def pipeline_buffers(

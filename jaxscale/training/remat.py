@@ -14,15 +14,21 @@ from jaxscale.config.remat_policy import RematPolicy
 from jaxscale.models.adapters.side import SIDE_INPUT
 from jaxscale.models.experts import CHOICE
 from jaxscale.models.kernels import Kernels
-from jaxscale.models.protocol import LayerFunction
+from jaxscale.models.protocol import LayerFunction, Remat
 from jaxscale.ops.attention.platform_kernels import is_cudnn_forward
 from jaxscale.ops.matmul import WEIGHT_SCALE
 
 Tree = Any
 
 
-def rematerialised(layer: LayerFunction, remat: RematPolicy) -> LayerFunction:
-    """A layer under a policy of `Layout.remat`."""
+def rematerialised(
+    layer: LayerFunction, remat: RematPolicy, *, several: bool = False
+) -> LayerFunction:
+    """A layer under a policy of `Layout.remat`.
+
+    Args:
+      several: as in `models.protocol.Remat`.
+    """
     if remat.kind in ("none", "save_all_but_attention"):
         return layer
     # Recomputed router scores may round differently and select other experts, so routing is saved
@@ -40,7 +46,12 @@ def rematerialised(layer: LayerFunction, remat: RematPolicy) -> LayerFunction:
         )
     if "attention" in remat.names:
         policy = _with_cudnn(policy)
-    return _checkpoint(layer, policy)
+    return _checkpoint(layer, policy, several=several)
+
+
+def remat_of(policy: RematPolicy) -> Remat:
+    """`rematerialised` under a policy."""
+    return lambda layer, several: rematerialised(layer, policy, several=several)
 
 
 def rematerialised_attention(kernels: Kernels, remat: RematPolicy) -> Kernels:
@@ -69,9 +80,10 @@ def _with_cudnn(policy: Callable) -> Callable:
     return treat
 
 
-def _checkpoint(function: Callable, policy: Callable) -> Callable:
-    # The layer loop separates forward and backward pass with fewer barriers than prevent_cse.
-    return jax.checkpoint(function, policy=policy, prevent_cse=False)
+def _checkpoint(function: Callable, policy: Callable, *, several: bool = False) -> Callable:
+    # The layer loop separates forward and backward pass with fewer barriers than prevent_cse. With
+    # several in one layer these also hold a recomputation back until its gradient is there.
+    return jax.checkpoint(function, policy=policy, prevent_cse=several)
 
 
 def check_host_memory(layout: Layout, mesh: Mesh) -> None:

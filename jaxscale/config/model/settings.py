@@ -123,8 +123,10 @@ def is_own_family(family: str) -> bool:
 
 def by_liveness(settings: ModelSettings) -> bool:
     """Whether the planner finds the temporaries of the model's layers by liveness analysis: custom
-    layers, and frozen ones next to a side network, have no constants of a compiler."""
-    return is_own_family(settings.family) or settings.side_width > 0
+    layers, frozen ones next to a side network, and groups that share weights have no constants of a
+    compiler."""
+    alone = settings.side_width == 0 and settings.share_layers == 1
+    return is_own_family(settings.family) or not alone
 
 
 def find_make(family: str) -> Callable[[Any, Any], Any]:

@@ -9,11 +9,11 @@ Letters: as in `dispatch`; D features of the residual stream, F hidden features.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxscale.ops.experts.dispatch import Dispatch, DispatchPlan
@@ -328,7 +328,7 @@ _expert_rows.defvjp(_rows_forward, _rows_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _without_exchange(
-    dispatch: Dispatch, of_weight: PartitionSpec, x_cRF: Array, w_EFG: Array, plan: DispatchPlan
+    dispatch: Dispatch, of_weight: Any, x_cRF: Array, w_EFG: Array, plan: DispatchPlan
 ) -> Array:
     """Matmul of rows that stay with their experts, [c, R, F] x [E, F, G] -> [c, R, G].
 
@@ -345,12 +345,12 @@ def _without_exchange(
 
 
 def _local_forward(
-    dispatch: Dispatch, of_weight: PartitionSpec, x_cRF: Array, w_EFG: Array, plan: DispatchPlan
+    dispatch: Dispatch, of_weight: Any, x_cRF: Array, w_EFG: Array, plan: DispatchPlan
 ):
     return _without_exchange(dispatch, of_weight, x_cRF, w_EFG, plan), (x_cRF, w_EFG, plan)
 
 
-def _local_backward(dispatch: Dispatch, of_weight: PartitionSpec, residuals, dy_cRG: Array):
+def _local_backward(dispatch: Dispatch, of_weight: Any, residuals, dy_cRG: Array):
     x_cRF, w_EFG, plan = residuals
 
     def into_rows(dy_cRG: Array, w_EFG: Array, plan: DispatchPlan) -> Array:

@@ -3,14 +3,21 @@
 For use in a `shard_map` in which pipeline, data and fsdp are manual.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxscale.batch import Batch
-from jaxscale.models.protocol import LayerFunction, Model, Stack, layer_functions, split_stream
+from jaxscale.models.protocol import (
+    Model,
+    Remat,
+    Stack,
+    layer_functions,
+    no_remat,
+    split_stream,
+)
 from jaxscale.ops.array_stack import at
 from jaxscale.pipeline.backward_split import Split, forward_only, split
 from jaxscale.pipeline.layers.mirror import add_mirror
@@ -19,7 +26,6 @@ from jaxscale.pipeline.stages import PipelineStages
 from jaxscale.sharding.zero import Zero
 
 Tree = Any
-Remat = Callable[[LayerFunction], LayerFunction]
 StreamShapes = dict[str, jax.ShapeDtypeStruct]
 
 
@@ -76,7 +82,7 @@ def trace_stacks(
             split(one, layer, {**x, **memory}, shared, context, tuple(memory))
             if remat
             else forward_only(one)
-            for one in (layer_functions(stack, remat) if remat else layer_functions(stack))
+            for one in layer_functions(stack, remat or no_remat)
         )
         _check_same_shapes(stack, kinds)
         parts.append(StackPart(number, stack, kinds, layers, memory))

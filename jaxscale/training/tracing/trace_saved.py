@@ -157,12 +157,12 @@ def _saving_kernels(policy: RematPolicy, given: list[Any], heads: list[tuple[int
 def _layer(stack: Stack, kind: int, policy: RematPolicy, given: list[Any]) -> LayerFunction:
     """One layer under a policy."""
 
-    def remat(function: LayerFunction) -> LayerFunction:
+    def remat(function: LayerFunction, several: bool) -> LayerFunction:
         def layer(weights: Any, carried: Any, shared: Any, context: Any) -> tuple:
             given[:] = jax.tree.leaves(shared)
             return function(weights, carried, shared, context)
 
-        return rematerialised(layer, policy)
+        return rematerialised(layer, policy, several=several)
 
     return layer_function(stack, kind, remat)
 

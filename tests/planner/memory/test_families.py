@@ -19,6 +19,8 @@ PIPE = ("layout.pipeline=4",)
 HALVES, MANY = (*PIPE, "layout.fsdp=2"), (*PIPE, "layout.fsdp=16")
 INTERLEAVED = ("layout.schedule=interleaved", "layout.virtual_stages=2")
 MT5 = (BLOCKWISE, "layout.fsdp=8", FULL, f"{BATCH}=512")
+GROUPS = ("model.num_layers=8", "layout.data=1", "layout.fsdp=8", "layout.microbatches=1", FULL)
+GROUPS += ("data.seq_len=4096", f"{BATCH}=16")
 SHARED = {"layout": {"data": 1, "fsdp": 8, "zero_stage": 3, "remat": "full"}}
 PYTHIA = SHARED | {
     "model": {
@@ -189,6 +191,12 @@ STEPS = {
         (BLOCKWISE, *HALVES, "layout.zero_stage=1", f"{BATCH}=128", f"{PASSES}=8", FULL),
         10_984_736_768,
         "tpu",
+    ),
+    "llama32_1b, groups of 4 layers": Compiled(
+        "llama32_1b", (*GROUPS, "model.share_layers=4"), 4_227_916_708
+    ),
+    "llama32_1b, a group of 8 layers": Compiled(
+        "llama32_1b", (*GROUPS, "model.share_layers=8"), 4_136_676_780
     ),
 }
 """Llama, Gemma and mT5 rows without micro-batches showed what the formulas of the head and of
