@@ -98,7 +98,7 @@ def run(name: str, steps: int, folder: pathlib.Path) -> None:
 @pytest.mark.proof
 @pytest.mark.parametrize(
     "name",
-    ["encoder-decoder, 1f1b", "decoder, sliced head", "decoder, ring in a pipeline"],
+    ["encoder-decoder, 1f1b", "decoder, ring in a pipeline"],
 )
 def test_operations_and_sends_of_a_tick_have_one_order(name, tmp_path):
     run(name, 20, tmp_path)

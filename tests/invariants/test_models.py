@@ -139,7 +139,10 @@ RESUMED = (
 """In their first layout these also begin (those of `BEGUN`), save, resume, and are resumed from on
 one device; the parameters of the others are a decoder's, stacked as those of local and global
 layers."""
-SLOW = (("two stacks", 1), ("two stacks", 2), ("custom block and loss", 1))
+SLOW = (
+    *(("two stacks", 1), ("two stacks", 2), ("custom block and loss", 1)),
+    *(("adapters of experts", 1), ("prompts", 1), ("shared layers", 1)),
+)
 CASES = [
     pytest.param(
         name,

@@ -94,7 +94,9 @@ def test_a_parting_run_has_the_same_losses_in_any_layout(parted, tmp_path, layou
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("step", [2, 3, 4])
+@pytest.mark.parametrize(
+    "step", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_a_parting_run_resumes_to_the_bit_on_either_side(parted, tmp_path, step):
     workdir, losses, state = parted
     copied = tmp_path / "run"

@@ -1,13 +1,13 @@
-"""python tools/bench/pipeline.py [--microbatches 2,4,8,16] [--rounds 5] [--json FILE]
+"""python tools/bench/pipeline.py [--schedules 1f1b,zb_h1] [--microbatches 2,4,8,16] [--rounds 5]
 
 Times the loss and gradients of a pipeline of two ranks, each a CPU device of one thread. The times
 are compared with the table's prediction, and with the usual pipeline in JAX: stages under
 `jax.vmap`, a shift of their inputs, and a scan that autodiff reverses (GPipe).
 
-The prediction is from the table and the executor's time for each of F, B, W, X and R when both
-ranks run it at once, measured with tables of these operations only. All cases are interleaved, so
-that other load affects all equally. Times are medians of the rounds; "times faster" is the median
-of the rounds' ratios.
+The prediction is the sum over the table's ticks of the slower rank's operation: F, B, W, X, R, or a
+pair of them. An operation's time is measured with both ranks running it at once, in tables of only
+such operations from the same schedule. All cases are interleaved, so that other load affects all
+equally. Times are medians of the rounds; "times faster" is the median of the rounds' ratios.
 """
 
 import argparse
@@ -30,10 +30,26 @@ from provenance import provenance  # noqa: E402
 from jaxscale import command_line  # noqa: E402 - which imports no JAX
 
 RANKS = 2
-UNIT_TIMES = 4
-SCHEDULES = ("1f1b", "1f1b:fused", "gpipe", "zb_h1")
+UNIT_TIMES = 8
+SCHEDULES = {
+    "1f1b": {},
+    "1f1b:fused": {},
+    "gpipe": {},
+    "zb_h1": {},
+    "seq1f1b": {"sequence_chunks": 2},
+    "seq1f1b_interleaved": {"sequence_chunks": 2, "virtual_stages": 2},
+    "chimera": {},
+    "dualpipe": {},
+    "dualpipe_v": {"virtual_stages": 2},
+}
+"""Settings of those that run on two ranks. BitPipe needs four."""
+DEFAULT = "1f1b,1f1b:fused,gpipe,zb_h1"
 REMATS = ("keep:1", "full")  # of 1f1b, in addition to none
 USUAL, USUAL_REMAT = "vmap, shift, autodiff", "the same, layers rematerialised"
+
+
+Kind = tuple[int, ...]
+"""The kind of a rank's operation on each lane of a tick."""
 
 
 class Case(NamedTuple):
@@ -41,10 +57,19 @@ class Case(NamedTuple):
 
     name: str
     microbatches: int
-    table: Any  # None for `usual`
+    cells: Any  # int [ticks, ranks, lanes], kinds of operations; None for `usual`
     run: Callable[[], Any]
     temp_bytes: int
     seconds: list[float]
+    unit: "tuple[Unit, ...]" = ()  # whose times predict this one's
+
+
+class Unit(NamedTuple):
+    """A table of a schedule's operations of some kinds: one more than the unit before it."""
+
+    kind: Kind
+    times: int  # operations of that kind on a rank
+    case: Case
 
 
 def main(argv: Sequence[str]) -> int:
@@ -52,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--schedules", type=schedules, default=DEFAULT)
     parser.add_argument("--microbatches", type=counts, default="2,4,8,16")
     parser.add_argument("--num_layers", type=command_line.whole(1, 10**6), default=8)
     parser.add_argument("--d_model", type=int, default=512)
@@ -70,18 +96,29 @@ def main(argv: Sequence[str]) -> int:
         f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     )
 
-    cases, unit = [], units(options)
+    kinds = [(schedule, "none") for schedule in options.schedules]
+    kinds += [("1f1b", remat) for remat in REMATS] if "1f1b" in options.schedules else []
+    unit = {kind: units(options, *kind) for kind in kinds}
+    cases = []
     for m in options.microbatches:
-        cases += [ours(options, schedule, m) for schedule in SCHEDULES]
-        cases += [ours(options, "1f1b", m, remat=remat) for remat in REMATS]
+        cases += [ours(options, *kind, m)._replace(unit=unit[kind]) for kind in kinds]
         cases += [usual(options, m), usual(options, m, remat=True)]
         print(f"compiled for {m} micro-batches", flush=True)
+    measured = [one.case for some in unit.values() for one in some]
     for number in range(options.rounds):
-        for case in (*unit.values(), *cases):
+        for case in (*measured, *cases):
             case.seconds.append(seconds(case.run))
         print(f"round {number + 1} of {options.rounds}", flush=True)
     report(cases, unit, options)
     return 0
+
+
+def schedules(text: str) -> list[str]:
+    """The type of --schedules."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in SCHEDULES]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(SCHEDULES)}")
+    return names
 
 
 def counts(text: str) -> list[int]:
@@ -127,42 +164,45 @@ def make_config(
                 "microbatches": microbatches,
                 "schedule": schedule,
                 "remat": remat,
+                **SCHEDULES[schedule],
             },
         }
     )
 
 
+def make_stages(config: Any) -> tuple[Any, Any]:
+    """The engine of a config, and its pipeline."""
+    from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415
+    from jaxscale.training.engine import make_engine  # noqa: PLC0415
+
+    engine = make_engine(config, make_mesh(config.layout))
+    assert engine.stages is not None
+    return engine, engine.stages
+
+
 def ours(
     options: argparse.Namespace,
     schedule: str,
+    remat: str,
     microbatches: int,
-    kinds: Sequence[int] = (),
-    remat: str = "none",
+    kinds: Sequence[Kind] = (),
 ) -> Case:
     """A schedule run by the executor.
 
     Args:
-      kinds: if given, only these operations run, one after the other, each once per micro-batch and
-        on both ranks at once.
+      kinds: if given, only these operations of each rank run, kind by kind, on both ranks at once.
     """
     import jax  # noqa: PLC0415
     import numpy as np  # noqa: PLC0415
 
     from jaxscale.data.synthetic import synthetic_batch  # noqa: PLC0415
-    from jaxscale.sharding.mesh import make_mesh  # noqa: PLC0415
-    from jaxscale.training.engine import make_engine  # noqa: PLC0415
     from jaxscale.training.gradients import make_gradients  # noqa: PLC0415
 
     config = make_config(options, schedule, microbatches, remat)
-    engine = make_engine(config, make_mesh(config.layout))
-    stages = engine.stages
-    assert stages is not None
+    engine, stages = make_stages(config)
+    cells = stages.program.columns["kind"]
     if kinds:
-        of_ranks = stages.program.columns["kind"][..., 0].T
-        ticks = np.stack(
-            [np.concatenate([np.flatnonzero(one == kind) for kind in kinds]) for one in of_ranks],
-            axis=1,
-        )
+        ticks = np.concatenate([ticks_of(cells, kind) for kind in kinds])
         columns = {
             name: np.take_along_axis(column, ticks[..., None], axis=0)
             for name, column in stages.program.columns.items()
@@ -176,36 +216,53 @@ def ours(
     temp = program.memory_analysis().temp_size_in_bytes  # pyright: ignore
     jax.block_until_ready(program(params, batch))  # warms up
     name = schedule if remat == "none" else f"{schedule} {remat}"
-    return Case(name, microbatches, stages.table, lambda: program(params, batch), temp, [])
+    return Case(name, microbatches, cells, lambda: program(params, batch), temp, [])
 
 
-def units(options: argparse.Namespace) -> dict[str, Case]:
-    """Tables of some operations, each once per micro-batch. Values saved by F and B must be read,
-    or the compiler would remove them."""
+def ticks_of(cells: Any, kind: Kind) -> Any:
+    """int [times, ranks]: each rank's ticks of a kind, as many as every rank has."""
+    import numpy as np  # noqa: PLC0415
+
+    found = [np.flatnonzero((of_rank == kind).all(-1)) for of_rank in cells.swapaxes(0, 1)]
+    times = min(map(len, found))
+    return np.stack([one[:times] for one in found], axis=1)
+
+
+def units(options: argparse.Namespace, schedule: str, remat: str) -> tuple[Unit, ...]:
+    """Tables of some operations of a schedule, each with one kind more than the one before: values
+    saved by F and B must be read, or the compiler would remove them."""
     from jaxscale.pipeline_schedules.operations import B, F, R, W, X  # noqa: PLC0415
 
+    remat = "full" if remat in REMATS else remat  # which has each operation on both ranks
+    cells = make_stages(make_config(options, schedule, UNIT_TIMES, remat))[1].program.columns[
+        "kind"
+    ]
+    there = {tuple(one) for one in cells.reshape(-1, cells.shape[-1]).tolist()}
+    kinds = [kind for one in (W, X, B, R, F) for kind in there if kind in ((one,), (one, 0))]
+    kinds += sorted(kind for kind in there if all(kind) and len(kind) > 1)
+    return tuple(
+        Unit(
+            kinds[n],
+            len(ticks_of(cells, kinds[n])),
+            ours(options, schedule, remat, UNIT_TIMES, kinds[n::-1]),
+        )
+        for n in range(len(kinds))
+    )
+
+
+def unit_seconds(unit: Sequence[Unit]) -> dict[Kind, float]:
+    """Seconds of each operation, medians of the rounds."""
+    totals = [statistics.median(one.case.seconds) for one in unit]
     return {
-        "w": ours(options, "1f1b", UNIT_TIMES, (W,)),
-        "bw": ours(options, "1f1b", UNIT_TIMES, (B, W)),
-        "fbw": ours(options, "1f1b", UNIT_TIMES, (F, B, W)),
-        "x": ours(options, "1f1b:fused", UNIT_TIMES, (X,)),
-        "rbw": ours(options, "1f1b", UNIT_TIMES, (R, B, W), remat="full"),
+        one.kind: (total - before) / one.times
+        for one, total, before in zip(unit, totals, [0.0, *totals])
     }
 
 
-def unit_seconds(unit: dict[str, Case]) -> dict[str, float]:
-    """Seconds of each operation, medians of the rounds."""
-    w, bw, fbw, x, rbw = (statistics.median(case.seconds) / UNIT_TIMES for case in unit.values())
-    return {"f": fbw - bw, "b": bw - w, "w": w, "x": x, "r": rbw - bw}
-
-
-def predict(case: Case, unit: dict[str, Case]) -> float:
-    """Predicted seconds of a case from those of operations, with ticks in lockstep."""
-    from jaxscale.pipeline.simulator import Costs, simulate  # noqa: PLC0415
-
-    f, b, w, x, r = unit_seconds(unit).values()
-    costs = Costs(f, x, 0.0) if "fused" in case.name else Costs(f, b, w, r)
-    return simulate(case.table, costs).lockstep_makespan
+def predict(case: Case) -> float:
+    """Predicted seconds of a case from those of its operations, with ticks in lockstep."""
+    each = {**unit_seconds(case.unit), (0,): 0.0, (0, 0): 0.0}
+    return sum(max(each[tuple(kind)] for kind in tick) for tick in case.cells.tolist())
 
 
 def usual(options: argparse.Namespace, microbatches: int, remat: bool = False) -> Case:
@@ -274,21 +331,27 @@ def usual(options: argparse.Namespace, microbatches: int, remat: bool = False) -
     return Case(name, microbatches, None, lambda: program(params, batches), temp, [])
 
 
-def report(cases: Sequence[Case], unit: dict[str, Case], options: argparse.Namespace) -> None:
+def report(cases: Sequence[Case], unit: dict, options: argparse.Namespace) -> None:
     """Times, predictions and ratios."""
-    for name, seconds_each in unit_seconds(unit).items():
-        print(f"{name}: {1e3 * seconds_each:.1f} ms", end="  ")
+    from jaxscale.pipeline_schedules.operations import LETTERS  # noqa: PLC0415
+
+    for (schedule, remat), some in unit.items():
+        each = (
+            f"{''.join(LETTERS[one] for one in kind if one)} {1e3 * seconds_each:.1f}"
+            for kind, seconds_each in unit_seconds(some).items()
+        )
+        print(f"{schedule} {remat}: {', '.join(each)} ms")
     usually = {case.microbatches: case for case in cases if case.name == USUAL}
     print(
-        f"\n\n{'schedule':34}{'micro':>6}{'ms':>9}{'of predicted':>14}{'times faster':>14}"
+        f"\n{'schedule':34}{'micro':>6}{'ms':>9}{'of predicted':>14}{'times faster':>14}"
         f"{'temp MB':>9}{'of usual':>10}"
     )
     lines, about = [], provenance()
     for case in cases:
         base, predicted, of_predicted = usually[case.microbatches], None, ""
         faster = median_ratio(base.seconds, case.seconds)
-        if case.table is not None:
-            predicted = predict(case, unit)
+        if case.cells is not None:
+            predicted = predict(case)
             of_predicted = f"{statistics.median(case.seconds) / predicted:.3f}"
         print(
             f"{case.name:34}{case.microbatches:6}{1e3 * statistics.median(case.seconds):9.0f}"
