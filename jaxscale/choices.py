@@ -23,6 +23,7 @@ OTHER_NAMES = {
     "model.init_from": ("model_name_or_path", "pretrained", "load_from", "load_parameters_path"),
     "model.lora_rank": ("lora", "lora_r", "lora_dim"),
     "model.lora_tokens": ("trainable_token_indices", "new_tokens"),
+    "model.base_dtype": ("qlora", "load_in_4bit", "quantization", "bnb_4bit_quant_type"),
     "model.prompt_tokens": ("num_virtual_tokens", "soft_prompt", "prompt_tuning"),
     "model.side_width": ("side_network", "losa"),
     "model.lora_targets": ("lora_target_modules", "target_modules"),

@@ -36,8 +36,9 @@ with epy.lazy_imports():  # they import JAX: a mistyped flag is refused before
     from jaxscale.data.tokens import image_tokens, stop_ids
     from jaxscale.data.tokens import tokenizer as tokenizers
     from jaxscale.hugging_face import model_folder, peft_prompts
-    from jaxscale.models import shared_layers
+    from jaxscale.models import protocol, shared_layers
     from jaxscale.models.adapters import lora
+    from jaxscale.ops.storage import quantised_storage
     from jaxscale.run import initial_weights
     from jaxscale.run.setup import layout, restore, text
 
@@ -193,6 +194,7 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     if _has_tokenizer(config.data.tokenizer, workdir):
         tokenizer = text.open_tokenizer(config, workdir)
     step, params, metadata = restore.restore_params(engine, workdir, tokenizer, options.step)
+    stored = protocol.stored_weights(engine.model)
     if tokenizer:
         tokenizer = stop_ids.with_stop_ids(tokenizer, metadata["data"].get("stop_ids", ()))
     if options.to_peft:
@@ -200,7 +202,9 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
             output,
             config.model,
             engine.model.axes,
-            lora.with_token_rows(config.model, params),
+            lora.with_token_rows(
+                config.model, quantised_storage.whole_shapes(params, stored, "float32")
+            ),
             dtype=options.dtype or "float32",
             base=base,
             workdir=workdir,
@@ -218,6 +222,9 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
             }
         seq_len = config.data.seq_len if step else 0
         model = config.model
+        if stored:
+            params = quantised_storage.dequantise_donated(params, stored, model.param_dtype)
+            log.info(f"the weights stored in {model.base_dtype} are written dequantised")
         if model.share_layers > 1:
             params, model = shared_layers.unshared_params(engine.model, params), model.unshared()
             log.info("each layer gets its own copy of the weights that it shares")
@@ -245,7 +252,9 @@ def _write_model(
     """Writes the model, its adapters merged; returns the number of tensors."""
     if model.lora_rank:
         params, axes = lora.merge_adapters(model, params), lora.without_adapters(axes)
-        model = dataclasses.replace(model, lora_rank=0, lora_targets="", lora_tokens="")
+        model = dataclasses.replace(
+            model, lora_rank=0, lora_targets="", lora_tokens="", base_dtype="", base_targets=""
+        )
         log.info("the adapters are merged into the weights (--to_peft writes adapters only)")
     return model_folder.write_model(
         options.output,

@@ -33,6 +33,9 @@ OVERRIDES = [
     ("model.soft_prompt=3", "did you mean --config.model.prompt_tokens?"),
     ("model.side_network=3", "did you mean --config.model.side_width?"),
     ("model.side_width=-1", "model.side_width = -1 is too small; at least 0"),
+    ("model.base_dtype=int4", "model.base_dtype = 'int4' is not known; it can be '', nf4, mxfp4"),
+    ("model.base_dtype=nf4", "without adapters all weights are trained; set model.lora_rank"),
+    ("model.base_targets=q", "with model.base_dtype = '' (no quantised weights); set"),
     ("model.prompt_tokens=-1", "model.prompt_tokens = -1 is too small; at least 0"),
     ("model.side_width=8 model.lora_rank=4", "are 2 kinds of adapters, and a model has one; set"),
     (

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ from jaxscale.hugging_face.peft_adapters import (
     open_adapters,
 )
 from jaxscale.hugging_face.peft_prompts import EMBEDDINGS, prompt_config
+from jaxscale.hugging_face.quantised_tensors import without_quantisation
 from jaxscale.hugging_face.read_params import read_params
 from jaxscale.hugging_face.safetensors_format import DTYPES, SINGLE, StoredTensor, open_tensors
 from jaxscale.hugging_face.text_part import DEFAULTS, text_settings, text_tensors
@@ -43,6 +45,7 @@ from jaxscale.hugging_face.write_params import write_params
 from jaxscale.model_families.family import Family
 from jaxscale.model_families.hf.config import with_context
 from jaxscale.model_families.shipped import SHIPPED, find_family
+from jaxscale.ops.storage.quantised_storage import StoredWeights
 from jaxscale.run_folder import GENERATION, HF_CONFIG, TOKENIZERS, copy_tokenizer
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.storage.untrusted import load_json
@@ -123,7 +126,7 @@ class HuggingFaceModel:
         check_tensors(self.tensors, parameters, (*self.ignored, *self.left_out), where)
         return parameters
 
-    def read(self, axes: Any, abstract: Any) -> Any:
+    def read(self, axes: Any, abstract: Any, stored: StoredWeights = MappingProxyType({})) -> Any:
         """The parameters, in canonical form, on the devices of `abstract`; see `check` and
         `read_params`. Logs the trained tensors that are not read."""
         parameters = self.check(axes, abstract)
@@ -134,7 +137,7 @@ class HuggingFaceModel:
                     f"note: {count} tensors {pattern} of {self.directory} have no part in the "
                     "logits: they are not read, and not in an export"
                 )
-        return read_params(self.tensors, parameters, abstract)
+        return read_params(self.tensors, parameters, abstract, stored)
 
 
 def is_hugging_face(directory: pathlib.Path) -> bool:
@@ -178,6 +181,7 @@ def open_model(
     if kind != whole["model_type"]:
         tensors = text_tensors(tensors, directory)
     try:
+        hf, tensors = without_quantisation(hf, tensors)
         check_value_types(hf)
         settings = family.from_hf(hf, tensors)
         if prediction_depth:
@@ -211,7 +215,7 @@ def _find_family(directory: pathlib.Path, kind: Any, whole: Mapping[str, Any]) -
       whole: config.json.
 
     Raises:
-      ValueError: there is none, or its weights are quantized.
+      ValueError: there is none.
     """
     if not isinstance(kind, str) or kind not in FAMILIES:
         own = " (its auto_map names custom code, which is not run)" if "auto_map" in whole else ""
@@ -225,8 +229,6 @@ def _find_family(directory: pathlib.Path, kind: Any, whole: Mapping[str, Any]) -
                 f"note: {directory / name} names custom code (auto_map), which is not run: the "
                 f"model is jaxscale's {FAMILIES[kind].name}, the tokenizer that of its file"
             )
-    if "quantization_config" in whole:
-        raise ValueError(f"{directory / 'config.json'}: quantized weights are not supported")
     return FAMILIES[kind]
 
 

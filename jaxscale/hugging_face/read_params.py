@@ -10,6 +10,7 @@ import concurrent.futures
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.hugging_face.checkpoint_rules import ParameterTensors
+from jaxscale.hugging_face.quantised_tensors import read_stored_part
 from jaxscale.hugging_face.safetensors_format import DTYPES, StoredTensor
-from jaxscale.hugging_face.tensor_blocks import Index, read_part, stored_order, whole_index
+from jaxscale.hugging_face.tensor_blocks import Index, stored_order, whole_index
+from jaxscale.ops.storage.quantised_storage import Stored, StoredWeights, pack
 from jaxscale.sharding.resolve import leaf_name
 from jaxscale.sharding.specs import transposed
 
@@ -27,7 +30,10 @@ READ_AHEAD = 3
 
 
 def read_params(
-    found: Mapping[str, StoredTensor], parameters: Sequence[ParameterTensors], abstract: Any
+    found: Mapping[str, StoredTensor],
+    parameters: Sequence[ParameterTensors],
+    abstract: Any,
+    stored: StoredWeights = MappingProxyType({}),
 ) -> Any:
     """The parameters of a model, in canonical form.
 
@@ -35,9 +41,11 @@ def read_params(
       found: the tensors of the checkpoint, which `check_tensors` accepted.
       abstract: the tree of `jax.ShapeDtypeStruct` in canonical form; one without a sharding goes to
         the default device.
+      stored: parameters to quantise, a layer or an expert at a time, from the type of `abstract`.
 
     Returns:
-      A tree like `abstract`, the padding rows of the vocabulary zero.
+      A tree like `abstract`, with stored bytes in place of the parameters that `stored` names; the
+      padding rows of the vocabulary are zero.
 
     Raises:
       ValueError: a tensor has NaNs or infinities; names it.
@@ -45,7 +53,10 @@ def read_params(
     by_name = {one.name: one for one in parameters}
     with concurrent.futures.ThreadPoolExecutor() as readers:
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: _read_array(found, by_name[leaf_name(path)], leaf, readers), abstract
+            lambda path, leaf: _read_array(
+                found, by_name[leaf_name(path)], leaf, readers, stored.get(leaf_name(path))
+            ),
+            abstract,
         )
 
 
@@ -54,6 +65,7 @@ def _read_array(
     parameter: ParameterTensors,
     leaf: jax.ShapeDtypeStruct,
     readers: concurrent.futures.Executor,
+    how: Stored | None,
 ) -> jax.Array:
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     indices: Any = sharding.addressable_devices_indices_map(leaf.shape)
@@ -79,16 +91,24 @@ def _read_array(
         following.extend(map(read, rows[number + READ_AHEAD : number + READ_AHEAD + 1]))
         array = _put(parts, tuple(shape[dim] for dim in order), stored, places)
         array = _in_order(array, order, array.dtype if dims else leaf.dtype, sharding)
+        if how:
+            array = _pack(how, sharding)(array)
         if not dims:
             return array
         if stack is None:
-            stack = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+            whole = how.packed_shape(leaf.shape) if how else leaf.shape
+            stack = jnp.zeros(whole, array.dtype if how else leaf.dtype, device=sharding)
         # Otherwise parts of many rows would queue up in the device's memory.
         stack.block_until_ready()
         stack = _set_rows(stack, array, tuple(np.int32(number) for number in row))
         del array
     assert stack is not None, "a stack has rows"
     return stack
+
+
+@functools.lru_cache
+def _pack(how: Stored, sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(functools.partial(pack, stored=how), out_shardings=sharding)
 
 
 def _place(index: Index, row: tuple[int, ...]) -> tuple[int, ...]:
@@ -111,7 +131,7 @@ def _read_part(
     dims = len(parameter.parts)
     wanted, stored = np.dtype(leaf.dtype), DTYPES[tensor.dtype]
     narrower = wanted if wanted.itemsize < stored.itemsize else stored
-    part = read_part(tensor, parameter.rule, index[dims:], narrower)
+    part = read_stored_part(tensor, parameter.rule, index[dims:], narrower)
     if not np.isfinite(part).all():
         raise ValueError(
             f"{tensor.path}: tensor {name} has NaN or infinite values, with which every "

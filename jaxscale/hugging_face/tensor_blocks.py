@@ -52,7 +52,7 @@ def read_part(tensor: StoredTensor, rule: TensorRule, index: Index, dtype: np.dt
     Raises:
       ValueError: the file ends too early.
     """
-    inside, dims = _inside(rule, index), stored_order(rule)
+    inside, dims = inside_index(rule, index), stored_order(rule)
     part = np.zeros([index[dim].stop - index[dim].start for dim in dims], dtype)
     if any(place.stop <= place.start for place in inside):
         return part
@@ -71,7 +71,7 @@ def write_part(tensor: StoredTensor, rule: TensorRule, index: Index, part: np.nd
     Raises:
       ValueError: a value is too large for the type of the file.
     """
-    inside = _inside(rule, index)
+    inside = inside_index(rule, index)
     if any(place.stop <= place.start for place in inside):
         return
     source = part[tuple(slice(0, i.stop - i.start) for i in inside)]
@@ -99,7 +99,7 @@ def same_values(one: StoredTensor, other: StoredTensor) -> bool:
         )
 
 
-def _inside(rule: TensorRule, index: Index) -> Index:
+def inside_index(rule: TensorRule, index: Index) -> Index:
     """The index without padding rows."""
     shape = taken_shape(rule)
     return tuple(slice(place.start, min(place.stop, n)) for place, n in zip(index, shape))

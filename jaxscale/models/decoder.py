@@ -40,16 +40,19 @@ from jaxscale.models.stacks import (
     adjust_biases,
     all_parts,
     join_sums,
+    pack_layers,
     part_axes,
     part_linear,
     part_memory,
     part_params,
+    part_stored,
     part_sums,
     trunk_parts,
 )
 from jaxscale.models.weights import axes_of, module_of, params_of
 from jaxscale.ops.attention.attention import attention
 from jaxscale.ops.loss import logits
+from jaxscale.ops.storage.quantised_storage import unpack_weights
 
 EMBEDDING_LAYER = 2**24 - 1
 """The number of the embedding among the layers whose activations are dropped."""
@@ -114,7 +117,10 @@ class Decoder(Model):
     def _shared_stack(self, part: Part) -> Stack:
         """The stack of a part, whose layers may share weights; not those of MTP modules."""
         group = 1 if part.name == PREDICTION else self.settings.share_layers
-        return share_layers(self._stack(part), group)
+        stack = share_layers(self._stack(part), group)
+        stored = part_stored(part, self.settings)
+        linear = {name: n for name, n in stack.linear.items() if name not in stored}
+        return dataclasses.replace(stack, stored=stored, linear=linear)
 
     def _stack(self, part: Part) -> Stack:
         sums = part_sums(part, self.settings)
@@ -256,6 +262,9 @@ class Decoder(Model):
                 part, self.settings, layers_key, first_layers(self._shared_stack(part), rows)
             )
             for part in self.parts
+        }
+        layers = {
+            part.name: pack_layers(part, self.settings, layers[part.name]) for part in self.parts
         }
         return {
             "embed": embed,
@@ -424,7 +433,7 @@ class Decoder(Model):
         x_BTD = self._module(Embedding, params["embed"])(tokens_BT, positions_BT, plain_lookup)
 
         def one(part, carry, weights, index, kind):
-            weights, side = split_side(weights)
+            weights, side = split_side(unpack_weights(weights, part_stored(part, self.settings)))
             x_BTD, y_BTD, cache = carry
             for i, (make, path) in enumerate(zip(part.blocks, part.paths)):
                 block = self._module(make, weights[path[0]] if path else weights)

@@ -5,7 +5,7 @@ R rows that arrived at the experts of this rank, c ranks of context.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,9 @@ CHOICE = "expert_choice"
 
 class Experts(nnx.Module):
     """Routed experts, each weighted by its gate, plus the shared expert."""
+
+    # Dimensions up to the last contracted one, the first of which counts experts.
+    expert_weights: ClassVar = {"up": 2, "gate": 2, "down": 2}
 
     def __init__(self, config: ModelConfig, weights: Weights):
         self.config = config

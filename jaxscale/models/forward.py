@@ -16,6 +16,7 @@ from jaxscale.models.protocol import (
     split_stream,
 )
 from jaxscale.ops.array_stack import Index, at
+from jaxscale.ops.storage.quantised_storage import unpack_weights
 
 Gather = Callable[[Params, str], Params]
 """(shards, part) -> weights; `part` is "embed", or a stack's name with the shards of one layer."""
@@ -50,7 +51,8 @@ def apply_stack(
 
     def one(x: Stream, layer: tuple[Params, Index], kind: int) -> Stream:
         shards, index = layer
-        return functions[kind](gather(shards, stack.name), x, shared, (batch, index))[0][0]
+        weights = unpack_weights(gather(shards, stack.name), stack.stored)
+        return functions[kind](weights, x, shared, (batch, index))[0][0]
 
     x = scan_periods(one, x, (layers, jnp.arange(stack.num_layers)), stack.period)
     return {**x, **shared}

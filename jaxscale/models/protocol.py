@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxscale.batch import Batch
 from jaxscale.ops.array_stack import add, add_at
+from jaxscale.ops.storage.quantised_storage import Stored, StoredWeights, in_stack
 
 Params = Any  # nested dictionaries of arrays
 Stream = dict[str, jax.Array]
@@ -76,6 +77,10 @@ class Stack:
     """Weights read only by `Kernels.columns`, `rows` and `linear`: path in the block, such as
     "mlp/up" -> number of contracted leading dimensions. A step may quantise them once, before its
     micro-batches, and then passes `ops.matmul.QuantisedWeight`s to the block."""
+    stored: StoredWeights = field(default_factory=dict)
+    """Weights whose parameters are quantised bytes, which `frozen` names: path in the block -> how.
+    `block` reads them as floating-point arrays: the layer loop dequantises them
+    (`unpack_weights`)."""
     memory: Callable[[], Mapping[str, jax.ShapeDtypeStruct]] = dict
     """What a layer leaves to later parts of its rows, such as keys and values: the shapes for one
     token, by names that `carried` lacks. With `Batch.within` the block finds arrays [batch, row
@@ -181,6 +186,15 @@ def _find(tree: Params, path: tuple[str, ...]) -> Params:
     for key in path:
         tree = tree[key]
     return tree
+
+
+def stored_weights(model: Model) -> dict[str, Stored]:
+    """How the model's parameters that are quantised are stored: path, "layers/mlp/up" -> how."""
+    return {
+        f"{stack.name}/{name}": one
+        for stack in model.stacks
+        for name, one in in_stack(stack.stored).items()
+    }
 
 
 def add_at_path(tree: Params, path: tuple[str, ...], more: jax.Array) -> Params:

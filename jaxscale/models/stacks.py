@@ -14,14 +14,17 @@ import numpy as np
 
 from jaxscale.config.model import ModelConfig
 from jaxscale.config.model.lora import SIDE
+from jaxscale.config.model.quantised_base import BLOCKS
 from jaxscale.models.adapters.side import SideLayer
 from jaxscale.models.block import MLP, Attention, Block
-from jaxscale.models.experts import ExpertBlock, expert_sums
+from jaxscale.models.experts import ExpertBlock, Experts, expert_sums
 from jaxscale.models.kernels import KEYS, VALUES, Kernels
 from jaxscale.models.latent_attention import MultiHeadLatentAttention
 from jaxscale.models.prediction import MERGE, PREDICTION, Merge
 from jaxscale.models.protocol import Params, Sums, add_at_path
 from jaxscale.models.weights import stack_axes, stack_params
+from jaxscale.ops.storage.quantised_storage import Stored, in_stack, pack_weights
+from jaxscale.sharding.resolve import leaf_name
 
 
 class Part(NamedTuple):
@@ -128,6 +131,54 @@ def part_linear(part: Part, config: ModelConfig) -> dict[str, int]:
             ):
                 found |= {"/".join((*path, module, name)): n for name, n in names.items()}
     return found
+
+
+def part_stored(part: Part, config: ModelConfig) -> dict[str, Stored]:
+    """`Stack.stored` of a part's stack: in blocks along the last contracted dimension.
+
+    Raises:
+      ValueError: a block is not the package's, so that its matrices are not known.
+    """
+    if not config.base_dtype:
+        return {}
+    attention: Any = MultiHeadLatentAttention if config.kv_rank else Attention
+    found: dict[str, Stored] = {}
+    for path, block in zip(part.paths, part.blocks):
+        if block not in (Block, ExpertBlock):
+            raise ValueError(
+                f"model.base_dtype = {config.base_dtype!r} is not available for a custom block, "
+                f"{block.__name__}; set model.base_dtype = ''"
+            )
+        modules = {"attention": attention.linear_weights, "mlp": MLP.linear_weights}
+        if block is ExpertBlock:
+            shared = {"mlp/shared": MLP.linear_weights} if config.shared_d_ff else {}
+            modules = {**modules, "mlp": Experts.expert_weights, **shared}
+        found |= {
+            "/".join((*path, module, name)): Stored(config.base_dtype, n - 1, config.compute_dtype)
+            for module, names in modules.items()
+            for name, n in names.items()
+            if name in config.layer_matrices and config.is_stored(name)
+        }
+    return found
+
+
+def pack_layers(part: Part, config: ModelConfig, params: Params) -> Params:
+    """The parameters of a stack, [layers, ...], with matrices stored as `part_stored` says.
+
+    Raises:
+      ValueError: a matrix is not of whole blocks.
+    """
+    stored = in_stack(part_stored(part, config))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if how := stored.get(name := leaf_name(path)):
+            size, block = leaf.shape[how.dim], BLOCKS[how.format].weights
+            if size % block:
+                raise ValueError(
+                    f"model.base_dtype = {config.base_dtype!r} has blocks of {block} inputs, and "
+                    f"{part.name}/{name} has {size}; leave {name.split('/')[-1]} out of "
+                    f"model.base_targets, or set model.base_dtype = ''"
+                )
+    return pack_weights(params, stored)
 
 
 def part_memory(part: Part, config: ModelConfig, kernels: Kernels) -> dict:

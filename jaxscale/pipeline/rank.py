@@ -25,6 +25,7 @@ from jaxscale.models.protocol import (
     zero_sums,
 )
 from jaxscale.ops.array_stack import Index, add_rows, at, put
+from jaxscale.ops.storage.quantised_storage import stored_gradients, unpack_weights
 from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY, OFFLOADED, TickProgram
 from jaxscale.pipeline.layers.mirror import with_rows
 from jaxscale.pipeline.layers.segments import segment_of
@@ -314,7 +315,10 @@ class Rank:
         return self.chunks["begin"][row["chunk"]]
 
     def layer_weights(self, state: State, row: Row, part: StackPart, index: jax.Array) -> Tree:
-        """One layer of the chunk, gathered."""
+        """One layer of the chunk, gathered, as its block reads it."""
+        return unpack_weights(self._gathered_layer(state, row, part, index), part.stack.stored)
+
+    def _gathered_layer(self, state: State, row: Row, part: StackPart, index: jax.Array) -> Tree:
         if self.only_chunk is not None:
             return at(self.only_chunk[part.name], index)
         if state.weights is not None:
@@ -336,7 +340,7 @@ class Rank:
         self, state: State, row: Row, part: StackPart, index: jax.Array, dweights: Tree
     ) -> State:
         """Adds a layer's gradients to their accumulators."""
-        name = part.name
+        name, dweights = part.name, stored_gradients(dweights, part.stack.stored)
         if state.pending is not None:
             rows = jax.tree.map(lambda grad: grad[None], dweights)
             pending = add_rows(state.pending[name], index, rows)

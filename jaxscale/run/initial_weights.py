@@ -8,6 +8,7 @@ import functools
 import logging
 import pathlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -31,6 +32,8 @@ from jaxscale.models.adapters.lora import (
     without_adapters,
 )
 from jaxscale.models.adapters.prompt import with_initial_prompt
+from jaxscale.models.protocol import stored_weights
+from jaxscale.ops.storage.quantised_storage import StoredWeights, quantise_donated, whole_shapes
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.run_folder import TOKENIZERS, folder_of
 from jaxscale.sharding.resolve import is_axes, leaf_name
@@ -93,12 +96,16 @@ class RunWeights:
     def check(self, axes: Any, shapes: Any) -> None:
         """Does nothing: `read` compares names and shapes with the checkpoint."""
 
-    def read(self, axes: Any, abstract: Any) -> Any:
+    def read(self, axes: Any, abstract: Any, stored: StoredWeights = MappingProxyType({})) -> Any:
         """The parameters in canonical form, with the types and shardings of `abstract`; its further
-        rows of the vocabulary are zero."""
+        rows of the vocabulary are zero.
+
+        Args:
+          stored: parameters to quantise, which `abstract` has whole.
+        """
         there = self.checkpoints.arrays(self.step, "params")
 
-        def stored(path: Any, names: Axes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def saved(path: Any, names: Axes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             like = there.get(leaf_name(path), jax.ShapeDtypeStruct(leaf.shape, self.dtype))
             shape = leaf.shape
             if len(like.shape) == len(shape):
@@ -106,9 +113,9 @@ class RunWeights:
                 shape = tuple(min(old, new) if n == "vocab" else new for n, old, new in sizes)
             return jax.ShapeDtypeStruct(shape, like.dtype, sharding=leaf.sharding)
 
-        wanted = jax.tree_util.tree_map_with_path(stored, axes, abstract, is_leaf=is_axes)
+        wanted = jax.tree_util.tree_map_with_path(saved, axes, abstract, is_leaf=is_axes)
         params = self.restore("params", wanted)
-        return jax.tree.map(_widened, params, abstract)
+        return quantise_donated(jax.tree.map(_widened, params, abstract), stored)
 
     def restore(self, part: str, abstract: Any) -> Any:
         """A part of the state in canonical form: "params" or "opt_state".
@@ -313,7 +320,9 @@ def open_initial(engine: Engine, workdir: pathlib.Path) -> Weights | None:
     weights = open_weights(folder, model.family, model.prediction_depth)
     check_settings(model, weights, why, config.data.seq_len, may_grow=True)
     axes, placement = _placement(engine, weights)
-    weights.check(axes, placement.canonical)
+    weights.check(
+        axes, whole_shapes(placement.canonical, _quantised(engine, weights), model.param_dtype)
+    )
     if not engine.own_optimizer:
         _warn_of_rate(config.optimizer, model.adapts, why)
     if adds_adapters(model, weights):
@@ -337,6 +346,9 @@ def _say_type(model: ModelConfig, weights: Weights) -> None:
     """Logs the type in which weights frozen by adapters are stored."""
     wide, stored = jnp.dtype(weights.dtype), jnp.dtype(model.param_dtype)
     exact = jnp.promote_types(wide, stored) == stored
+    if model.base_dtype:
+        names = model.base_targets or "all matrices"
+        log.info(f"note: of the frozen layers' weights {names} are stored in {model.base_dtype}")
     log.info(
         f"note: the frozen weights are stored in {model.param_dtype}, "
         + ("exactly as in" if exact else f"rounded from the {weights.dtype} of")
@@ -408,7 +420,9 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
     """The state of a new run with these parameters, at step 0. The optimizer is new, except for
     moments with `optimizer.keep_state`; the learning-rate schedule always restarts."""
     axes, placement = _placement(engine, weights)
-    params = weights.read(axes, placement.canonical)
+    stored = _quantised(engine, weights)
+    abstract = whole_shapes(placement.canonical, stored, engine.config.model.param_dtype)
+    params = weights.read(axes, abstract, stored)
     if new := num_new_tokens(engine.config.model, weights):
         params = with_new_tokens(params, axes, weights.config.vocab_size, new)
     params = placement.from_canonical(params, donate=True)
@@ -446,6 +460,11 @@ def _draw_adapters(engine: Engine, key: jax.Array) -> dict[str, Any]:
     abstract = only_adapters(engine.abstract_state.params)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(lambda key: only_adapters(engine.draw(key)), out_shardings=shardings)(key)
+
+
+def _quantised(engine: Engine, weights: Weights) -> StoredWeights:
+    """The parameters to quantise as they are read: not those of a run that has quantised ones."""
+    return {} if weights.config.base_dtype else stored_weights(engine.model)
 
 
 def _placement(engine: Engine, weights: Weights) -> tuple[Any, LayerPlacement]:

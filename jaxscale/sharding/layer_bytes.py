@@ -36,7 +36,7 @@ def largest_layer(zero: Zero, params: Tree) -> LayerBytes:
         whole = elements(axes, leaf, zero.replicated_rules)
         if not zero.gathers or whole == elements(axes, leaf, zero.state_rules):
             return 0
-        return weight_dtype(axes, zero.compute_dtype).itemsize * whole
+        return weight_dtype(axes, leaf.dtype, zero.compute_dtype).itemsize * whole
 
     def reduced(axes: Axes, leaf: Any) -> int:
         return zero.sent_dtype.itemsize * elements(axes, leaf, zero.state_rules)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config.layout import Layout
+from jaxscale.config.model.quantised_base import BLOCKS
 from jaxscale.config.remat_policy import parse_remat
 from jaxscale.sharding.rules import WEIGHTS, Axes, spreads_outer
 
@@ -45,6 +46,13 @@ def itemsize(dtype: str) -> int:
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
+def stored_bytes(dtype: str, elements: Ints) -> Ints:
+    """Bytes of parameters at rest, of a type or of a format of `model.base_dtype`."""
+    if block := BLOCKS.get(dtype):
+        return elements // block.weights * block.num_bytes
+    return itemsize(dtype) * elements
+
+
 @dataclass(frozen=True)
 class ParamShape:
     """One parameter; of layers, that of one layer, without the stack's dimension."""
@@ -53,9 +61,10 @@ class ParamShape:
     name: str  # as in a checkpoint: "attention/q"
     axes: Axes
     shape: tuple[int, ...]
-    dtype: str = "float32"
+    dtype: str = "float32"  # at rest, or a format of `model.base_dtype`
     frozen: bool = False  # by the model: no gradient
     own_rules: tuple[tuple[str, tuple[str, ...]], ...] = ()  # of axes of a custom model
+    block_dim: int = 0  # of the blocks of such a format
 
     @property
     def path(self) -> str:

@@ -62,9 +62,15 @@ def has_experts(axes: Any) -> bool:
     return any("experts" in one for one in jax.tree.leaves(axes, is_leaf=is_axes))
 
 
-def weight_dtype(axes: Axes, compute_dtype: Any) -> jnp.dtype:
-    """The type in which a model uses a weight: the compute type; for routers float32 or wider,
-    since rounded weights would choose other experts."""
+def weight_dtype(axes: Axes, stored: Any, compute_dtype: Any) -> jnp.dtype:
+    """The type of a gathered weight: the compute type; for routers float32 or wider, since rounded
+    weights would choose other experts; quantised bytes, as they are.
+
+    Args:
+      stored: the parameter's type.
+    """
+    if not jnp.issubdtype(stored, jnp.floating):
+        return jnp.dtype(stored)
     dtype = jnp.dtype(compute_dtype)
     return jnp.promote_types(dtype, jnp.float32) if "routes" in axes else dtype
 
@@ -72,7 +78,7 @@ def weight_dtype(axes: Axes, compute_dtype: Any) -> jnp.dtype:
 def weights_in_use(axes_tree: Any, params: Any, compute_dtype: Any) -> Any:
     """The parameters of a tree in the types in which the model uses them."""
     return jax.tree.map(
-        lambda axes, x: x.astype(weight_dtype(axes, compute_dtype)),
+        lambda axes, x: x.astype(weight_dtype(axes, x.dtype, compute_dtype)),
         axes_tree,
         params,
         is_leaf=is_axes,

@@ -3,6 +3,7 @@
 Nothing here imports JAX, since the planner uses the same rules.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from jaxscale.choices import nearest_divisors
 from jaxscale.config.layout import TENSOR_ROWS, ULYSSES, Layout
+from jaxscale.config.model.quantised_base import BLOCKS
 
 Axes = tuple[str, ...]
 Rules = Mapping[str, tuple[str, ...]]
@@ -138,6 +140,30 @@ def mesh_axes(
             share, divided = share // sizes[axis], f"{divided} / {_set(axis, sizes)}"
         found.append(over)
     return found
+
+
+def check_blocks(
+    axes: Axes, rules: Rules, sizes: Mapping[str, int], size: int, dim: int, form: str, name: str
+) -> None:
+    """Refuses a block of a format of `model.base_dtype` that would be on two ranks.
+
+    Args:
+      size: of the dimension `dim` with the blocks, in weights.
+      name: of the parameter, for errors.
+
+    Raises:
+      ValueError: names the settings to change.
+    """
+    over, block = mesh_axes(axes, rules, sizes)[dim], BLOCKS[form].weights
+    ranks = math.prod(sizes[axis] for axis in over)
+    if size % (ranks * block):
+        weight = name.split("/")[-1]
+        raise ValueError(
+            f"model.base_dtype = {form!r} has blocks of {block} inputs, and "
+            f"{' x '.join(f'layout.{axis}' for axis in over)} = {ranks} ranks shard the {size} of "
+            f"{name} into {size / ranks:g} each: a block would be on two ranks; use fewer ranks, "
+            f"or leave {weight} out of model.base_targets"
+        )
 
 
 def _set(axis: str, sizes: Mapping[str, int]) -> str:

@@ -194,7 +194,7 @@ class Zero:
             return shards
 
         def one(axes, shard):
-            weight = shard.astype(weight_dtype(axes, self.compute_dtype))
+            weight = shard.astype(weight_dtype(axes, shard.dtype, self.compute_dtype))
             dim = sharded_dim(axes)
             columns = "loss_vocab" in axes
             left = (TENSOR_ROWS, "context") if columns else (TENSOR_ROWS,)

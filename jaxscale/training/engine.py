@@ -33,6 +33,7 @@ from jaxscale.training.engine_checks import (
     check_engine_settings,
     check_expert_ranks,
     check_own_optimizer,
+    check_stored,
 )
 from jaxscale.training.flops import StepFlops, step_flops
 from jaxscale.training.gradients import make_gradients, make_loss, pipeline_buffers
@@ -187,6 +188,7 @@ def make_engine(
     shapes = jax.eval_shape(draw, jax.random.key(0))
     frozen = optimizers.frozen_params(config.optimizer.groups, built.axes, built.frozen)
     zero = make_zero(config, mesh, built.axes, shapes, models.rules, frozen)
+    check_stored(built, zero, shapes)
     rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
     if optimizer:
         check_own_optimizer(config.optimizer.groups, optimizer, shapes)

@@ -1,5 +1,6 @@
 """Checks of `make_engine`'s arguments and settings."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,11 @@ from jaxscale.config import CONFIG_ADVICE, Config
 from jaxscale.config.layout import Layout
 from jaxscale.config.optimizer import ParamGroup
 from jaxscale.config.schedule_spec import AUTO
-from jaxscale.models.protocol import Model
+from jaxscale.models.protocol import Model, stored_weights
 from jaxscale.sharding import layout_checks
+from jaxscale.sharding.resolve import leaf_name
+from jaxscale.sharding.rules import check_blocks
+from jaxscale.sharding.zero import Zero
 from jaxscale.training.kernels import check_matmul_device
 from jaxscale.training.remat import check_host_memory
 
@@ -131,6 +135,25 @@ def check_expert_ranks(layout: Layout, model: Model) -> None:
             f"layout.expert = {layout.expert}, but no parameter of model.family = "
             f"{model.settings.family!r} has the logical axis 'experts'; set layout.expert = 1"
         )
+
+
+def check_stored(model: Model, zero: Zero, shapes: Any) -> None:
+    """Refuses blocks of quantised weights that would be on two ranks.
+
+    Args:
+      shapes: of the parameters.
+
+    Raises:
+      ValueError: names the weight and the settings to change.
+    """
+    stored = stored_weights(model)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        if (how := stored.get(name := leaf_name(path))) is None:
+            continue
+        part, _, inner = name.partition("/")
+        axes = functools.reduce(lambda tree, key: tree[key], inner.split("/"), zero.axes[part])
+        size = how.whole_shape(leaf.shape)[how.dim]
+        check_blocks(axes, zero.state_rules, zero.sizes, size, how.dim, how.format, name)
 
 
 def _check_types(sections: Mapping[str, Any]) -> None:

@@ -14,6 +14,8 @@ import optax
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config, from_dict
+from jaxscale.models.protocol import stored_weights
+from jaxscale.ops.storage.quantised_storage import pack_weights, whole_shapes
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.step import TrainState
@@ -107,6 +109,23 @@ KINDS = {
             **experts.PROTOTYPES,
             "lora_rank": 4,
             "lora_targets": "q,up,gate,down",
+        },
+        axes=(),
+    ),
+    "quantised base": Kind(
+        {
+            **{"family": "llama", "num_layers": 2, "d_model": 128, "num_heads": 2},
+            **{"num_kv_heads": 2, "head_dim": 64, "d_ff": 128},
+            **{"lora_rank": 4, "lora_targets": "q,up", "base_dtype": "nf4"},
+        },
+        axes=(),
+    ),
+    "quantised experts": Kind(
+        {
+            **{"family": "mixtral", "num_layers": 2, "num_experts": 4, "d_model": 128},
+            **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "d_ff": 64},
+            **{"lora_rank": 4, "lora_targets": "k,down"},
+            **{"base_dtype": "mxfp4", "base_targets": "q,out,up,gate,down"},
         },
         axes=(),
     ),
@@ -300,7 +319,10 @@ def first_state(name: str) -> TrainState:
         return rng.normal("scale" in str(path[-1]), 0.1, leaf.shape)
 
     state = engine.abstract_state
-    params = jax.tree_util.tree_map_with_path(draw, state.params)
+    stored = stored_weights(engine.model)
+    whole = whole_shapes(state.params, stored, "float64")
+    params = jax.tree_util.tree_map_with_path(draw, whole)
+    params = jax.device_get(pack_weights(params, stored)) if stored else params
     if KINDS[name].settings["family"] == "tests.models.experts:make":
         params = jax.device_get(experts.uneven(jax.tree.map(jnp.asarray, params)))
     state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), state)

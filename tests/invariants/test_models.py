@@ -74,6 +74,13 @@ LAYOUTS = {
         },
     ],
     "adapters and a capacity": [{"expert": 2, "tensor": 2, "overlap_experts": True}],
+    "quantised base": [
+        {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"},
+        {"data": 2, "fsdp": 2, "tensor": 2, **LAYERED, "remat": "full"},
+    ],
+    "quantised experts": [
+        {"expert": 2, "context": 2, "tensor": 2, "zero_stage": 1, "microbatches": 2, **GATHER},
+    ],
     "side network": [
         {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"},
         {"fsdp": 2, "context": 2, "tensor": 2, **LAYERED, "remat": "full"},
@@ -134,7 +141,7 @@ ROUTED_ELSEWHERE = ("prototypes", "expert choice")
 but for experts, whose pipeline has a stage that an evaluation passes by."""
 RESUMED = (
     *("two stacks", "local and global layers", "encoder and decoder", "experts"),
-    *("side network", "prompts"),
+    *("side network", "prompts", "quantised base"),
 )
 """In their first layout these also begin (those of `BEGUN`), save, resume, and are resumed from on
 one device; the parameters of the others are a decoder's, stacked as those of local and global
@@ -142,6 +149,7 @@ layers."""
 SLOW = (
     *(("two stacks", 1), ("two stacks", 2), ("custom block and loss", 1)),
     *(("adapters of experts", 1), ("prompts", 1), ("shared layers", 1)),
+    ("quantised base", 1),
 )
 CASES = [
     pytest.param(

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from jaxscale.choices import check_at_least
 from jaxscale.config.model.lora import LORA, LoraOptions
+from jaxscale.config.model.quantised_base import BASE, BaseOptions
 
-ADAPTERS = (*LORA, "side_width", "prompt_tokens")
+ADAPTERS = (*LORA, "side_width", "prompt_tokens", *BASE)
 """The settings of all adapters."""
 
 KINDS = ("lora_rank", "side_width", "prompt_tokens")
@@ -13,7 +14,7 @@ KINDS = ("lora_rank", "side_width", "prompt_tokens")
 
 
 @dataclass(frozen=True)
-class AdapterOptions(LoraOptions):
+class AdapterOptions(BaseOptions, LoraOptions):
     """The options of adapters, of which a model has at most one kind. All other parameters are then
     frozen."""
 

@@ -9,8 +9,9 @@ from jaxscale.choices import check_at_least, check_choice, nearest_divisors
 from jaxscale.config.model.adapters import AdapterOptions
 from jaxscale.config.model.experts import EXPERTS, ExpertOptions
 from jaxscale.config.model.latent_attention import LATENT, LatentOptions
-from jaxscale.config.model.lora import LORA, OF_ATTENTION, OF_LATENT
+from jaxscale.config.model.lora import LORA, OF_ATTENTION, OF_LATENT, OF_MLP
 from jaxscale.config.model.prediction import PREDICTION, PredictionOptions
+from jaxscale.config.model.quantised_base import BASE
 from jaxscale.config.model.rope_scaling import READ_BY, SCALING, RopeScalingOptions
 from jaxscale.config.model.settings import ModelSettings, is_own_family, option
 from jaxscale.config.model.sharing import SHARING, SharingOptions
@@ -142,6 +143,9 @@ class ModelConfig(
         self._check_positions()
         self.check_experts(self.num_layers, self.period)
         self.check_lora(self.vocab_size, **self._adapter_kinds)
+        self.check_base(
+            self.layer_matrices, adapts=self.adapts, has_encoder=bool(self.num_encoder_layers)
+        )
         self.check_adapters(
             has_encoder=bool(self.num_encoder_layers),
             causal=self.causal,
@@ -251,7 +255,7 @@ class ModelConfig(
             LORA: self.lora_rank,
             ("side_width",): self.side_width,
             ("prompt_tokens",): self.prompt_tokens,
-            ("param_dtype",): self.adapts,
+            ("param_dtype", *BASE): self.adapts,
             PREDICTION: self.prediction_depth,
             ("relative_buckets", "relative_max_distance"): self.relative_bias != "none",
             ("rope_theta", "rope_share", "local_rope_theta"): self.positions == "rotary",
@@ -311,6 +315,12 @@ class ModelConfig(
     def adapted_weights(self) -> tuple[str, ...]:
         """The weights of a layer that have a low-rank adapter."""
         return self.adapted(**self._adapter_kinds)
+
+    @property
+    def layer_matrices(self) -> tuple[str, ...]:
+        """The matrices of a layer that `lora_targets` and `base_targets` may name."""
+        kinds = self._adapter_kinds
+        return *kinds["attention"], *(OF_MLP if kinds["gated"] else ("up", "down"))
 
     @property
     def _adapter_kinds(self) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class ModelSettings:
     prompt_tokens = 0  # virtual tokens before each text
     side_width = 0  # of a side network, next to layers without a backward pass
     adapts = False  # whether only adapters are trained
+    base_dtype = ""  # the format of frozen weights that are stored quantised
     prediction_depth = 0
     relative_bias = "none"
     capacity_factor = 0.0

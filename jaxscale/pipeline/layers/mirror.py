@@ -25,7 +25,7 @@ def add_mirror(zero: Zero, layers: Tree, axes: Tree) -> Tree:
     """
 
     def one(axes, rows):
-        rows = rows.astype(weight_dtype(axes, zero.compute_dtype))
+        rows = rows.astype(weight_dtype(axes, rows.dtype, zero.compute_dtype))
         return jnp.concatenate([rows, _exchange(rows)])
 
     return jax.tree.map(one, axes, layers, is_leaf=is_axes)

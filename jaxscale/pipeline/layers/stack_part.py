@@ -19,6 +19,7 @@ from jaxscale.models.protocol import (
     split_stream,
 )
 from jaxscale.ops.array_stack import at
+from jaxscale.ops.storage.quantised_storage import unpack_weights
 from jaxscale.pipeline.backward_split import Split, forward_only, split
 from jaxscale.pipeline.layers.mirror import add_mirror
 from jaxscale.pipeline.layers.segments import memory_shapes, segment_of
@@ -70,7 +71,9 @@ def trace_stacks(
         union = _union(union, stream)
         layers = params[stack.name]
         axes = zero.layer_axes(stack.name)
-        layer = jax.eval_shape(lambda x, a=axes: zero.gather(at(x, 0), a), layers)
+        layer = jax.eval_shape(
+            lambda x, a=axes, s=stack: unpack_weights(zero.gather(at(x, 0), a), s.stored), layers
+        )
         if stages.table.order.directions > 1:
             layers = add_mirror(zero, layers, zero.axes[stack.name])
         if zero.keeps:

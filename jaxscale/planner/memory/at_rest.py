@@ -16,7 +16,7 @@ from jaxscale.config.optimizer import (
     find_group,
     matrix_dims,
 )
-from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, itemsize, select
+from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, itemsize, select, stored_bytes
 from jaxscale.training.tracing.traces import model_trace, saved_values
 
 BATCH_BYTES = 5 * 4  # per token: the fields of `Batch`
@@ -57,9 +57,11 @@ def parameter_bytes(model: ModelSettings, layout: Layout, rows: Rows) -> Ints:
 def _bytes_of(arrays: Iterable[ParamShape], layout: Layout, rows: Rows) -> Ints:
     stage = layout.zero_stage
     return sum(
-        itemsize(array.dtype)
-        * _repeats(array, rows)
-        * array.shard_size(layout, over_fsdp=zero_stage.shards_state(stage), at_rest=True)
+        _repeats(array, rows)
+        * stored_bytes(
+            array.dtype,
+            array.shard_size(layout, over_fsdp=zero_stage.shards_state(stage), at_rest=True),
+        )
         for array in _stacks(arrays)
     )
 

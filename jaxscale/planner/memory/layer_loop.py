@@ -10,6 +10,7 @@ import numpy as np
 from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import Layout
 from jaxscale.config.model import by_liveness
+from jaxscale.config.model.quantised_base import BLOCKS
 from jaxscale.config.remat_policy import parse_remat
 from jaxscale.ops.sizes import HIDING_TOKENS
 from jaxscale.planner.memory.at_rest import trained_parameters
@@ -22,6 +23,7 @@ from jaxscale.sharding.model_trace import (
     StackTrace,
     itemsize,
     select,
+    stored_bytes,
 )
 from jaxscale.training.tracing.traces import model_trace, saved_values
 
@@ -29,11 +31,13 @@ from jaxscale.training.tracing.traces import model_trace, saved_values
 @dataclass(frozen=True)
 class Shards:
     """Parameters of a model, or its trained ones, in a layout; sizes are elements on a device, of a
-    stack those of one layer."""
+    stack those of one layer. Weights stored quantised are gathered so, and count as elements of the
+    compute type with as many bytes."""
 
     arrays: tuple[ParamShape, ...]
     borrowed: tuple[str, ...]  # by the head: see `ModelTrace`
     layout: Layout
+    compute: int  # bytes of an element of the compute type
 
     def elements(self, parts: str, over_fsdp: Any = False) -> Ints:
         """Elements of some parts of the model."""
@@ -61,9 +65,19 @@ class Shards:
         return self._sum(lambda one: one.part == part and "experts" in one.axes, False)
 
     def _sum(self, chosen: Callable[[ParamShape], bool], over_fsdp: Any) -> Ints:
+        return sum(self._gathered(one, over_fsdp) for one in self.arrays if chosen(one))
+
+    def dequantised(self, part: str) -> Ints:
+        """Elements of a layer's weights that are stored quantised, as its block reads them."""
         return sum(
-            one.shard_size(self.layout, over_fsdp=over_fsdp) for one in self.arrays if chosen(one)
+            one.shard_size(self.layout, over_fsdp=False)
+            for one in self.arrays
+            if one.part == part and one.dtype in BLOCKS
         )
+
+    def _gathered(self, one: ParamShape, over_fsdp: Any) -> Ints:
+        size = one.shard_size(self.layout, over_fsdp=over_fsdp)
+        return stored_bytes(one.dtype, size) // self.compute if one.dtype in BLOCKS else size
 
 
 @dataclass(frozen=True)
@@ -115,7 +129,7 @@ class LayerLoop:
         model, data, count = config.model, config.data, layout.num_groups
         trace, lengths = model_trace(model), (data.seq_len, data.output_len)
         parameters, trained = (
-            Shards(arrays, trace.borrowed, layout)
+            Shards(arrays, trace.borrowed, layout, itemsize(model.compute_dtype))
             for arrays in (trace.parameters, trained_parameters(model, config.optimizer.groups))
         )
         whole = layout.pipeline == 1

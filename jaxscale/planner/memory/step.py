@@ -196,7 +196,8 @@ def _layer_weights(
     loop: LayerLoop, loops: list[LayerLoop], buffers: RankBuffers, transients: Transients
 ) -> Ints:
     """Gathered weights of the current layer and of a prefetched one; in a pipeline of a chunk of
-    each stack, or of the current layer; with pairs two of them."""
+    each stack, or of the current layer; with pairs two of them. And the current layer's that are
+    stored quantised, as its block reads them."""
     held = sum(one.capacity * one.weights for one in loops)
     if loop.layout.pipeline_gather == "layer":
         held = loop.weights
@@ -206,7 +207,9 @@ def _layer_weights(
     gathered = select(loop.layout.pipeline > 1, held, loop.weights + (layers - 1) * ahead)
     # An all-gather of shards that are not whole tiles pads every row with an empty one.
     gathered = gathered + select(ragged(loop, transients), loop.parameters.mlp_elements(loop.part))
-    return loop.compute * select(loop.gathers, gathered, 0 if transients.ahead else loop.weights)
+    used = loop.compute * loop.parameters.dequantised(loop.part)
+    local = 0 if transients.ahead else loop.weights
+    return used + loop.compute * select(loop.gathers, gathered, local)
 
 
 def _kept(loop: LayerLoop, rows: Rows) -> Ints:

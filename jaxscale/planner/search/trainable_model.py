@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from jaxscale.config import Config, zero_stage
 from jaxscale.config.layout import OFFLOADS, Layout
 from jaxscale.config.model import is_own_family
+from jaxscale.config.model.quantised_base import BLOCKS
 from jaxscale.config.remat_policy import parse_remat
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.planner.memory.step import step_memory
@@ -32,7 +33,13 @@ from jaxscale.sharding.layout_checks import (
     check_ulysses,
 )
 from jaxscale.sharding.model_trace import ModelWork, itemsize
-from jaxscale.sharding.rules import REPLICATED_WEIGHTS, WEIGHTS, mesh_axes, with_whole_kv_heads
+from jaxscale.sharding.rules import (
+    REPLICATED_WEIGHTS,
+    WEIGHTS,
+    check_blocks,
+    mesh_axes,
+    with_whole_kv_heads,
+)
 from jaxscale.training.tracing.traces import model_trace, model_work
 
 REMATS = (
@@ -300,3 +307,6 @@ def check_parameters(config: Config) -> None:
         axes = with_whole_kv_heads(array.axes, array.shape, layout.sizes)
         known = {**rules, **dict(array.own_rules)}
         mesh_axes(axes, known, layout.sizes, array.shape, name=array.path)
+        if array.dtype in BLOCKS:
+            size, dim = array.shape[array.block_dim], array.block_dim
+            check_blocks(axes, known, layout.sizes, size, dim, array.dtype, array.path)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxscale.sharding.resolve import resolve
 from jaxscale.sharding.rules import Axes, Rules
@@ -33,7 +34,8 @@ def _size(tree: Any) -> int:
 def tree_bytes(
     abstract: Any, axes: Any, rules: Rules, sizes: Mapping[str, int], width: int | None = None
 ) -> int:
-    """Bytes on one device of a tree of arrays; `width` replaces the bytes of an element."""
+    """Bytes on one device of a tree of arrays; `width` replaces the bytes of an element, unless it
+    is of quantised bytes."""
     each = jax.tree.map(
         lambda leaf, axes: leaf_bytes(leaf, axes, rules, sizes, width), abstract, axes
     )
@@ -49,4 +51,6 @@ def leaf_bytes(
         for name in (entry if isinstance(entry, tuple) else (entry,))
         if name
     )
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        width = None
     return leaf.size * (width or leaf.dtype.itemsize) // shards

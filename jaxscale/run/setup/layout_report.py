@@ -14,7 +14,8 @@ from jaxscale.config.model.adapters import KINDS
 from jaxscale.config.remat_policy import REMATS, parse_remat
 from jaxscale.formatting import human_bytes, table
 from jaxscale.model_families.shipped import find_family
-from jaxscale.models.protocol import head_params
+from jaxscale.models.protocol import head_params, stored_weights
+from jaxscale.ops.storage.quantised_storage import unpack_weights
 from jaxscale.pipeline import summary
 from jaxscale.pipeline.layer_placement import stack_of
 from jaxscale.pipeline.stages import PipelineStages, open_stages
@@ -62,6 +63,7 @@ def describe_layout(engine: Engine) -> str:
 def _summary(engine: Engine) -> str:
     layout, config = engine.layout, engine.config.model
     matmuls = f" with {config.matmul_dtype} matmuls" if config.matmul_dtype else ""
+    stored = f", of the base {config.base_dtype}" if config.base_dtype else ""
     rows = [
         *_family(engine),
         ("devices", f"{layout.num_devices}: {layout.axes_text or 'every axis 1'}"),
@@ -72,7 +74,7 @@ def _summary(engine: Engine) -> str:
         *_tensor(layout),
         (
             "types",
-            f"parameters {config.param_dtype}, compute {config.compute_dtype}{matmuls}, "
+            f"parameters {config.param_dtype}{stored}, compute {config.compute_dtype}{matmuls}, "
             f"gradients {engine.zero.accumulation_dtype}{_reduced_in(engine)}",
         ),
         ("parameters", _parameter_counts(engine)),
@@ -248,7 +250,8 @@ def _zero_axes(layout: Layout) -> str:
 
 def _parameter_counts(engine: Engine) -> str:
     model, canonical = engine.config.model, engine.placement.part("params").canonical
-    count = sum(leaf.size for leaf in jax.tree.leaves(canonical))
+    whole = jax.eval_shape(lambda x: unpack_weights(x, stored_weights(engine.model)), canonical)
+    count = sum(leaf.size for leaf in jax.tree.leaves(whole))
     notes = []
     if isinstance(model, ModelConfig) and model.num_experts:
         active = model_trace(model).num_active_params(model.experts_per_token)

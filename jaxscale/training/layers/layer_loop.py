@@ -36,6 +36,7 @@ from jaxscale.models.protocol import Stream, Sums, add_layer_sums
 from jaxscale.ops.array_stack import add, add_at, after, at, put
 from jaxscale.ops.matmul import is_quantised
 from jaxscale.ops.save_in_place import save_in_place
+from jaxscale.ops.storage.quantised_storage import stored_gradients, unpack_weights
 from jaxscale.sharding.host_memory import from_host, to_host
 from jaxscale.training.layers.layer_scan import (
     LayerPosition,
@@ -222,6 +223,7 @@ def _layer_forward(
       into: the arrays for residuals, and the layer's index in them.
     """
     forward, _ = loop.passes[position.kind]
+    weights = unpack_weights(weights, loop.stack.stored)
     # A traced value, as in a loop: a constant index of a layer outside the loop would become a
     # constant of the backward pass that all layers of this kind share.
     index = jax.lax.optimization_barrier(jnp.asarray(position.index, jnp.int32))
@@ -301,6 +303,7 @@ def _sum_gradients(
     """The gradients of one layer's weights, summed over micro-batches, the gradients of x, and
     `dshared` plus those of the shared arrays, [G, ...]."""
     _, backward = loop.passes[position.kind]
+    weights = unpack_weights(weights, loop.stack.stored)
     seed = loop.zero.one if "loss" in loop.stack.sums else None
 
     def microbatch(total, xs):
@@ -315,7 +318,7 @@ def _sum_gradients(
     total = loop.zero.running_sum(weights, loop.axes, inputs.batch)
     xs = inputs.batch, inputs.shared, residuals, dx, dshared
     total, (dx, dshared) = each(microbatch, total, xs)
-    return total, dx, dshared
+    return stored_gradients(total, loop.stack.stored), dx, dshared
 
 
 def _prefetch(loop: Loop, inputs: Inputs, above: LayerPosition) -> Prefetched:

@@ -14,6 +14,7 @@ from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.encoder_decoder import EncoderDecoder
 from jaxscale.models.kernels import Kernels
 from jaxscale.models.protocol import Model, Stack, split_stream
+from jaxscale.ops.storage.quantised_storage import unpack_weights
 from jaxscale.sharding.resolve import weights_in_use
 
 Tree = Any
@@ -75,6 +76,7 @@ def layer_arguments(
         weights = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[stack.name]
         )
+        weights = jax.eval_shape(lambda w, s=stack: unpack_weights(w, s.stored), weights)
         x, shared = split_stream(stack, stream)
         if batch.within != ():
             rows = batch.within.segments.shape

@@ -6,6 +6,7 @@ import jax
 
 from jaxscale.config.model import ModelSettings
 from jaxscale.models.decoder import plain_kernels
+from jaxscale.models.protocol import stored_weights
 from jaxscale.sharding.model_trace import ModelTrace, ParamShape, StackTrace
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.training.tracing.abstract_model import MakeModel, find_model
@@ -25,19 +26,23 @@ def trace_model(settings: ModelSettings, make: MakeModel | None = None) -> Model
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
     axes = jax.tree.leaves(model.axes, is_leaf=is_axes)
     rules = tuple((name, tuple(over)) for name, over in model.rules.items())
-    frozen, parameters = set(model.frozen), []
+    frozen, stored, parameters = set(model.frozen), stored_weights(model), []
     for names, (path, leaf) in zip(axes, jax.tree_util.tree_leaves_with_path(shapes), strict=True):
         part, _, name = leaf_name(path).partition("/")
-        first = 0 if part in ("embed", "head") else 1
+        first, shape = 0 if part in ("embed", "head") else 1, leaf.shape
+        how = stored.get(leaf_name(path))
+        if how is not None:
+            shape = how.whole_shape(shape)
         parameters.append(
             ParamShape(
                 part,
                 name,
                 names[first:],
-                leaf.shape[first:],
-                str(leaf.dtype),
+                shape[first:],
+                how.format if how else str(leaf.dtype),
                 f"{part}/{name}" in frozen,
                 tuple(rule for rule in rules if rule[0] in names),
+                how.dim - first if how else 0,
             )
         )
     stacks = [

@@ -61,7 +61,7 @@ def config(layout: dict, *, model: dict = MODEL, **optimizer):
 
 def parameters(config) -> Shards:
     trace = model_trace(config.model)
-    return Shards(trace.parameters, trace.borrowed, config.layout)
+    return Shards(trace.parameters, trace.borrowed, config.layout, 4)
 
 
 FROZEN = ({"params": "layers/mlp/*", "frozen": True}, {"params": "embed/*", "frozen": True})
@@ -93,6 +93,22 @@ def test_the_state_of_adapters_is_the_engines_to_the_byte(optimizer):
     """Both matrices of each, by one rule: of 128 rows Adafactor keeps means."""
     adapted = MODEL | {"lora_rank": 128}
     check_state(config({"fsdp": 2, "tensor": 2}, model=adapted, name=optimizer))
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ({"base_dtype": "nf4", "base_targets": "q,k,v,out,up,gate"}, {"fsdp": 2, "tensor": 4}),
+        ({"base_dtype": "float8", "base_targets": "down"}, {"fsdp": 2, "tensor": 2}),
+    ],
+)
+def test_the_state_of_a_quantised_base_is_the_engines_to_the_byte(model, sizes):
+    """A format for whose blocks the matrix of an MLP is too small on four ranks, and one for which
+    it is not."""
+    adapted = MODEL | {"lora_rank": 4, **model}
+    check_state(config({"microbatches": 2, **sizes}, model=adapted))
+    with pytest.raises(ValueError, match=r"layout.fsdp = 4 ranks shard the .* of layers/"):
+        check_state(config({"fsdp": 4}, model=adapted | {"base_dtype": "nf4", "base_targets": ""}))
 
 
 def check_state(one):
