@@ -14,6 +14,7 @@ COMMANDS = {
     "prepare": "tokenises text into shards",
     "plan": "ranks the layouts of a model on a cluster",
     "aot": "compiles a train step for a TPU or GPU topology, without the hardware",
+    "study": "computes a study of a paper, with published figures next to ours",
     "schedule": "draws a pipeline schedule",
     "doctor": "versions, devices, missing packages, and a self-test",
     "supervise": "restarts a command when it fails",

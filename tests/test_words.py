@@ -39,7 +39,11 @@ RETIRED = {
 }
 """A retired word, as a regular expression, and the words to use."""
 
-PAGES = [path for folder in (".", "docs") for path in sorted(pathlib.Path(folder).glob("*.md"))]
+PAGES = [
+    path
+    for folder in (".", "docs", "docs/studies")
+    for path in sorted(pathlib.Path(folder).glob("*.md"))
+]
 MODULES = [
     path
     for folder in ("jaxscale", "configs", "tools", "examples")

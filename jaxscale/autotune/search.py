@@ -229,6 +229,28 @@ def importances(study: optuna.Study) -> dict[str, float]:
     return {name: float(share) for name, share in sorted(found.items(), key=lambda x: -x[1])}
 
 
+def importances_of(trials: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, float]:
+    """`importances` of settings whose step times were not measured here, such as predicted ones.
+
+    Args:
+      trials: settings, and seconds.
+    """
+    names = trials[0][0] if trials else {}
+    space: dict[str, Any] = {
+        name: optuna.distributions.CategoricalDistribution(
+            list(dict.fromkeys(settings[name] for settings, _ in trials))
+        )
+        for name in names
+    }
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study()
+    for settings, seconds in trials:
+        study.add_trial(
+            optuna.trial.create_trial(params=dict(settings), distributions=space, value=seconds)
+        )
+    return importances(study)
+
+
 class _Proposals(optuna.samplers.TPESampler):
     """Tree-structured Parzen estimator (TPE, Optuna's default) over untried feasible layouts: a
     sample moves to the nearest one, by the number of differing settings."""

@@ -23,18 +23,9 @@ from jaxscale.planner.memory.terms import GROUPS
 from jaxscale.planner.search.plan import Plan
 from jaxscale.sharding.resolve import leaf_name, resolve
 from jaxscale.sharding.rules import Axes, Rules
+from jaxscale.studies.figures import COLORS
 from jaxscale.training.engine import Engine
 
-COLORS = {
-    "blue": "#0072b2",
-    "orange": "#e69f00",
-    "green": "#009e73",
-    "purple": "#cc79a7",
-    "vermilion": "#d55e00",
-    "sky": "#56b4e9",
-    "yellow": "#f0e442",
-    "gray": "#8a8a8a",
-}
 HELD = {"weights": "blue", "gradients": "green", "optimizer state": "orange", "batch": "purple"}
 SENT = dict(zip(KINDS, ("blue", "green", "orange", "purple", "yellow", "sky"), strict=True))
 """Label of a panel or bar -> colour."""
