@@ -238,6 +238,32 @@ OVERRIDES = [
         "optimizer.moment_rounding=stochastic",
         "is for moments in bfloat16, and those of optimizer.name",
     ),
+    (
+        "optimizer.sparsity=1",
+        "optimizer.sparsity = 1.0 is a share of weights; at least 0 and below",
+    ),
+    (
+        "optimizer.sparsity=0.5",
+        "optimizer.sparsity needs optimizer.sparsity_steps, the updates over",
+    ),
+    (
+        "optimizer.sparsity=0.5 optimizer.sparsity_steps=0",
+        "optimizer.sparsity_steps = 0 is too small; at least 1",
+    ),
+    (
+        "optimizer.sparsity=0.5 optimizer.sparsity_steps=80 optimizer.sparsity_begin=40",
+        "optimizer.sparsity_begin + sparsity_steps = 120 is more than run.steps = 100; lower them",
+    ),
+    ("optimizer.sparsity_begin=-1", "optimizer.sparsity_begin = -1 is too small; at least 0"),
+    ("optimizer.sparsity_every=0", "optimizer.sparsity_every = 0 is too small; at least 1"),
+    (
+        "optimizer.sparsity_pattern=4:2",
+        "optimizer.sparsity_pattern = '4:2' is neither 'unstructured' nor N:M with N below M",
+    ),
+    (
+        "optimizer.sparsity=0.75 optimizer.sparsity_steps=9 optimizer.sparsity_pattern=2:4",
+        "optimizer.sparsity = 0.75 is not that of optimizer.sparsity_pattern = '2:4', which is 0.5",
+    ),
     ("optimizer.accumulation_dtype=half", "optimizer.accumulation_dtype = 'half' is not known"),
     ("optimizer.reduction_dtype=half", "optimizer.reduction_dtype = 'half' is not known"),
     # the layout

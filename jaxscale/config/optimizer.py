@@ -6,6 +6,7 @@ Nothing here imports JAX: a mistyped key must be refused in a fraction of a seco
 import dataclasses
 import fnmatch
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,11 +18,25 @@ OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
 ROUNDINGS = ("nearest", "stochastic")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
+UNSTRUCTURED = "unstructured"
+SPARSITY_SETTINGS = tuple(f"sparsity_{name}" for name in ("begin", "steps", "every", "pattern"))
+MOST_OF_GROUP = 32
+"""Weights in a group of a pattern N:M; ranking them takes the square of comparisons."""
+
 FACTORED_SIZE = 128
 """Adafactor keeps whole second moments of matrices with a smaller side (arXiv 1804.04235)."""
 
 LEAST_EPSILON = 2.0**-126
 """The smallest float32 number that devices do not round to 0."""
+
+PRUNING_READS, STEP_READS = 33, 3
+"""Readings of a weight in an update that prunes, and in each step of a sparse run."""
+
+DENSE = ("routes", "lora_rank", "side_width")
+"""Logical axes of the layers' matrices that `sparsity` leaves dense: routers and adapters."""
+
+OPTIONAL = ("weight_decay", "sparsity")
+"""Keys of an entry of `optimizer.groups` that may be None."""
 
 STACKS = ("layers", "experts")
 """Logical axes along which a parameter is a stack of matrices."""
@@ -45,6 +60,7 @@ class ParamGroup:
     learning_rate_scale: float = 1.0  # factor of the learning rate, and so of the decay
     weight_decay: float | None = None  # None: optimizer.weight_decay, on matrices only
     frozen: bool = False  # no update, no moments, not in the gradient norm
+    sparsity: float | None = None  # None: optimizer.sparsity, on matrices of the layers only
 
     def __post_init__(self) -> None:
         if not self.params:
@@ -58,10 +74,16 @@ class ParamGroup:
                 raise ValueError(
                     f"optimizer.groups: {name} = {value} must be finite and at least 0"
                 )
-        if self.frozen and (self.learning_rate_scale != 1 or self.weight_decay is not None):
+        if self.sparsity is not None and not 0 <= self.sparsity < 1:
+            raise ValueError(
+                f"optimizer.groups: sparsity = {self.sparsity} is a share of weights; at least 0 "
+                "and below 1"
+            )
+        others = self.learning_rate_scale, self.weight_decay, self.sparsity
+        if self.frozen and others != (1.0, None, None):
             raise ValueError(
                 f"optimizer.groups: {self.params!r} is frozen = True, which leaves nothing for "
-                "learning_rate_scale and weight_decay to change; leave them out"
+                "learning_rate_scale, weight_decay and sparsity to change; leave them out"
             )
 
 
@@ -91,6 +113,11 @@ class OptimizerConfig:
     reduction_dtype: str = ""  # of their sums over ranks; "" is accumulation_dtype
     keep_state: bool = False  # a new run also takes the moments of the run in model.init_from
     groups: tuple[ParamGroup, ...] = ()  # parameters with another rate or decay, or frozen
+    sparsity: float = 0.0  # final share of zeros in each matrix of the layers
+    sparsity_begin: int = 0  # updates before pruning begins
+    sparsity_steps: int | None = None  # updates over which it is reached
+    sparsity_every: int = 1  # updates between prunings
+    sparsity_pattern: str = UNSTRUCTURED  # or "N:M"
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -129,6 +156,7 @@ class OptimizerConfig:
             if getattr(self, name) >= 1:
                 raise ValueError(f"optimizer.{name} = {getattr(self, name)} must be below 1")
         self._check_moments()
+        self._check_sparsity()
         if self.final_learning_rate > 1:
             raise ValueError(
                 f"optimizer.final_learning_rate = {self.final_learning_rate} is a share of "
@@ -141,10 +169,30 @@ class OptimizerConfig:
         return self.reduction_dtype or self.accumulation_dtype
 
     @property
+    def prunes(self) -> bool:
+        """Whether weights are pruned."""
+        return self.sparsity > 0 or any(group.sparsity for group in self.groups)
+
+    @property
+    def pruning_reads(self) -> float:
+        """Readings of each pruned weight in a step while the sparsity rises, on average: one for
+        each bit of a threshold, and those of masks, of zero gradients and of the metric."""
+        return (PRUNING_READS / self.sparsity_every + STEP_READS) * self.prunes
+
+    @property
+    def kept_of(self) -> tuple[int, int] | None:
+        """N and M of `sparsity_pattern`: N weights of M stay; None if it is unstructured."""
+        if self.sparsity_pattern == UNSTRUCTURED:
+            return None
+        kept, _, group = self.sparsity_pattern.partition(":")
+        return int(kept), int(group)
+
+    @property
     def unread(self) -> set[str]:
         """The settings that nothing reads, or that are off by default."""
         unread = {"keep_state", "reduction_dtype", *UNUSED.get(self.name, ())}
         unread |= set() if self._has_narrow_moments else {"moment_rounding"}
+        unread |= set() if self.prunes else {*SPARSITY_SETTINGS}
         return unread | ({"final_learning_rate"} if self.schedule == "constant" else set())
 
     @property
@@ -165,6 +213,42 @@ class OptimizerConfig:
                 raise ValueError(
                     f"optimizer.{name} = {getattr(self, name)!r} is for {', '.join(readers)}; "
                     f"leave it out with optimizer.name = {self.name!r}"
+                )
+
+    def _check_sparsity(self) -> None:
+        if not 0 <= self.sparsity < 1:
+            raise ValueError(
+                f"optimizer.sparsity = {self.sparsity} is a share of weights; at least 0 and "
+                "below 1"
+            )
+        check_at_least("optimizer", self, sparsity_begin=0, sparsity_every=1)
+        if self.sparsity_steps is not None:
+            check_at_least("optimizer", self, sparsity_steps=1)
+        elif self.prunes:
+            raise ValueError(
+                "optimizer.sparsity needs optimizer.sparsity_steps, the updates over which it is "
+                "reached, such as half of run.steps after optimizer.sparsity_begin of a quarter; "
+                "1 prunes in one update"
+            )
+        pattern = self.sparsity_pattern
+        form = re.fullmatch(r"([1-9]\d?):([1-9]\d?)", pattern)
+        if pattern != UNSTRUCTURED and not (form and int(form[1]) < int(form[2]) <= MOST_OF_GROUP):
+            raise ValueError(
+                f"optimizer.sparsity_pattern = {pattern!r} is neither {UNSTRUCTURED!r} nor N:M "
+                f"with N below M and M at most {MOST_OF_GROUP}, such as '2:4'"
+            )
+        if not self.kept_of:
+            return
+        share = 1 - self.kept_of[0] / self.kept_of[1]
+        shares = {"optimizer.sparsity": self.sparsity}
+        shares |= {
+            f"sparsity of {one.params!r} in optimizer.groups": one.sparsity for one in self.groups
+        }
+        for name, value in shares.items():
+            if value and abs(value - share) > 1e-9:
+                raise ValueError(
+                    f"{name} = {value} is not that of optimizer.sparsity_pattern = {pattern!r}, "
+                    f"which is {share:.6g}; set that, or 'unstructured'"
                 )
 
     def _check_moments(self) -> None:
@@ -208,6 +292,11 @@ def matrix_dims(axes: Sequence[str]) -> tuple[tuple[int, ...], tuple[int, ...]] 
     if side is None or not rest:
         return None
     return ((side,), rest) if side < rest[0] else (rest, (side,))
+
+
+def prunes_by_rule(axes: Sequence[str]) -> bool:
+    """Whether `sparsity` is for a parameter with these logical axes: a matrix of the layers."""
+    return "layers" in axes and matrix_dims(axes) is not None and not {*axes} & {*DENSE}
 
 
 def to_param_groups(value: Sequence[object]) -> tuple[ParamGroup, ...]:
@@ -256,7 +345,7 @@ def check_groups(
             )
         if group != ParamGroup(group.params, frozen=group.frozen) and set(left) <= set(moved):
             raise ValueError(
-                f"{title} changes nothing: learning_rate_scale and weight_decay are for the "
+                f"{title} changes nothing: its settings are for the "
                 f"optimizer, and the model itself updates or freezes {', '.join(left)}; leave the "
                 "entry out, or set frozen = True in it"
             )
@@ -282,7 +371,7 @@ def _to_group(name: str, entry: object) -> ParamGroup:
         check_choice(f"{name} key ", key, known, equals="")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         fits = {"params": isinstance(value, str), "frozen": isinstance(value, bool)}
-        if not fits.get(key, number or (value is None and key == "weight_decay")):
+        if not fits.get(key, number or (value is None and key in OPTIONAL)):
             raise ValueError(
                 f"{name}[{key!r}] = {value!r} is of type {type(value).__name__}; expected "
                 f"{expected.get(key, 'a number')}"

@@ -252,6 +252,14 @@ class Config:
                 f"optimizer.warmup_steps = {self.optimizer.warmup_steps} is more than "
                 f"{name} = {self.schedule_steps}; lower optimizer.warmup_steps, or raise {name}"
             )
+        rule = self.optimizer
+        end = rule.sparsity_begin + (rule.sparsity_steps or 0)
+        if known and rule.prunes and end > self.schedule_steps:
+            name = "optimizer.schedule_steps" if given else "run.steps"
+            raise ValueError(
+                f"optimizer.sparsity_begin + sparsity_steps = {end} is more than {name} = "
+                f"{self.schedule_steps}; lower them, or raise {name}"
+            )
         advice = "its record extends jaxscale.ModelSettings or jaxscale.ModelConfig"
         check_kind("config.model", self.model, ModelSettings, advice)
         self._check_positions()

@@ -82,6 +82,9 @@ STEP_FIELDS = {
         "share of 1",
         "Choices dropped for lack of capacity; mean over layers; with `model.capacity_factor`.",
     ),
+    "sparsity": MetricField(
+        "share of 1", "Zeros in the matrices that `optimizer.sparsity` prunes, after the update."
+    ),
     "NAME_by_layer": MetricField(
         "list", "Values of the metric NAME by layer; with `run.metrics_by_layer`."
     ),

@@ -243,11 +243,11 @@ class Recorder:
             "loss_tokens": token_count(loss_tokens),
             "data_seconds": data_seconds,
             **self._rates(tokens, loss_tokens, seconds),
+            **{name: float(np.mean(value)) for name, value in by_layer.items()},
             **{
                 name: int(value) if name == "skipped" else value.tolist()
                 for name, value in others.items()
             },
-            **{name: float(np.mean(value)) for name, value in by_layer.items()},
             **self._layers(by_layer),
             "examples": self._train.example_digest(range(first - self._batch_size, first)),
         }

@@ -1,7 +1,7 @@
 """Resolves logical axis names to mesh axes and shardings."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import jax
@@ -145,6 +145,16 @@ def resolve_tree(axes_tree: Any, rules: Rules, mesh: jax.sharding.Mesh, abstract
 def leaf_name(path: tuple) -> str:
     """A readable tree path: layers/attention/q."""
     return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+
+
+def owner_of(path: tuple, params: Container[tuple]) -> tuple | None:
+    """The path of the parameter that an array of an optimizer's state is of, with which the array's
+    path ends; None for counts and constants.
+
+    Args:
+      params: the paths of the parameters.
+    """
+    return next((path[i:] for i in range(len(path)) if path[i:] in params), None)
 
 
 def manual_part(spec: PartitionSpec) -> PartitionSpec:

@@ -47,6 +47,8 @@ from jaxscale.training.kernels import (
 )
 from jaxscale.training.layers.loop_form import saves_in_place
 from jaxscale.training.learning_rate import schedule_of
+from jaxscale.training.pruning.matrices import check_shards, pruned_matrices
+from jaxscale.training.pruning.pruning import Pruning
 from jaxscale.training.remat import rematerialised_attention
 from jaxscale.training.state_placement import apply_by_layer, make_zero, place_state, state_bytes
 from jaxscale.training.step import StepMetrics, TrainState, init_guard, make_step
@@ -190,15 +192,21 @@ def make_engine(
     zero = make_zero(config, mesh, built.axes, shapes, models.rules, frozen)
     check_stored(built, zero, shapes)
     rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
+    matrices = pruned_matrices(config.optimizer, built.axes, shapes, frozen)
+    pruning = Pruning(config.optimizer, matrices, rows)
     if optimizer:
-        check_own_optimizer(config.optimizer.groups, optimizer, shapes)
+        check_own_optimizer(config.optimizer, optimizer, shapes)
     rule = functools.partial(optimizers.make, config.optimizer, steps=config.schedule_steps)
     by_layer = functools.partial(apply_by_layer, mesh, zero)
-    optimizer = optimizer or rule(axes=built.axes, frozen=frozen, by_layer=by_layer)
+    optimizer = optimizer or rule(
+        axes=built.axes, frozen=frozen, pruned=matrices, by_layer=by_layer
+    )
+    optimizer = pruning.optimizer(optimizer)
     begin = functools.partial(_begin, optimizer, config.run.skip_bad_steps > 0)
     axes, state = place_state(layout, mesh, zero, built.axes, optimizer, begin, shapes)
-    gradients = make_gradients(
-        models.trained, layout, zero, mesh, stages, unroll_loops=unroll_loops
+    check_shards(config.optimizer, matrices, state.params)
+    gradients = pruning.gradients(
+        make_gradients(models.trained, layout, zero, mesh, stages, unroll_loops=unroll_loops)
     )
     shardings = _shardings(state)
     step = make_step(config, built, rows, gradients, optimizer, frozen, shardings, platform)
@@ -212,7 +220,7 @@ def make_engine(
         init=_jit_init(draw, begin, state, platform),
         draw=draw,
         begin=jax.jit(begin, out_shardings=_shardings(state), donate_argnums=0),
-        step=_jit_step(step, state, mesh, options),
+        step=_jit_step(pruning.step(step), state, mesh, options),
         evaluate=_jit_evaluate(evaluate, state, mesh, options),
         abstract_state=state,
         abstract_batch=_abstract_batch(built, config.data, batch_sharding(mesh)),

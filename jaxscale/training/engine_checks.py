@@ -1,7 +1,7 @@
 """Checks of `make_engine`'s arguments and settings."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxscale.choices import check_kind
 from jaxscale.config import CONFIG_ADVICE, Config
 from jaxscale.config.layout import Layout
-from jaxscale.config.optimizer import ParamGroup
+from jaxscale.config.optimizer import OptimizerConfig, ParamGroup
 from jaxscale.config.schedule_spec import AUTO
 from jaxscale.models.protocol import Model, stored_weights
 from jaxscale.sharding import layout_checks
@@ -20,6 +20,7 @@ from jaxscale.sharding.resolve import leaf_name
 from jaxscale.sharding.rules import check_blocks
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.kernels import check_matmul_device
+from jaxscale.training.pruning.matrices import check_count
 from jaxscale.training.remat import check_host_memory
 
 
@@ -49,7 +50,7 @@ def check_engine_arguments(config: Any, mesh: Any, model: Any, optimizer: Any, r
 
 
 def check_own_optimizer(
-    groups: Sequence[ParamGroup], optimizer: optax.GradientTransformation, params: Any
+    config: OptimizerConfig, optimizer: optax.GradientTransformation, params: Any
 ) -> None:
     """Refuses a custom optimizer that a step cannot call, and settings that it would not read.
 
@@ -59,12 +60,12 @@ def check_own_optimizer(
     Raises:
       ValueError: with the change to make.
     """
-    for i, group in enumerate(groups):
-        if not group.frozen and group != ParamGroup(group.params):
+    for i, group in enumerate(config.groups):
+        if not group.frozen and group != ParamGroup(group.params, sparsity=group.sparsity):
             raise ValueError(
                 f"optimizer.groups[{i}] = {group.params!r} sets a rate or a decay, which optimizer="
                 " defines itself: use optax.partition in it, and leave this entry out; only "
-                "frozen = True is for any optimizer"
+                "frozen = True and sparsity are for any optimizer"
             )
     try:
         jax.eval_shape(optimizer.update, params, jax.eval_shape(optimizer.init, params), params)
@@ -73,6 +74,8 @@ def check_own_optimizer(
             "optimizer= cannot be called with gradients, its state and the parameters only, as a "
             f"step does: {error}"
         ) from error
+    if config.prunes:
+        check_count(optimizer, params)
 
 
 def check_engine_settings(config: Config, mesh: Mesh) -> None:

@@ -10,7 +10,7 @@ over; Lion needs a third to a tenth of it (arXiv 2302.06675).
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +29,9 @@ from jaxscale.config.optimizer import (
     matrix_dims,
 )
 from jaxscale.ops.rounding import round_stochastically
-from jaxscale.sharding.resolve import is_axes, leaf_name
+from jaxscale.sharding.resolve import is_axes, leaf_name, owner_of
 from jaxscale.training.learning_rate import schedule_of
+from jaxscale.training.pruning.masks import live_weights
 
 SECOND_MOMENTS = ("nu", "rows", "columns", "whole")
 """Fields of states, here and in optax, with averages of squared gradients."""
@@ -54,6 +55,7 @@ def make(
     steps: int,
     axes: Any,
     frozen: Any = None,
+    pruned: Collection[str] = (),
     by_layer: ByLayer = lambda function, stack, names: function(stack),
 ) -> optax.GradientTransformation:
     """The update rule of a run, on global arrays and clipped gradients.
@@ -69,6 +71,7 @@ def make(
       steps: length of the learning-rate schedule in updates.
       axes: tree of the parameters with a tuple of logical axes for each.
       frozen: tree of the parameters with whether each is frozen, without moments; None: none is.
+      pruned: names of the parameters whose zeros are pruned weights, which sizes leave out.
       by_layer: distributes Muon's matmuls over devices.
     """
     schedule = schedule_of(config, steps)
@@ -81,7 +84,7 @@ def make(
     directions = {
         "adamw": adam,
         "lion": lambda: optax.scale_by_lion(config.b1, config.b2),
-        "adafactor": lambda: _adafactor(axes),
+        "adafactor": lambda: _adafactor(axes, pruned),
         "muon": lambda: _muon(axes, adam(), by_layer),
     }
     if config.name not in directions:
@@ -145,7 +148,7 @@ def state_axes(
     shapes = {path: leaf.shape for path, leaf in _leaves(abstract_params)}
 
     def axes_of(path: tuple, leaf: jax.ShapeDtypeStruct) -> tuple[str, ...]:
-        owner = _owner(path, shapes)
+        owner = owner_of(path, shapes)
         if owner is None or leaf.shape == (1,) != shapes[owner]:
             return ()
         left = _kept(names[owner], _field(path, owner))
@@ -183,7 +186,7 @@ def moment_power(path: tuple, params: Any) -> int:
     """
     if getattr(path[0], "name", "") != "opt_state":
         return 0
-    owner = _owner(path, {path for path, _ in _leaves(params)})
+    owner = owner_of(path, {path for path, _ in _leaves(params)})
     if owner is None:
         return 0
     return 2 if _field(path, owner) in SECOND_MOMENTS else 1
@@ -236,7 +239,7 @@ def _at_rest(
         paths = {path for path, _ in _leaves(params)}
 
         def convert(path: tuple, leaf: jax.Array) -> jax.Array:
-            owner = _owner(path, paths)
+            owner = owner_of(path, paths)
             if owner is None:
                 return leaf
             dtype = second if _field(path, owner) in SECOND_MOMENTS else first
@@ -330,12 +333,15 @@ class FactoredState(NamedTuple):
     whole: Any
 
 
-def _adafactor(axes: Any) -> optax.GradientTransformation:
+def _adafactor(axes: Any, pruned: Collection[str]) -> optax.GradientTransformation:
     """Adafactor (arXiv 1804.04235) per matrix, with update clipping at 1 and no momentum.
 
     Without the scaling by the parameters' size, as in arXiv 2106.04560 (section 3.4), so that
     learning rates are comparable with Adam's. optax's Adafactor would factor across layers and
     heads.
+
+    Args:
+      pruned: as in `make`; their updates are clipped by the size of those of live weights.
     """
     fields = ("rows", "columns", "whole")
 
@@ -355,10 +361,19 @@ def _adafactor(axes: Any) -> optax.GradientTransformation:
         decay = 1 - (state.count + 1.0) ** -0.8
         leaves, structure = jax.tree.flatten(updates, is_leaf=_is_masked)
         names = jax.tree.leaves(axes, is_leaf=is_axes)
+        owned = jax.tree.leaves(params, is_leaf=_is_masked)
+        masks = [
+            live_weights(param, _each(name)) if leaf_name(path) in pruned else None
+            for (path, _), param, name in zip(
+                _leaves(updates, is_leaf=_is_masked), owned, names, strict=True
+            )
+        ]
         moments = (jax.tree.leaves(getattr(state, field), is_leaf=_is_masked) for field in fields)
         done = [
-            arrays if _is_masked(arrays[0]) else _factored_update(*arrays, decay=decay, names=name)
-            for *arrays, name in zip(leaves, *moments, names, strict=True)
+            arrays
+            if _is_masked(arrays[0])
+            else _factored_update(*arrays, decay=decay, names=name, live=mask)
+            for *arrays, name, mask in zip(leaves, *moments, names, masks, strict=True)
         ]
         trees = [jax.tree.unflatten(structure, column) for column in zip(*done, strict=True)]
         return trees[0], FactoredState(jnp.asarray(state.count + 1), *trees[1:])
@@ -374,8 +389,13 @@ def _factored_update(
     *,
     decay: jax.Array,
     names: tuple[str, ...],
+    live: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """One array's update and its new moments."""
+    """One array's update and its new moments.
+
+    Args:
+      live: whether each weight is not pruned; None: all are.
+    """
     decay = decay.astype(gradient.dtype)
     square = jnp.square(gradient) + 1e-30
     if _factored(gradient.shape, names):
@@ -388,9 +408,13 @@ def _factored_update(
     else:
         whole = decay * whole + (1 - decay) * square
         update = gradient * whole**-0.5
-    each = tuple(i for i, name in enumerate(names) if name not in STACKS)
-    size = jnp.sqrt(jnp.mean(jnp.square(update), each, keepdims=True))
+    size = jnp.sqrt(jnp.mean(jnp.square(update), _each(names), keepdims=True, where=live))
     return update / jnp.maximum(size, 1), rows, columns, whole
+
+
+def _each(names: tuple[str, ...]) -> tuple[int, ...]:
+    """The dimensions of one parameter of a stack."""
+    return tuple(i for i, name in enumerate(names) if name not in STACKS)
 
 
 def _factored(shape: tuple[int, ...], names: tuple[str, ...]) -> bool:
@@ -427,11 +451,6 @@ def _is_masked(leaf: Any) -> bool:
 
 def _leaves(tree: Any, is_leaf: Callable | None = None) -> list[tuple[tuple, Any]]:
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf)[0]
-
-
-def _owner(path: tuple, params: Any) -> tuple | None:
-    """The parameter of a leaf of the state: the path of the leaf ends with the parameter's."""
-    return next((path[i:] for i in range(len(path)) if path[i:] in params), None)
 
 
 def _field(path: tuple, owner: tuple) -> str:

@@ -52,6 +52,7 @@ class Kind(NamedTuple):
     axes: Sequence[dict] = matrix.model_axes()  # meshes that `tools/matrix.py` runs
     every_mesh: bool = False  # each of them, not only every pair of axes
     optimizer: str = "adamw"
+    sparsity: float = 0.0  # reached at the second update
 
 
 T5 = {"family": "t5", "num_layers": 2, "num_encoder_layers": 2, "d_model": 16, "num_heads": 4}
@@ -78,7 +79,8 @@ KINDS = {
             "local_rope_theta": 100.0,
             "dropout": 0.2,
             **SIZES,
-        }
+        },
+        sparsity=0.75,
     ),
     "custom block and loss": Kind(
         {"family": import_own_model(), "num_layers": 4, **SIZES},
@@ -160,6 +162,7 @@ KINDS = {
             "prediction_depth": 1,
         },
         axes=matrix.model_axes("expert"),
+        sparsity=0.5,
     ),
     "experts on every mesh": Kind(
         {
@@ -229,6 +232,8 @@ def make_config(kind: Kind, **layout) -> Config:
             },
             "optimizer": {
                 "name": kind.optimizer,
+                "sparsity": kind.sparsity,
+                "sparsity_steps": 2,
                 "accumulation_dtype": "float64",
                 "moment_dtype": "float64",
                 "second_moment_dtype": "float64",

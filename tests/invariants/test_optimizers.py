@@ -1,5 +1,5 @@
-"""Every optimizer gives the losses, norms and parameters of one device; those with statistics of
-whole matrices in an uneven pipeline, too."""
+"""Every optimizer gives the losses, norms and parameters of one device, also while it prunes; those
+with statistics of whole matrices in an uneven pipeline, too."""
 
 import numpy as np
 import pytest
@@ -24,6 +24,11 @@ SHARED = {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 2}
 # Rows that fill up a stack belong to no statistic; Lion has none.
 UNEVEN = {"pipeline": 3, "schedule": "1f1b:1,2,1", "microbatches": 4, "fsdp": 2, "zero_stage": 2}
 # Two layers for each rank of data and fsdp: of an only one XLA keeps no names of the matmuls.
+SPARSE = {
+    "adafactor": {"sparsity": 0.7, "sparsity_begin": 1, "sparsity_steps": 3},
+    "muon": {"sparsity": 0.5, "sparsity_steps": 4, "sparsity_pattern": "2:4"},
+}
+"""Its counts are of whole matrices, too."""
 EIGHT, UNEVEN_EIGHT = LLAMA | {"num_layers": 8}, UNEVEN | {"schedule": "1f1b:2,4,2"}
 
 
@@ -35,13 +40,14 @@ EIGHT, UNEVEN_EIGHT = LLAMA | {"num_layers": 8}, UNEVEN | {"schedule": "1f1b:2,4
 )
 def test_every_optimizer_is_one_device_in_float64(optimizer, capfd):
     model, uneven = (EIGHT, UNEVEN_EIGHT) if optimizer == "muon" else (LLAMA, UNEVEN)
+    settings = {"name": optimizer, **SPARSE.get(optimizer, {})}
 
     def train(**layout):
-        engine = open_engine(make_config(model, layout, name=optimizer))
+        engine = open_engine(make_config(model, layout, **settings))
         step = compile_step(engine)
         state = None
         if "pipeline" in layout:
-            state = on_ranks(engine, initial_state(make_config(model, {}, name=optimizer)))
+            state = on_ranks(engine, initial_state(make_config(model, {}, **settings)))
         return engine, step, run(engine, state, step=step)
 
     _, step, one = train()

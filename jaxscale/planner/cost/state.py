@@ -189,7 +189,9 @@ def optimizer_seconds(params: LocalParams, cluster: Cluster, parallelism: Parall
     mine = params.shards(parallelism, zero_stage.shards_state(parallelism.zero_stage))
     peak = cluster.peak_flops() * cluster.chip.matmul_fraction
     matmuls = update_flops(parallelism) / (peak * (WIDE_RATE if cluster.chip.cores else 1.0))
-    return memory_seconds(cluster, OPTIMIZER_BYTES * mine.total) + matmuls
+    # Pruning counts weights below thresholds, one reading of all for each bit of a threshold.
+    moved = OPTIMIZER_BYTES * mine.total + 4 * parallelism.pruning_reads * mine.layers
+    return memory_seconds(cluster, moved) + matmuls
 
 
 def accumulate_seconds(params: LocalParams, cluster: Cluster, parallelism: Parallelism) -> Floats:

@@ -60,6 +60,13 @@ def update_bytes(optimizer: str, loop: LayerLoop, rows: Rows) -> Ints:
     return 0
 
 
+def pruning_bytes(loop: LayerLoop, rows: Rows) -> Ints:
+    """Temporaries of an update that prunes: of each weight of the layers its update, and its
+    magnitude as an integer."""
+    shards = zero_stage.shards_state(loop.layout.zero_stage)
+    return 8 * sum(count * loop.trained.elements(part, shards) for part, count in rows.items())
+
+
 def _matrices(array: ParamShape, expert_ranks: Ints) -> Ints:
     """Matrices of a layer on a device: one, or one for each of its experts."""
     if "experts" not in array.axes:

@@ -22,7 +22,7 @@ from jaxscale.planner.memory.at_rest import (
     moment_bytes,
     parameter_bytes,
 )
-from jaxscale.planner.memory.end_of_step import reduction_bytes, update_bytes
+from jaxscale.planner.memory.end_of_step import pruning_bytes, reduction_bytes, update_bytes
 from jaxscale.planner.memory.experts import restacked_bytes
 from jaxscale.planner.memory.head import head_bytes
 from jaxscale.planner.memory.layer_loop import (
@@ -151,7 +151,8 @@ def _stack_memory(
         head_sums=select(loop.single & transients.in_place, 0, gradients),
         end=maximum(
             reduction_bytes(loop, transients, rows), update_bytes(optimizer.name, loop, rows)
-        ),
+        )
+        + optimizer.prunes * pruning_bytes(loop, rows),
         moments_copy=moments if optimizer.name == "lion" else 0,
         host_optimizer=host_optimizer,
         host_stash=host_stash,

@@ -36,6 +36,7 @@ class Parallelism(LayoutBatch):
     gradient_bytes: int = 4  # per element in reductions
     frozen: bool = False  # only adapters are trained
     whole_matrices: tuple[WholeMatrices, ...] = ()  # of the optimizer's update
+    pruning_reads: float = 0.0  # of each weight of the layers, in the update
     router_groups: int = 1  # of experts; a token chooses in `router_groups_kept` of them
     router_groups_kept: int = 1
 

@@ -84,6 +84,11 @@ ADAPTER_NOTE = (
     "not compute."
 )
 
+SPARSE_NOTE = (
+    "Seconds are of a step that prunes, each optimizer.sparsity_every of them; MFU counts pruned "
+    "weights, with which matmuls still compute."
+)
+
 SIDE_NOTE = (
     "MFU and HFU count a forward pass, and the backward pass of the side network and through the "
     "head. Temporaries are predicted by liveness, and seconds are not validated; --prove compiles "
@@ -106,6 +111,7 @@ class TrainableModel:
         notes += [EXPERT_NOTE] * (not notes and self.config.model.num_experts > 0)
         notes += [CUSTOM_NOTE] * is_own_family(self.config.model.family)
         notes += [SIDE_NOTE if self.work.side else ADAPTER_NOTE] * self.work.adapted
+        notes += [SPARSE_NOTE] * self.config.optimizer.prunes
         notes += [FROZEN_NOTE] * any(group.frozen for group in self.config.optimizer.groups)
         return " ".join(notes)
 
@@ -129,6 +135,7 @@ class TrainableModel:
             casts_weights=itemsize(model.param_dtype) > itemsize(model.compute_dtype),
             gradient_bytes=itemsize(self.config.optimizer.reduced_in),
             frozen=model.adapts,
+            pruning_reads=self.config.optimizer.pruning_reads,
             router_groups=model.router_groups,
             router_groups_kept=model.router_groups_kept,
             whole_matrices=muon_matrices(model, self.config.optimizer.groups) if muon else (),

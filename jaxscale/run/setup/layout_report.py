@@ -36,6 +36,7 @@ from jaxscale.sharding.zero import Zero
 from jaxscale.training.accumulation import quantises_once
 from jaxscale.training.engine import ENGINE_ADVICE, Engine
 from jaxscale.training.flops import step_flops
+from jaxscale.training.pruning.matrices import pruned_matrices
 from jaxscale.training.tracing.traces import model_trace, model_work
 
 LARGE_BYTES = 1 << 20
@@ -80,6 +81,7 @@ def _summary(engine: Engine) -> str:
         ("parameters", _parameter_counts(engine)),
         *_adapters(engine),
         *_optimizer(engine),
+        *_pruning(engine),
         ("memory", _peak(engine)),
     ]
     return "layout\n" + table(rows)
@@ -138,6 +140,27 @@ def _optimizer(engine: Engine) -> list[tuple[str, str]]:
             "optimizer",
             f"muon: {each} of {rows} layers on each device{where}, "
             f"{each * flops / 1e12:.3g} TFLOP per step, divided by tensor",
+        )
+    ]
+
+
+def _pruning(engine: Engine) -> list[tuple[str, str]]:
+    """The row of pruned weights, and of what pruning costs."""
+    rule = engine.config.optimizer
+    if not rule.prunes:
+        return []
+    params = engine.placement.part("params").canonical
+    fixed = engine.zero.frozen or jax.tree.map(lambda leaf: False, params)
+    found = pruned_matrices(rule, engine.model.axes, params, fixed).values()
+    weights = sum(one.size * one.count for one in found)
+    zeros = sum(one.num_pruned * one.count for one in found)
+    end = rule.sparsity_begin + (rule.sparsity_steps or 0)
+    reads = f"{rule.pruning_reads:.3g} readings of each weight per step"
+    return [
+        (
+            "sparsity",
+            f"{zeros:,} of {weights:,} weights are zero after update {end}, {weights - zeros:,} "
+            f"remain; until then pruning makes {reads}, and sums counts only",
         )
     ]
 
