@@ -24,6 +24,8 @@ class Batch(NamedTuple):
       extras: name -> further array [batch, length] for the model; () without.
       noise: uint32 [batch], made by the step of a model with dropout; () without.
       within: `Within`, in a pipeline that splits sequences; () for whole rows.
+      vectors: name in `extras` -> [batch, length, width], the rows of a model's tables, made by the
+        step for `Stack.enter`; () without.
 
     Examples:
       >>> tokens = np.array([[5, 6, 7, 8]], np.int32)
@@ -41,6 +43,7 @@ class Batch(NamedTuple):
     extras: Any = ()
     noise: Any = ()
     within: Any = ()
+    vectors: Any = ()
 
 
 class ShardedBatch(Batch):

@@ -190,6 +190,11 @@ def _from_run(options: argparse.Namespace, overrides: list[str]) -> dict[str, An
     run_folder.note_other_model(config.model, workdir)
     config = run_folder.fit_devices(config, num_devices(), overrides)
     _, engine = layout.open_engine(layout.for_sampling(config))
+    if engine.model.tables:
+        raise ValueError(
+            f"{workdir} has tables, {', '.join(engine.model.tables)}, which have no form at "
+            "Hugging Face"
+        )
     tokenizer = None
     if _has_tokenizer(config.data.tokenizer, workdir):
         tokenizer = text.open_tokenizer(config, workdir)

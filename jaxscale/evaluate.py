@@ -113,6 +113,7 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
         step, params, metadata = restore.restore_params(
             engine, options.workdir, tokenizer, options.step
         )
+        tables = restore.restore_tables(engine, options.workdir, step)
         if config.data.heldout:
             _check_text_is_chosen(config.data, metadata, options.workdir)
             opened = processes.first("text", lambda: text.open_text(config, options.workdir))
@@ -129,7 +130,12 @@ def _evaluate(options: argparse.Namespace, config: configs.Config) -> dict[str, 
     part = "" if options.max_batches is None else "part of "
     for name, examples in evaluations.items():
         found = evaluation.evaluate_loss(
-            engine, params, examples, config.data.global_batch_size, options.max_batches
+            engine,
+            params,
+            examples,
+            config.data.global_batch_size,
+            options.max_batches,
+            tables=tables,
         )
         result |= found.record(name)
         title = f"validation set {name!r}" if name else "the held-out text"

@@ -207,6 +207,15 @@ OVERRIDES = [
         "of a parameter without a gradient, such as an unused token's, is 0 / 0",
     ),
     ("optimizer.clip_norm=-1", "optimizer.clip_norm = -1.0 is too small"),
+    ("optimizer.table_staleness=-1", "optimizer.table_staleness = -1 is too small; at least 0"),
+    ("optimizer.table_learning_rate=-1", "optimizer.table_learning_rate = -1.0 is too small"),
+    ("model.ngram_rows=-1", "model.ngram_rows = -1 is too small; at least 0"),
+    ("model.ngram_rows=64 model.lora_rank=4", "not available: adapters train no embedding; set"),
+    ("model.ngram_rows=64 model.family=t5", "not available: an encoder-decoder has two texts"),
+    (
+        "model.ngram_rows=64 model.family=deepseek_v3 model.prediction_depth=1",
+        "not available: MTP modules embed later tokens, without their n-grams",
+    ),
     ("optimizer.warmup_steps=-1", "optimizer.warmup_steps = -1 is too small"),
     ("optimizer.warmup_steps=200", "than run.steps = 100; lower optimizer.warmup_steps, or raise"),
     (

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import jax
+import numpy as np
 import pytest
 
 import jaxscale
@@ -80,3 +81,20 @@ def test_a_plan_is_compiled_for_absent_tpus(main_of, tmp_path, capfd):
     main.__globals__["CONFIG"] = "tiny"
     main(["model.attention=reference", "model.num_layers=1"], tmp_path)
     assert "planned, " in capfd.readouterr().out
+
+
+@pytest.mark.proof
+def test_a_click_model_without_staleness_is_plain_jax_on_one_device(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(".")
+    with mock.patch.dict(os.environ), jax.enable_x64(False):
+        train = importlib.import_module("examples.click_model.train")
+        file = tmp_path / "clicks.tsv"
+        train.write_synthetic(file, 1024)
+        clicks = train.read(file, train.NUM_ROWS)
+        assert 0.1 < clicks.labels.mean() < 0.6
+        assert (clicks.ids == -1).mean() == pytest.approx(0.03, abs=0.01)
+        _, params, rows = train.with_tables(clicks, 0)
+        _, wanted_params, wanted_rows = train.synchronous(clicks)
+    np.testing.assert_allclose(rows, wanted_rows, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, wanted_params)
+    assert train.area_under_curve(np.array([0, 1, 0, 1]), np.array([0.1, 0.9, 0.5, 0.4])) == 0.75

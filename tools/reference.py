@@ -134,6 +134,7 @@ FEATURES: Mapping[str, Settings] = {
     "LoRA adapters": {"model.lora_rank": 4},
     "side network": {"model.side_width": 4},
     "prompts": {"model.prompt_tokens": 4},
+    "n-gram embeddings ([tables](tables.md))": {"model.ngram_rows": 64},
     "float8 matmuls": {"model.matmul_dtype": "float8"},
     "int8 matmuls": {"model.matmul_dtype": "int8"},
     "Muon": {"optimizer.name": "muon"},

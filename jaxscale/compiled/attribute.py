@@ -20,6 +20,7 @@ SHRINKS = {
     "parameters": "zero_stage = 1, fsdp, tensor, pipeline",
     "optimizer state": "zero_stage = 1, fsdp, offload = 'optimizer'",
     "batch": "data.global_batch_size",
+    "tables": "more devices",
     "weights in use": "zero_stage = 3, tensor, pipeline",
     "gradients": "zero_stage = 2, fsdp, tensor, pipeline",
     SAVED: "remat = 'full', microbatches, offload = 'activations', context",
@@ -105,7 +106,11 @@ def _what(buffer: Buffer, engine: Engine, is_weight: bool, in_pipeline: str) -> 
       in_pipeline: the type of pipeline buffers with its dtype and size.
     """
     if buffer.argument:
-        kinds = {"state.params": "parameters", "state.opt_state": "optimizer state"}
+        kinds = {
+            "state.params": "parameters",
+            "state.opt_state": "optimizer state",
+            "state.tables": "tables",
+        }
         return next((kinds[k] for k in kinds if buffer.op_name.startswith(k)), "batch")
     (dtype, dims), *_ = hlo.arrays(buffer.shape)
     kept = engine.zero.keeps or engine.layout.casts_once

@@ -118,6 +118,8 @@ class OptimizerConfig:
     sparsity_steps: int | None = None  # updates over which it is reached
     sparsity_every: int = 1  # updates between prunings
     sparsity_pattern: str = UNSTRUCTURED  # or "N:M"
+    table_learning_rate: float = 0.01  # of row-wise Adagrad, for a model's tables; constant
+    table_staleness: int = 0  # steps after which a table's gradients are applied
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -141,6 +143,8 @@ class OptimizerConfig:
             b2=0,
             weight_decay=0,
             clip_norm=0,
+            table_learning_rate=0,
+            table_staleness=0,
         )
         if not self.epsilon >= LEAST_EPSILON:
             raise ValueError(

@@ -28,6 +28,11 @@ def check_decodes(engine: Engine) -> None:
             f"model.family = {model.family!r} is not causal here: it predicts masked tokens, and "
             "cannot generate or score text; call jaxscale.from_pretrained(DIR)"
         )
+    if engine.model.tables:
+        raise ValueError(
+            f"a model with tables, {', '.join(engine.model.tables)}, cannot generate or score "
+            "text: their rows are looked up for whole batches; evaluate its loss instead"
+        )
     if not engine.model.can_decode:
         why = (
             f"with model.router = {model.router!r} experts choose among all tokens of a text, "

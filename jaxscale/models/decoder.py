@@ -20,7 +20,13 @@ from jaxscale.config.remat_policy import BLOCK_TENSORS
 from jaxscale.models.adapters.lora import borrowed_rows, frozen_names, rows_in_head
 from jaxscale.models.adapters.side import side_stream, split_side, with_side
 from jaxscale.models.block import Block, Cache
-from jaxscale.models.embedding import Embedding
+from jaxscale.models.embedding import (
+    Embedding,
+    ngram_fields,
+    ngram_tables,
+    ngram_vectors,
+    with_ngrams,
+)
 from jaxscale.models.experts import ExpertBlock, expert_metrics
 from jaxscale.models.forward import scan_periods
 from jaxscale.models.head import Head, make_norm
@@ -33,7 +39,7 @@ from jaxscale.models.prediction import (
     prediction_stack,
     with_further_targets,
 )
-from jaxscale.models.protocol import STREAM, Layer, Model, Params, Rows, Stack, Stream, Sums
+from jaxscale.models.protocol import STREAM, Layer, Model, Params, Rows, Stack, Stream, Sums, Table
 from jaxscale.models.shared_layers import first_layers, share_layers
 from jaxscale.models.stacks import (
     Part,
@@ -178,6 +184,11 @@ class Decoder(Model):
         return found
 
     @property
+    def tables(self) -> Mapping[str, Table]:
+        """The table of n-gram embeddings, if any."""
+        return ngram_tables(self.settings.ngram_rows, self.settings.d_model)
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """The losses of the MTP modules."""
         return self._prediction_losses
@@ -245,13 +256,15 @@ class Decoder(Model):
         return {"depths": ()} if self.settings.prediction_depth else {}
 
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
-        """The targets of the MTP modules, which `prepare` makes."""
-        return further_fields(self.settings.prediction_depth, seq_len)
+        """The targets of the MTP modules and the ids of n-grams, which `prepare` makes."""
+        further = further_fields(self.settings.prediction_depth, seq_len)
+        return further | ngram_fields(self.settings.ngram_rows, seq_len)
 
     def prepare(self, batch: Batch) -> Batch:
         """Adds `extras` to a batch on the host."""
-        depth = self.settings.prediction_depth
-        return with_further_targets(batch, depth) if depth else batch
+        depth, rows = self.settings.prediction_depth, self.settings.ngram_rows
+        batch = with_further_targets(batch, depth) if depth else batch
+        return with_ngrams(batch, rows) if rows else batch
 
     def init(self, key: jax.Array, rows: Rows | None = None) -> Params:
         """Initial parameters, which depend on the key only; `rows` None stacks layers in order."""
@@ -295,6 +308,8 @@ class Decoder(Model):
                 batch.segments,
                 dict(batch.extras).get("token_types"),
             )
+            if (vectors_BTD := ngram_vectors(batch, x_BTD.dtype)) is not None:
+                x_BTD += vectors_BTD
             if self._drops(batch):
                 x_BTD = self._dropout(batch, EMBEDDING_LAYER)(x_BTD, site)
             return self.kernels.shard(x_BTD, STREAM)
@@ -393,8 +408,8 @@ class Decoder(Model):
     @property
     def can_decode(self) -> bool:
         """Whether the model can generate: not with expert-choice routing, which sees later
-        tokens."""
-        if self.settings.experts_choose:
+        tokens, nor with n-grams, which are looked up for whole batches."""
+        if self.settings.experts_choose or self.settings.ngram_rows:
             return False
         return self.settings.causal and hasattr(type(self).block_type, "decode")
 

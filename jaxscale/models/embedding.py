@@ -1,23 +1,37 @@
-"""Token embedding, with learned positions and token types.
+"""Token embedding, with learned positions, token types, and hashed n-grams.
+
+The rows of n-grams are from a table over all devices: at each token those of its last two and last
+three tokens are added to its embedding (as in arXiv 2501.16975). N-grams do not cross documents.
 
 Letters: B batch, T time, S the times compared with, D embed.
 """
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from jaxscale.batch import Batch
 from jaxscale.config.model import ModelConfig
 from jaxscale.models.adapters.lora import rows_of
 from jaxscale.models.adapters.prompt import prompt_of
 from jaxscale.models.block import Norm
+from jaxscale.models.protocol import Table
 from jaxscale.models.weights import Weights
 
 TRAINING_MASKS = 0.15 * 0.8
 """The fraction of tokens masked in ESM-2's training."""
+
+NGRAM_LENGTHS = (2, 3)
+"""Tokens of the n-grams."""
+
+NGRAM_NAMES = tuple(f"ngram_{length}" for length in NGRAM_LENGTHS)
+"""Of their ids in `Batch.extras`, and of their rows in `Batch.vectors`."""
 
 
 class Embedding(nnx.Module):
@@ -96,3 +110,47 @@ def dropped_scale(dropped_BT: jax.Array, segments_BT: jax.Array | None) -> jax.A
         left_BT = jnp.sum(same_BTS & ~dropped_BT[:, None, :], axis=-1)
         kept_BT *= length_BT / jnp.maximum(left_BT, 1)
     return jnp.where(dropped_BT, 0.0, kept_BT)[..., None]
+
+
+def ngram_tables(num_rows: int, width: int) -> dict[str, Table]:
+    """The table, with initial rows of 0: a new model is one without n-grams."""
+    return {"ngrams": Table(num_rows, width, NGRAM_NAMES)} if num_rows else {}
+
+
+def ngram_fields(num_rows: int, seq_len: int) -> dict[str, tuple[int, Any]]:
+    """The arrays of `with_ngrams`: name -> (length, type)."""
+    return dict.fromkeys(NGRAM_NAMES, (seq_len, jnp.int32)) if num_rows else {}
+
+
+def with_ngrams(batch: Batch, num_rows: int) -> Batch:
+    """Adds the ids of each token's n-grams to a batch on the host; -1 where its document begins
+    less than n - 1 tokens before, and for padding."""
+    extras = dict(batch.extras)
+    for name, length in zip(NGRAM_NAMES, NGRAM_LENGTHS):
+        inside = batch.segments != 0
+        mixed = np.full(batch.tokens.shape, length, np.uint64)
+        for back in range(length):
+            earlier = np.roll(batch.tokens, back, axis=1).astype(np.uint64)
+            inside &= np.roll(batch.segments, back, axis=1) == batch.segments
+            inside[:, :back] = False
+            mixed = _mix(mixed + earlier)
+        ids = (mixed % np.uint64(num_rows)).astype(np.int32)
+        extras[name] = np.where(inside, ids, np.int32(-1))
+    return batch._replace(extras=extras)
+
+
+def ngram_vectors(batch: Batch, dtype: Any) -> jax.Array | None:
+    """The sum of the rows of each token's n-grams, [batch, time, width]; None without."""
+    found = [
+        batch.vectors[name].astype(dtype) for name in NGRAM_NAMES if name in dict(batch.vectors)
+    ]
+    return functools.reduce(jnp.add, found) if found else None
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """A bijection of 64-bit integers that changes half of the bits: splitmix64 (Steele et al.
+    2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -47,6 +47,7 @@ def apply_stack(
       layers: the shards of the stack's layers.
     """
     x, shared = split_stream(stack, stack.enter(embed, stream, batch))
+    batch = batch._replace(vectors=())  # as in training: only `enter` has them
     functions = layer_functions(stack)
 
     def one(x: Stream, layer: tuple[Params, Index], kind: int) -> Stream:

@@ -91,6 +91,23 @@ class Stack:
     """Checkpoint names of the block's activations, for `layout.remat`."""
 
 
+@dataclass(frozen=True)
+class Table:
+    """An embedding table that may be larger than a device's memory (Persia, arXiv 2111.05897).
+
+    Its rows are sharded over all devices, whatever the layout. A step looks up the rows of the ids
+    in a batch, and updates these rows only, by row-wise Adagrad. It is no part of the parameters:
+    neither the optimizer nor ZeRO knows it.
+    """
+
+    rows: int  # below 2^31
+    width: int
+    ids: tuple[str, ...]
+    """The arrays of `Batch.extras` with its ids, int32 [batch, length]; -1 is no row. `Stack.enter`
+    finds the rows under the same names in `Batch.vectors`, zeros for no row."""
+    scale: float = 0.0  # standard deviation of the initial rows
+
+
 class Model(abc.ABC):
     """Base class of the models that `make(settings, kernels)` returns, with defaults for optional
     members; hashable, since a model is static under jit."""
@@ -104,6 +121,9 @@ class Model(abc.ABC):
 
     frozen: tuple[str, ...] = ()
     """Names of parameters that no gradient changes, such as "layers/attention/base"."""
+
+    tables: Mapping[str, Table] = {}
+    """Embedding tables outside the parameters."""
 
     metrics: tuple[str, ...] = ()
     """Names of the sums that `loss` returns in addition to "loss" and "nll"."""
@@ -348,12 +368,17 @@ def layer_functions(stack: Stack, remat: Remat = no_remat) -> list[LayerFunction
 
 def enter_gradients(
     stack: Stack, embed: Params, before: Stream, batch: Batch, dstream: Stream
-) -> tuple[Params, Stream]:
-    """Backward pass of `Stack.enter`: gradients of the embedding and of the stream before.
+) -> tuple[Params, Stream, Any]:
+    """Backward pass of `Stack.enter`: gradients of the embedding, of the stream before, and of
+    `batch.vectors`.
 
     The forward pass of the vjp is a lookup with an unused result, which XLA removes.
     """
-    entered, pullback = jax.vjp(lambda embed, x: stack.enter(embed, x, batch), embed, before)
+
+    def enter(embed: Params, before: Stream, vectors: Any) -> Stream:
+        return stack.enter(embed, before, batch._replace(vectors=vectors))
+
+    entered, pullback = jax.vjp(enter, embed, before, batch.vectors)
     return pullback(jax.tree.map(lambda d, x: d.astype(x.dtype), dstream, entered))
 
 

@@ -74,8 +74,9 @@ def execute(
     *,
     row_major: bool = False,
     offload: bool = False,
-) -> tuple[Sums, Tree]:
-    """Runs a step's table: this rank's sums, and gradients summed over micro-batches and ranks.
+) -> tuple[Sums, Tree, Tree]:
+    """Runs a step's table: this rank's sums, gradients summed over micro-batches and ranks, and the
+    gradients of `batches.vectors`.
 
     Args:
       remat: applies the remat policy to a layer.
@@ -105,10 +106,12 @@ def execute(
         # cannot be in a CUDA graph, so that the host would read its condition in every tick.
         for part in rank.parts:
             state = _reduce(rank, state, 0, part)
-    grads = state.grads
+    grads = dict(state.grads)
+    # Only a stack's first stage has a part of them.
+    dvectors = jax.lax.psum(grads.pop("vectors"), "pipeline")
     if stages.table.order.directions > 1:
         grads = {**grads, **fold_mirror({part.name: grads[part.name] for part in rank.parts})}
-    return state.sums, _finish(rank, params, grads)
+    return state.sums, _finish(rank, params, grads), dvectors
 
 
 def _finish(rank: Rank, params: Tree, grads: dict[str, Tree]) -> Tree:

@@ -151,6 +151,7 @@ class Rank:
             **{name: zero.zeros(rows, axes[name]) for name, rows in layers.items()},
             "embed": zero.zeros(params["embed"], axes["embed"]),
             "head": zero.zeros(head, of_head),
+            "vectors": jax.tree.map(jnp.zeros_like, self.batches.vectors),
         }
 
     def initial_state(self, grads: dict[str, Tree]) -> State:
@@ -233,7 +234,11 @@ class Rank:
         )
 
     def batch_of(self, row: Row) -> Batch:
-        """The segment of the micro-batch of the row's operation."""
+        """The segment of the micro-batch of the row's operation, for layers and head."""
+        return self.entering_batch(row)._replace(vectors=())
+
+    def entering_batch(self, row: Row) -> Batch:
+        """The same for `Stack.enter`."""
         count = self.stages.num_parts
         batch, ranks = at(self.batches, row["microbatch"]), self.zero.sizes["context"]
         return segment_of(batch, row["segment"], count, ranks)
@@ -241,7 +246,7 @@ class Rank:
     def entered(self, received: Stream, row: Row) -> Stream:
         """The input stream of a chunk's layers: the received stream or, in the first stage of a
         stack, the result of `Stack.enter`."""
-        batch = self.batch_of(row)
+        batch = self.entering_batch(row)
 
         def enter(part: StackPart, stream: Stream) -> Stream:
             before = self.own_stream(self.parts[part.number - 1], stream) if part.number else {}

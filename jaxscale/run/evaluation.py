@@ -121,6 +121,7 @@ def evaluate_loss(
     global_batch_size: int,
     max_batches: int | None = None,
     stops: Callable[[], Any] = lambda: False,
+    tables: Any = None,
 ) -> Evaluation:
     """Evaluates the loss on held-out text, in nats per token.
 
@@ -133,6 +134,7 @@ def evaluate_loss(
       global_batch_size: rows of a batch, of all processes.
       max_batches: evaluates the first ones only; None evaluates all.
       stops: called after each batch; the evaluation ends early when it returns true.
+      tables: of the engine's state, if the model has tables: `state.tables`.
 
     Returns:
       A record with `loss`, `perplexity`, `bits_per_byte`, `tokens` and `num_bytes`.
@@ -151,11 +153,17 @@ def evaluate_loss(
     check_kind("heldout", heldout, Examples, EXAMPLES_ADVICE)
     if max_batches is not None:
         check_count("max_batches", max_batches, 1)
+    if bool(tables) != bool(engine.model.tables):
+        raise ValueError(
+            "the model's tables and those of the state belong together: pass tables=state.tables "
+            f"(the model has {', '.join(engine.model.tables) or 'none'})"
+        )
+    looked_up = (tables,) if tables else ()
     params = engine.placement.part("params").from_canonical(params)
     sums, token_bytes = np.zeros(3), jnp.asarray(heldout.token_bytes, jnp.float32)
     with contextlib.closing(device_batches(engine, heldout, global_batch_size)) as stream:
         for batch in itertools.islice(stream, max_batches):
-            out = jax.device_get(engine.evaluate(params, batch, token_bytes))
+            out = jax.device_get(engine.evaluate(params, batch, token_bytes, *looked_up))
             sums += np.array(out, np.float64)
             if stops():
                 break

@@ -432,6 +432,9 @@ def initial_state(engine: Engine, weights: Weights, key: jax.Array) -> TrainStat
         params = with_initial_prompt(engine.config.model, params)
     log.info(f"parameters read from {weights.directory}")
     state = engine.begin(params)
+    if engine.model.tables and isinstance(weights, RunWeights):
+        kept = weights.restore("tables", engine.placement.canonical.tables)
+        state = state._replace(tables=kept)
     if engine.config.optimizer.keep_state:
         assert isinstance(weights, RunWeights), "`open_initial` refuses others"
         kept = weights.restore("opt_state", engine.placement.canonical.opt_state)

@@ -21,7 +21,7 @@ log = logging.getLogger("jaxscale")
 PAUSES_SECONDS = (1.0, 5.0)
 """Pauses between attempts to save the last state of a run."""
 
-FINITE = ("params", "opt_state")
+FINITE = ("params", "opt_state", "tables")
 """Parts of a state that must be finite to be saved; the guard's window has NaN until it is full of
 good steps."""
 

@@ -314,7 +314,7 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
             last = step == run.steps
             request = stops()
             if _evaluation_due(trainer, step) and not request:
-                request = _evaluate(trainer, recorder, step, state.params, stops)
+                request = _evaluate(trainer, recorder, step, state, stops)
             if step == trainer.end < run.steps:
                 return state  # saved with its layers' own weights
             if saves.due(step):
@@ -348,7 +348,7 @@ def _evaluate_begun(trainer: Trainer, recorder: Recorder, stops: Callable[[], st
         return ""
     if processes.from_first("evaluated", recorder.begin_evaluated):
         return ""
-    return _evaluate(trainer, recorder, begin, trainer.state.params, stops)
+    return _evaluate(trainer, recorder, begin, trainer.state, stops)
 
 
 def _next_batch(stream: Iterator[ShardedBatch], recorder: Recorder, step: int) -> ShardedBatch:
@@ -384,7 +384,7 @@ class _Stops:
 
 
 def _evaluate(
-    trainer: Trainer, recorder: Recorder, step: int, params: Any, stops: Callable[[], str]
+    trainer: Trainer, recorder: Recorder, step: int, state: TrainState, stops: Callable[[], str]
 ) -> str:
     """Evaluates and records the result; returns the request to stop during it, which prevents the
     record, or ""."""
@@ -401,7 +401,13 @@ def _evaluate(
     with jax.transfer_guard("allow"):  # batches and sums
         evaluations = {
             name: evaluate_loss(
-                trainer.engine, params, examples, size, None if name else most, stops=after_batch
+                trainer.engine,
+                state.params,
+                examples,
+                size,
+                None if name else most,
+                stops=after_batch,
+                tables=state.tables,
             )
             for name, examples in trainer.text.evaluations.items()
         }

@@ -119,6 +119,16 @@ class StackTrace:
 
 
 @dataclass(frozen=True)
+class TableShape:
+    """An embedding table outside the parameters, with rows sharded over all devices."""
+
+    name: str
+    rows: int
+    width: int
+    dtype: str
+
+
+@dataclass(frozen=True)
 class ModelTrace:
     """The parameters and stacks of a traced model."""
 
@@ -127,6 +137,7 @@ class ModelTrace:
     borrowed: tuple[str, ...] = ()  # paths of matrices of the embedding that the head reads, too
     adjusts: bool = False  # whether frozen parameters change by `Model.adjust`
     slices_head: bool = False  # as `Model.slices_head`
+    tables: tuple[TableShape, ...] = ()
 
     @property
     def stack_layers(self) -> dict[str, int]:
@@ -470,6 +481,7 @@ class SavedValues:
 
     stacks: tuple[StackSaved, ...]
     extra_bytes: int = 0  # of a sequence's `Batch.extras`
+    table_ids: tuple[int, ...] = ()  # of a sequence, for each table
 
     def of(self, stack: str) -> StackSaved:
         """The saved values of a stack."""

@@ -70,23 +70,25 @@ class Accumulated(NamedTuple):
 class GroupPass(NamedTuple):
     """Functions of an accumulation group: its loss and gradients, and arrays for its residuals.
 
-    - `run(params, batch, before) -> (weights, after)` adds the losses and gradients of a group. The
-      weights are for later groups of the step: gathered and kept, or as at rest.
+    - `run(params, batch, before) -> (weights, after, dvectors)` adds the losses and gradients of a
+      group. The weights are for later groups of the step: gathered and kept, or as at rest.
+      `dvectors` are the gradients of the group's `Batch.vectors`.
     - `empty(params, batch, sums, start) -> saved`: arrays for the residuals of any group, filled
       with `start`, a scalar 0, once it is computed; None leaves them unfilled.
 
     The fields of `batch` are [G, ...].
     """
 
-    run: Callable[[Tree, Batch, Accumulated], tuple[Tree, Accumulated]]
+    run: Callable[[Tree, Batch, Accumulated], tuple[Tree, Accumulated, Tree]]
     empty: Callable[[Tree, Batch, Sums, jax.Array | None], Saved]
 
 
 def make_accumulation(
     model: Model, layout: Layout, zero: Zero, platform: str, *, unroll_loops: bool = False
-) -> Callable[[Tree, Batch], tuple[Sums, Tree]]:
-    """`(params, groups) -> (sums, gradient sums)` for a rank's part of a batch, [groups, G, ...],
-    with reduced gradients; for a `shard_map` in which pipeline, data and fsdp are manual.
+) -> Callable[[Tree, Batch], tuple[Sums, Tree, Tree]]:
+    """`(params, groups) -> (sums, gradient sums, dvectors)` for a rank's part of a batch,
+    [groups, G, ...], with reduced gradients; for a `shard_map` in which pipeline, data and fsdp are
+    manual. `dvectors`, [groups, G, ...], are the gradients of `groups.vectors`.
 
     Args:
       unroll_loops: as `make_engine`.
@@ -94,12 +96,13 @@ def make_accumulation(
     count = layout.num_groups
     visits = _visits(zero, count)
 
-    def run(params: Tree, groups: Batch) -> tuple[Sums, Tree]:
+    def run(params: Tree, groups: Batch) -> tuple[Sums, Tree, Tree]:
         tokens = groups.tokens[0, 0].size // layout.context
         form = make_loop_form(layout, zero, platform, tokens, unroll=unroll_loops)
         weights = _cast_once(model, layout, zero, params)
         grads = _first_grads(model, zero, form, params, count)
         done = Accumulated(zero_sums(model, zero.loss_dtype), grads)
+        parts = []
         for visit, span in visits:
             group_pass = _make_group_pass(model, layout, zero, visit, form)
             some = jax.tree.map(lambda x, span=span: x[span], groups)
@@ -120,11 +123,13 @@ def make_accumulation(
                 start = None if form.unfilled and visit.first else nothing
                 saved = done.saved or group_pass.empty(weights, at(some, 0), done.sums, start)
                 done = done._replace(saved=saved)
-            weights, done = _each_group(group_pass, weights, some, done)
+            weights, done, dvectors = _each_group(group_pass, weights, some, done)
+            parts.append(dvectors)
         # Without a separate last visit only gradients of vectors remain, reduced here.
         reduced = visits[-1][0].last
         grads = done.grads if reduced else zero.finish(done.grads, zero.axes)
-        return zero.total(done.sums), grads
+        dvectors = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+        return zero.total(done.sums), grads, dvectors
 
     return run
 
@@ -195,13 +200,14 @@ def _visits(zero: Zero, count: int) -> list[tuple[GroupPosition, slice]]:
 
 def _each_group(
     group_pass: GroupPass, weights: Tree, groups: Batch, done: Accumulated
-) -> tuple[Tree, Accumulated]:
+) -> tuple[Tree, Accumulated, Tree]:
     """`GroupPass.run` for groups [N, G, ...]; only a single group may return other weights."""
     if jax.tree.leaves(groups)[0].shape[0] == 1:
-        return group_pass.run(weights, at(groups, 0), done)
-    return weights, jax.lax.scan(
-        lambda done, batch: (group_pass.run(weights, batch, done)[1], None), done, groups
-    )[0]
+        weights, done, dvectors = group_pass.run(weights, at(groups, 0), done)
+        return weights, done, jax.tree.map(lambda x: x[None], dvectors)
+    return weights, *jax.lax.scan(
+        lambda done, batch: group_pass.run(weights, batch, done)[1:], done, groups
+    )
 
 
 def _make_group_pass(
@@ -221,7 +227,7 @@ def _make_group_pass(
 
     loops = [make_loop(stack) for stack in model.stacks]
 
-    def run(params: Tree, batch: Batch, before: Accumulated) -> tuple[Tree, Accumulated]:
+    def run(params: Tree, batch: Batch, before: Accumulated) -> tuple[Tree, Accumulated, Tree]:
         return _group_pass(model, zero, loops, visit, form, params, batch, before)
 
     def empty(params: Tree, batch: Batch, sums: Sums, start: jax.Array | None) -> Saved:
@@ -257,7 +263,7 @@ def _group_pass(
     params: Tree,
     batch: Batch,
     before: Accumulated,
-) -> tuple[Tree, Accumulated]:
+) -> tuple[Tree, Accumulated, Tree]:
     # In stage 3 every group gathers again; a loop-invariant gather would be moved out of the loop.
     if zero.gathers and not zero.keeps:
         params, batch = only_after(params, batch)
@@ -268,7 +274,7 @@ def _group_pass(
     sums, dhead, dstream = _head_pass(model, zero, head, batch, stream, sums, form.early.head)
     earlier = before.grads if before.earlier is None else before.earlier
     dhead = _finish(zero, visit, earlier["head"], dhead, head_params(model, zero.axes))
-    dembed, stacks = _stacks_backward(loops, embed, batch, dstream, entered, before)
+    dembed, dvectors, stacks = _stacks_backward(loops, embed, batch, dstream, entered, before)
     axes = zero.axes["embed"]
     dembed = _finish(zero, visit, earlier["embed"], zero.reduce(dembed, axes), axes)
     outer = return_borrowed(model, dembed, dhead)
@@ -277,10 +283,10 @@ def _group_pass(
     saved = before.saved and tuple(one.passed.residuals for one in entered)
     after = Accumulated(sums, {**outer, **stacks}, saved=saved)
     if not zero.keeps:
-        return params, after
+        return params, after, dvectors
     layers = {loop.stack.name: one.passed.layers for loop, one in zip(loops, entered)}
     own = {name: head[name] for name in params["head"]}
-    return {"embed": embed, "head": own, **layers}, after
+    return {"embed": embed, "head": own, **layers}, after, dvectors
 
 
 def _finish(zero: Zero, visit: GroupPosition, earlier: Tree, grads: Tree, axes: Tree) -> Tree:
@@ -303,7 +309,7 @@ def _stacks_forward(
     for loop, saved in zip(loops, into):
         x, shared = split_stream(loop.stack, _enter(loop.stack, embed, stream, batch))
         own = {name: sums[name] for name in sum_shapes(loop.stack)}
-        inputs = Inputs(params[loop.stack.name], batch, shared, saved)
+        inputs = Inputs(params[loop.stack.name], _of_layers(batch), shared, saved)
         passed = forward_pass(loop, inputs, x, own)
         entered.append(_Entered(stream, shared, passed))
         sums, stream = {**sums, **passed.sums}, {**passed.x, **shared}
@@ -317,9 +323,10 @@ def _stacks_backward(
     dstream: Stream,
     entered: list[_Entered],
     before: Accumulated,
-) -> tuple[Tree, Tree]:
-    """The gradients of the embedding, and each stack's accumulators with its layers' gradients."""
-    stacks, dembed = {}, None
+) -> tuple[Tree, Tree, Tree]:
+    """The gradients of the embedding and of `batch.vectors`, and each stack's accumulators with its
+    layers' gradients."""
+    stacks, dembed, dvectors = {}, None, None
     for loop, (stream, shared, passed) in reversed(list(zip(loops, entered))):
         name, layers, loop = loop.stack.name, passed.layers, replace(loop, zero=loop.zero.kept)
         # Otherwise XLA would reuse the weights gathered in the forward pass, and keep all layers'.
@@ -329,13 +336,20 @@ def _stacks_backward(
         widened = loop.zero.widen(dshared)
         carry = Carry(dx, widened, passed.last_layer, None, before.grads[name])
         earlier = None if before.earlier is None else before.earlier[name]
-        inputs = Inputs(layers, batch, shared, passed.residuals, earlier)
+        inputs = Inputs(layers, _of_layers(batch), shared, passed.residuals, earlier)
         dx, dshared, stacks[name] = backward_pass(loop, inputs, carry)
         dstream = {**dx, **dshared}
-        dstream, dembed = _enter_backward(
+        dstream, dembed, more = _enter_backward(
             loop.stack, loop.zero, embed, stream, batch, dstream, dembed
         )
-    return dembed, stacks
+        dvectors = add(dvectors, more)
+    return dembed, dvectors, stacks
+
+
+def _of_layers(batch: Batch) -> Batch:
+    """The batch without the arrays that only `Stack.enter` reads: only there they are
+    differentiated."""
+    return batch._replace(vectors=())
 
 
 def _enter(stack: Stack, embed: Tree, stream: Stream, batch: Batch) -> Stream:
@@ -351,17 +365,18 @@ def _enter_backward(
     batch: Batch,
     dstream: Stream,
     total: Tree,
-) -> tuple[Stream, Tree]:
-    """The gradients of the stream before a stack, and `total` plus those of the embedding."""
+) -> tuple[Stream, Tree, Tree]:
+    """The gradients of the stream before a stack, `total` plus those of the embedding, and those of
+    `batch.vectors`."""
 
     def one(total, xs):
-        dembed, dstream = enter_gradients(stack, zero.widen(embed), *xs)
-        return add(total, dembed), dstream
+        dembed, dstream, dvectors = enter_gradients(stack, zero.widen(embed), *xs)
+        return add(total, dembed), (dstream, dvectors)
 
     if total is None:
         total = zero.running_sum(embed, zero.axes["embed"], batch)
-    total, dstream = each(one, total, (stream, batch, dstream))
-    return dstream, total
+    total, (dstream, dvectors) = each(one, total, (stream, batch, dstream))
+    return dstream, total, dvectors
 
 
 def _gather_head(model: Model, zero: Zero, params: Tree, embed: Tree) -> Tree:
@@ -391,7 +406,7 @@ def _head_pass(
         return ({**sums, **add({n: sums[n] for n in losses}, losses)}, add(total, dhead)), dstream
 
     carry = sums, zero.running_sum(head, axes, batch)
-    (sums, total), dstream = each(one, carry, (stream, batch))
+    (sums, total), dstream = each(one, carry, (stream, _of_layers(batch)))
     dhead = zero.reduce(total, axes)
     if early:
         dhead, dstream = zero.barrier(

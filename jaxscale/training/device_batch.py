@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from jax.sharding import NamedSharding
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.config import Config, DataConfig
 from jaxscale.config.layout import Layout
+from jaxscale.models.protocol import Model
 from jaxscale.ops.attention.context_chunks import balanced_order
 from jaxscale.sharding.layout_checks import check_divides, check_sequence
 
@@ -21,19 +21,18 @@ def shard_batch(
     config: Config,
     sharding: NamedSharding,
     global_batch_size: int | None,
-    prepare: Callable[[Batch], Batch],
-    num_classes: int | None,
+    model: Model,
 ) -> ShardedBatch:
     """`Engine.shard`, for a config's layout and the sharding of its batches.
 
     Args:
-      prepare: `Model.prepare`.
-      num_classes: `Model.num_classes`, of targets; None: the vocabulary.
+      model: has `prepare`, `num_classes` of the targets, and `tables`.
     """
     _check_fields(batch)
     _check_values(batch, config.model)
-    batch = prepare(batch)
-    _check_targets(batch, config.model.vocab_size, num_classes)
+    batch = model.prepare(batch)
+    _check_targets(batch, config.model.vocab_size, model.num_classes)
+    _check_table_ids(batch, model)
     if config.data.one_document:
         _check_one_document(batch.segments, config.data.objective)
     rows, seq_len = batch.tokens.shape
@@ -104,7 +103,7 @@ def _check_fields(batch: Any) -> None:
         raise ValueError(f"the batch is a {type(batch).__name__}; pass a jaxscale.Batch")
     fields = batch._asdict()
     extras = fields.pop("extras")
-    for name in ("noise", "within"):
+    for name in ("noise", "within", "vectors"):
         if fields.pop(name) != ():
             raise ValueError(f"batch.{name} is given; leave it out: each step makes its own")
     if extras != () and not isinstance(extras, dict):
@@ -147,6 +146,21 @@ def _check_targets(batch: Batch, vocab_size: int, num_classes: int | None) -> No
     if end != vocab_size:
         at_most = f"below the {end} classes of the model's head (num_classes)"
     _check_range("targets with weights", targets, end, at_most)
+
+
+def _check_table_ids(batch: Batch, model: Model) -> None:
+    """Refuses ids of rows that a table does not have, which a lookup would take as none."""
+    for name, table in model.tables.items():
+        for field in table.ids:
+            ids = dict(batch.extras).get(field)
+            if ids is None:
+                raise ValueError(f"batch.extras has no {field!r}, the ids of table {name!r}")
+            if ids.size and not -1 <= ids.min() <= ids.max() < table.rows:
+                raise ValueError(
+                    f"batch.extras[{field!r}] are from {ids.min()} to {ids.max()}; table {name!r} "
+                    f"has {table.rows} rows: at least -1, which is none, and at most "
+                    f"{table.rows - 1}"
+                )
 
 
 def _check_one_document(segments: np.ndarray, objective: str) -> None:

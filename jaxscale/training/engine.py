@@ -52,7 +52,13 @@ from jaxscale.training.pruning.pruning import Pruning
 from jaxscale.training.remat import rematerialised_attention
 from jaxscale.training.state_placement import apply_by_layer, make_zero, place_state, state_bytes
 from jaxscale.training.step import StepMetrics, TrainState, init_guard, make_step
-from jaxscale.training.tracing.abstract_model import MakeModel, example_of, find_model
+from jaxscale.training.tables import make_tables
+from jaxscale.training.tracing.abstract_model import (
+    MakeModel,
+    example_of,
+    find_model,
+    vector_shapes,
+)
 from jaxscale.training.tracing.traces import model_work
 from jaxscale.training.xla_options import init_options, step_options
 
@@ -81,7 +87,8 @@ class Engine:
     draw: Callable[[jax.Array], Tree]  # the parameters of `init`; not jitted
     begin: Callable[[Tree], TrainState]  # from parameters, which are donated
     step: Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]  # donates the state
-    evaluate: Callable[[Tree, ShardedBatch, jax.Array], EvaluationSums]
+    # From parameters, a batch, bytes of each token's text and, if the model has any, the tables.
+    evaluate: Callable[..., EvaluationSums]
     abstract_state: TrainState  # shapes, types and shardings
     abstract_batch: ShardedBatch  # the same for a batch
     placement: LayerPlacement  # of the state's layers; checkpoints have the canonical form
@@ -116,9 +123,7 @@ class Engine:
             over the layout.
         """
         model, sharding = self.model, self.batch_sharding
-        return shard_batch(
-            batch, self.config, sharding, global_batch_size, model.prepare, model.num_classes
-        )
+        return shard_batch(batch, self.config, sharding, global_batch_size, model)
 
     def local_rows(self, global_batch_size: int) -> tuple[int, ...]:
         """The rows of a step's batch on this process's devices, in order.
@@ -136,6 +141,7 @@ class Engine:
         if self.stages is None:
             return {}
         params, batch = self.abstract_state.params, self.abstract_batch
+        batch = batch._replace(vectors=vector_shapes(self.model, batch.extras))
         return pipeline_buffers(
             self.model, self.layout, self.zero, self.mesh, self.stages, params, batch
         )
@@ -202,15 +208,19 @@ def make_engine(
         axes=built.axes, frozen=frozen, pruned=matrices, by_layer=by_layer
     )
     optimizer = pruning.optimizer(optimizer)
-    begin = functools.partial(_begin, optimizer, config.run.skip_bad_steps > 0)
-    axes, state = place_state(layout, mesh, zero, built.axes, optimizer, begin, shapes)
+    tables = make_tables(config, built, mesh)
+    begin = functools.partial(_begin, optimizer, config.run.skip_bad_steps > 0, tables.begin)
+    axes, state = place_state(
+        layout, mesh, zero, built.axes, optimizer, begin, shapes, tables.place
+    )
     check_shards(config.optimizer, matrices, state.params)
     gradients = pruning.gradients(
         make_gradients(models.trained, layout, zero, mesh, stages, unroll_loops=unroll_loops)
     )
     shardings = _shardings(state)
-    step = make_step(config, built, rows, gradients, optimizer, frozen, shardings, platform)
-    evaluate = _make_evaluate(make_loss(models.evaluated, layout, zero, mesh, stages))
+    step = make_step(config, built, rows, gradients, optimizer, frozen, shardings, platform, tables)
+    loss = make_loss(models.evaluated, layout, zero, mesh, stages)
+    evaluate = _make_evaluate(loss, tables.look_up)
     options = _compiler_options(config, mesh, zero, state)
     return Engine(
         config=config,
@@ -347,10 +357,15 @@ def _make_draw(model: Model, stages: PipelineStages | None) -> Callable[[jax.Arr
     return lambda key: model.init(key, stages.layer_of_row if stages else None)
 
 
-def _begin(optimizer: optax.GradientTransformation, guarded: bool, params: Tree) -> TrainState:
+def _begin(
+    optimizer: optax.GradientTransformation,
+    guarded: bool,
+    begin_tables: Callable[[], Tree],
+    params: Tree,
+) -> TrainState:
     """The state before the first step, from parameters."""
-    guard = init_guard() if guarded else None
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), guard)
+    guard, step = init_guard() if guarded else None, jnp.zeros((), jnp.int32)
+    return TrainState(step, params, optimizer.init(params), guard, begin_tables())
 
 
 def _jit_init(draw: Callable, begin: Callable, state: TrainState, platform: str) -> Callable:
@@ -371,10 +386,12 @@ def _jit_step(step: Callable, state: TrainState, mesh: Mesh, options: dict) -> C
 
 
 def _make_evaluate(
-    nll: Callable[[Tree, Batch], jax.Array],
-) -> Callable[[Tree, ShardedBatch, jax.Array], EvaluationSums]:
-    def evaluate(params: Tree, sharded: ShardedBatch, token_bytes: jax.Array) -> EvaluationSums:
-        batch = unpack_sharded(sharded)
+    nll: Callable[[Tree, Batch], jax.Array], look_up: Callable[[Tree, Batch], Batch]
+) -> Callable[..., EvaluationSums]:
+    def evaluate(
+        params: Tree, sharded: ShardedBatch, token_bytes: jax.Array, tables: Tree = None
+    ) -> EvaluationSums:
+        batch = look_up(tables, unpack_sharded(sharded))
         num_bytes = jnp.sum(token_bytes[batch.targets] * batch.weights)
         return EvaluationSums(nll(params, batch), jnp.sum(batch.weights), num_bytes)
 
@@ -384,17 +401,20 @@ def _make_evaluate(
 def _jit_evaluate(evaluate: Callable, state: TrainState, mesh: Mesh, options: dict) -> Callable:
     return jax.jit(
         evaluate,
-        in_shardings=(_shardings(state.params), batch_sharding(mesh), replicated(mesh)),
+        in_shardings=(
+            *(_shardings(state.params), batch_sharding(mesh), replicated(mesh)),
+            *((_shardings(state.tables),) if state.tables else ()),
+        ),
         out_shardings=replicated(mesh),
         compiler_options=options,
     )
 
 
 def _abstract_batch(model: Model, data: DataConfig, sharding: NamedSharding) -> ShardedBatch:
-    rows = data.global_batch_size
+    rows, example = data.global_batch_size, example_of(model, data.seq_len, data.output_len)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((rows, x.shape[1]), x.dtype, sharding=sharding),
-        ShardedBatch(*example_of(model, data.seq_len, data.output_len)),
+        ShardedBatch(*example._replace(vectors=())),  # a step looks them up
     )
 
 

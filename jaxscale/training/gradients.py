@@ -40,32 +40,35 @@ def make_gradients(
     stages: PipelineStages | None = None,
     *,
     unroll_loops: bool = False,
-) -> Callable[[Tree, Batch], tuple[Sums, Tree]]:
-    """`(params, batch) -> (sums, gradient sums)` for a resolved layout.
+) -> Callable[[Tree, Batch], tuple[Sums, Tree, Tree]]:
+    """`(params, batch) -> (sums, gradient sums, gradients of batch.vectors)` for a resolved layout.
 
     Sums are over every weighted token of the global batch, not divided by their number. Gradients
-    are in the accumulation type, sharded by ZeRO from stage 1 on.
+    are in the accumulation type, sharded by ZeRO from stage 1 on; those of vectors have the
+    vectors' type and sharding.
     """
     if stages is not None:
         return _pipelined(model, layout, zero, mesh, stages)
     platform = mesh.devices.flat[0].platform
     accumulate = make_accumulation(model, layout, zero, platform, unroll_loops=unroll_loops)
 
-    def local(params: Tree, batch: Batch) -> tuple[Sums, Tree]:
-        return accumulate(params, split_batch(batch, layout.num_groups, layout.group_size))
+    def local(params: Tree, batch: Batch) -> tuple[Sums, Tree, Tree]:
+        groups = split_batch(batch, layout.num_groups, layout.group_size)
+        sums, grads, dvectors = accumulate(params, groups)
+        return sums, grads, _join_groups(dvectors, 2)
 
     return _gradients(local, zero, mesh, BATCH_ROWS)
 
 
 def _pipelined(
     model: Model, layout: Layout, zero: Zero, mesh: Mesh, stages: PipelineStages
-) -> Callable[[Tree, Batch], tuple[Sums, Tree]]:
+) -> Callable[[Tree, Batch], tuple[Sums, Tree, Tree]]:
     """`make_gradients` by the table of a pipeline."""
     remat = _pipelined_remat(layout)
     row_major = mesh.devices.flat[0].platform == "tpu"
 
     def local(params: Tree, batch: Batch, columns: Columns, chunks: Chunks):
-        sums, grads = execute(
+        sums, grads, dvectors = execute(
             model,
             remat,
             zero,
@@ -77,7 +80,7 @@ def _pipelined(
             row_major=row_major,
             offload=layout.offloads("activations"),
         )
-        return zero.total(sums), grads
+        return zero.total(sums), grads, _join_groups(dvectors, 1)
 
     run = _gradients(local, zero, mesh, BATCH_ROWS, TABLE_COLUMNS, CHUNKS)
     return lambda params, batch: run(params, batch, stages.columns, stages.chunks)
@@ -156,14 +159,15 @@ def _pipelined_loss(
 
 
 def _gradients(
-    local: Callable[..., tuple[Sums, Tree]], zero: Zero, mesh: Mesh, *others: Tree
-) -> Callable[..., tuple[Sums, Tree]]:
-    """`_manually` for a function that returns sums over all ranks, and gradients."""
-    run = _manually(local, zero, mesh, others, (REPLICATED, _param_specs(zero)))
+    local: Callable[..., tuple[Sums, Tree, Tree]], zero: Zero, mesh: Mesh, *others: Tree
+) -> Callable[..., tuple[Sums, Tree, Tree]]:
+    """`_manually` for a function that returns sums over all ranks, and gradients of parameters and
+    of the batch's vectors."""
+    run = _manually(local, zero, mesh, others, (REPLICATED, _param_specs(zero), BATCH_ROWS))
 
-    def gradients(params: Tree, *arguments: Tree) -> tuple[Sums, Tree]:
-        sums, grads = run(params, *arguments)
-        return sums, zero.join_blocks(grads)
+    def gradients(params: Tree, *arguments: Tree) -> tuple[Sums, Tree, Tree]:
+        sums, grads, dvectors = run(params, *arguments)
+        return sums, zero.join_blocks(grads), dvectors
 
     return gradients
 
@@ -205,3 +209,13 @@ def split_batch(batch: Batch, *groups: int) -> Batch:
         return rows.swapaxes(0, 1).reshape(*groups, *rows.shape[:1], *x.shape[1:])
 
     return jax.tree.map(split, batch)
+
+
+def _join_groups(tree: Tree, dims: int) -> Tree:
+    """The inverse of `split_batch` for arrays whose first `dims` dimensions are groups."""
+
+    def join(x: jax.Array) -> jax.Array:
+        rows = x.reshape(math.prod(x.shape[:dims]), *x.shape[dims:]).swapaxes(0, 1)
+        return rows.reshape(-1, *rows.shape[2:])
+
+    return jax.tree.map(join, tree)

@@ -66,6 +66,7 @@ def place_state(
     optimizer: optax.GradientTransformation,
     begin: Callable[[Tree], TrainState],
     params: Tree,
+    place_tables: Callable[[Tree], Tree],
 ) -> tuple[TrainState, TrainState]:
     """The logical axes of a state, and its shapes with the shardings between steps.
 
@@ -73,18 +74,20 @@ def place_state(
       axes: of the parameters, in canonical form.
       begin: makes the state before the first step, from parameters.
       params: the parameters' shapes.
+      place_tables: shardings of `TrainState.tables`.
     """
     shapes = jax.eval_shape(begin, params)
     said = functools.partial(_replicated_state, layout.pipeline > 1)
     # Optimizers read canonical names, such as "embed".
     moments = state_axes(optimizer, params, axes, said)
     moments = _axes_at_rest(moments, shapes.opt_state, layout, _width(axes, params))
-    nothing = jax.tree.map(lambda leaf: (), shapes.guard)
+    guard, tables = (jax.tree.map(lambda leaf: (), x) for x in (shapes.guard, shapes.tables))
     shardings = TrainState(
         replicated(mesh),
         resolve_tree(zero.axes, zero.state_rules, mesh, params),
         resolve_tree(moments, zero.state_rules, mesh, shapes.opt_state),
         jax.tree.map(lambda leaf: replicated(mesh), shapes.guard),
+        place_tables(shapes.tables),
     )
     if layout.offloads("optimizer"):
         shardings = shardings._replace(opt_state=_on_host(shardings.opt_state, shapes.opt_state))
@@ -93,7 +96,7 @@ def place_state(
         shapes,
         shardings,
     )
-    return TrainState((), zero.axes, moments, nothing), state
+    return TrainState((), zero.axes, moments, guard, tables), state
 
 
 def state_bytes(state: TrainState) -> int:

@@ -13,6 +13,7 @@ from jaxscale.models.protocol import Model, Rows, Sums, sum_shapes
 from jaxscale.sharding.host_memory import from_host
 from jaxscale.training.device_batch import unpack_sharded
 from jaxscale.training.optimizer import frozen_params, is_schedule
+from jaxscale.training.tables import NO_TABLES, Tables
 
 Tree = Any
 
@@ -24,6 +25,7 @@ class TrainState(NamedTuple):
     params: Tree
     opt_state: Tree
     guard: Tree = None  # a `Guard` with `run.skip_bad_steps`
+    tables: Tree = None  # a `TableState` for each of `Model.tables`
 
 
 class Guard(NamedTuple):
@@ -61,6 +63,7 @@ def make_step(
     frozen: Tree,
     shardings: TrainState,
     platform: str,
+    tables: Tables = NO_TABLES,
 ) -> Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]:
     """The train step: gradients, clipping, the optimizer's update, and `Model.adjust`.
 
@@ -69,6 +72,7 @@ def make_step(
       frozen: tree of the parameters with whether each is frozen.
       shardings: of the state between steps.
       platform: of the devices.
+      tables: the model's embedding tables.
     """
     offloads, run = config.layout.offloads("optimizer"), config.run
     # Without parameters that the model declares frozen, which it may adjust.
@@ -83,7 +87,8 @@ def make_step(
             batch = batch._replace(
                 noise=step_noise(run.seed, config.data.global_batch_size, state.step)
             )
-        sums, grads = gradients(state.params, batch)
+        batch = tables.look_up(state.tables, batch)
+        sums, grads, dvectors = gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             grads = jax.tree.map(lambda x, no: jnp.zeros_like(x) if no else x, grads, frozen)
             squares = sums_of_squares(grads)
@@ -111,13 +116,14 @@ def make_step(
             else:
                 params, opt_state = update(params, opt_state)
             params = jax.lax.with_sharding_constraint(params, shardings.params)
+        looked_up = tables.update(state.tables, batch, dvectors, state.step, count, good)
         tokens = count_tokens(batch)
         others, by_layer = _model_metrics(model, sums, count)
         if run.skip_bad_steps:
             wrong = ~jnp.isfinite(jnp.stack(squares))
             others |= {"skipped": ~good, "nonfinite_gradients": wrong}
         metrics = StepMetrics(loss, grad_norm, tokens, loss_tokens, others, by_layer)
-        return TrainState(state.step + 1, params, opt_state, guard), metrics
+        return TrainState(state.step + 1, params, opt_state, guard, looked_up), metrics
 
     return step
 

@@ -221,6 +221,12 @@ MORE_CASES = {
         model=GPT,
     ),
     "qk_norm": case({"fsdp": 2}, model={"qk_norm": True}),
+    "tables, stale": case(
+        {"data": 2, "fsdp": 2, "zero_stage": 2, "microbatches": 2, "remat": "full"},
+        32,
+        model={"ngram_rows": 4096},
+        table_staleness=2,
+    ),
     "all heads": case({"fsdp": 2, "remat": f"save:{QKVA}"}, 16, 128, model=WIDE_HEADS),
     "wide mlp": case(fsdp(3, f"save:{QKVA},attention_out"), 64, model={"d_ff": 1024}),
     "bfloat16": case(fsdp(3), 64, model={"compute_dtype": "bfloat16"}),

@@ -198,7 +198,7 @@ def plain_step(config, adjust, platform="cpu"):
         config,
         model,
         {},
-        lambda params, batch: (sums, jax.tree.map(jnp.sin, params)),
+        lambda params, batch: (sums, jax.tree.map(jnp.sin, params), ()),
         optimizer,
         dict.fromkeys(params, False),
         TrainState(None, here, None),

@@ -10,6 +10,7 @@ from jaxscale.config.model.adapters import AdapterOptions
 from jaxscale.config.model.experts import EXPERTS, ExpertOptions
 from jaxscale.config.model.latent_attention import LATENT, LatentOptions
 from jaxscale.config.model.lora import LORA, OF_ATTENTION, OF_LATENT, OF_MLP
+from jaxscale.config.model.ngrams import NGRAMS, NgramOptions
 from jaxscale.config.model.prediction import PREDICTION, PredictionOptions
 from jaxscale.config.model.quantised_base import BASE
 from jaxscale.config.model.rope_scaling import READ_BY, SCALING, RopeScalingOptions
@@ -37,6 +38,7 @@ class ModelConfig(
     AdapterOptions,
     ExpertOptions,
     LatentOptions,
+    NgramOptions,
     PredictionOptions,
     RopeScalingOptions,
     SharingOptions,
@@ -151,6 +153,11 @@ class ModelConfig(
             causal=self.causal,
             prediction_depth=self.prediction_depth,
         )
+        self.check_ngrams(
+            adapts=self.adapts,
+            has_encoder=bool(self.num_encoder_layers),
+            prediction_depth=self.prediction_depth,
+        )
         ahead = bool(self.num_encoder_layers) or not self.causal
         self.check_prediction(self.positions, self.layer_pattern, ahead)
         self.check_sharing(*self._shared_layers, adapts=self.adapts)
@@ -242,7 +249,7 @@ class ModelConfig(
     def unread(self) -> set[str]:
         """The settings that nothing reads: fixed by the family, of options that this model does not
         have, or off by default. A custom model may read any."""
-        unread = {"dropout", "expert_pattern", "lora_tokens", "matmul_dtype", *SHARING}
+        unread = {"dropout", "expert_pattern", "lora_tokens", "matmul_dtype", *SHARING, *NGRAMS}
         if is_own_family(self.family):
             return unread
         options = {one.name for one in dataclasses.fields(self) if "plain" in one.metadata}

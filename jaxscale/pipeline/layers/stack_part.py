@@ -78,7 +78,7 @@ def trace_stacks(
             layers = add_mirror(zero, layers, zero.axes[stack.name])
         if zero.keeps:
             layers = zero.gather(layers, zero.axes[stack.name])
-        context = first, jax.ShapeDtypeStruct((), jnp.int32)
+        context = first._replace(vectors=()), jax.ShapeDtypeStruct((), jnp.int32)
         memory = memory_shapes(stack, rows, count)
         x, shared = split_stream(stack, stream)
         kinds = tuple(

@@ -221,19 +221,21 @@ def chunk_backward(
 
 def _enter_backward(rank: Rank, state: State, row: Row, dstream: Stream) -> State:
     """Backward pass of `Stack.enter`, in a stack's first stage."""
-    batch, dembed = rank.batch_of(row), state.grads["embed"]
+    batch, dembed = rank.entering_batch(row), (state.grads["embed"], state.grads["vectors"])
     for part in rank.parts:
 
         def entering(carry, part=part):
-            grads, dstream = carry
+            (grads, dvectors), dstream = carry
             before = {}
             if part.number:
                 received = at(state.buffers["received"], row["residual_w"])
                 before = rank.own_stream(rank.parts[part.number - 1], received)
             own = rank.own_stream(part, dstream)
             widened = rank.zero.widen(rank.embed)
-            more, dbefore = enter_gradients(part.stack, widened, before, batch, own)
+            more, dbefore, rows = enter_gradients(part.stack, widened, before, batch, own)
             grads = add(grads, rank.zero.reduce(more, rank.zero.axes["embed"]))
+            rows = add(at(dvectors, row["microbatch"]), rows)
+            grads = grads, put(dvectors, rows, row["microbatch"])
             return grads, rank.full_stream(dbefore) if part.number else dstream
 
         begins = row["stage"] == rank.stages.first_stage(part.number)
@@ -241,4 +243,5 @@ def _enter_backward(rank: Rank, state: State, row: Row, dstream: Stream) -> Stat
             dembed, dstream = when(begins, entering, (dembed, dstream), EMBEDDING)
         else:
             dembed = when(begins, lambda g, d=dstream, e=entering: e((g, d))[0], dembed, EMBEDDING)
-    return state._replace(made=dstream, grads={**state.grads, "embed": dembed})
+    grads = {**state.grads, "embed": dembed[0], "vectors": dembed[1]}
+    return state._replace(made=dstream, grads=grads)

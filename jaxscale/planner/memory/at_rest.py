@@ -16,7 +16,15 @@ from jaxscale.config.optimizer import (
     find_group,
     matrix_dims,
 )
-from jaxscale.sharding.model_trace import Ints, ParamShape, Rows, itemsize, select, stored_bytes
+from jaxscale.sharding.model_trace import (
+    Ints,
+    ParamShape,
+    Rows,
+    TableShape,
+    itemsize,
+    select,
+    stored_bytes,
+)
 from jaxscale.training.tracing.traces import model_trace, saved_values
 
 BATCH_BYTES = 5 * 4  # per token: the fields of `Batch`
@@ -29,9 +37,12 @@ MUON_COEFFICIENTS = 3 * 4  # float32, in its state
 
 
 def whole_state_bytes(model: ModelSettings, optimizer: OptimizerConfig) -> Ints:
-    """Parameters and moments of the whole model, as a checkpoint has them."""
+    """Parameters, moments and tables of the whole model, as a checkpoint has them."""
     whole, rows = Layout(data=1), model_trace(model).stack_layers
-    return parameter_bytes(model, whole, rows) + moment_bytes(model, optimizer, whole, rows)
+    tables = sum(map(_rows_bytes, model_trace(model).tables))
+    return (
+        parameter_bytes(model, whole, rows) + moment_bytes(model, optimizer, whole, rows) + tables
+    )
 
 
 def unchanged_bytes(model: ModelSettings, groups: tuple[ParamGroup, ...]) -> Ints:
@@ -80,6 +91,39 @@ def moment_bytes(
         for width, moments in zip(widths, _moments(optimizer.name, array), strict=True)
         for moment in moments
     )
+
+
+def table_bytes(
+    model: ModelSettings, optimizer: OptimizerConfig, data: DataConfig, layout: Layout
+) -> Ints:
+    """A device's part of the embedding tables: rows, Adagrad's number for each, and gradients that
+    are not applied yet."""
+    waiting = optimizer.table_staleness * sum(
+        size + COUNT_BYTES * count
+        for count, size in zip(*_looked_up(model, data, layout), strict=True)
+    )
+    return sum(map(_rows_bytes, model_trace(model).tables)) // layout.num_devices + waiting
+
+
+def vector_bytes(model: ModelSettings, data: DataConfig, layout: Layout) -> Ints:
+    """A device's rows of tables that a step has looked up."""
+    return sum(_looked_up(model, data, layout)[1])
+
+
+def _rows_bytes(table: TableShape) -> int:
+    return table.rows * (itemsize(table.dtype) * table.width + max(4, itemsize(table.dtype)))
+
+
+def _looked_up(model: ModelSettings, data: DataConfig, layout: Layout) -> tuple[list, list]:
+    """Ids of each table in a device's part of the batch, and bytes of their rows."""
+    tables = model_trace(model).tables
+    if not tables:
+        return [], []
+    saved = saved_values(model, data.seq_len, data.output_len, "full", piped=False)
+    shards = layout.batch_shards * layout.context
+    counts = [data.global_batch_size * ids // shards for ids in saved.table_ids]
+    sizes = [n * one.width * itemsize(one.dtype) for n, one in zip(counts, tables, strict=True)]
+    return counts, sizes
 
 
 def count_bytes(optimizer: str) -> int:

@@ -21,6 +21,8 @@ from jaxscale.planner.memory.at_rest import (
     count_bytes,
     moment_bytes,
     parameter_bytes,
+    table_bytes,
+    vector_bytes,
 )
 from jaxscale.planner.memory.end_of_step import pruning_bytes, reduction_bytes, update_bytes
 from jaxscale.planner.memory.experts import restacked_bytes
@@ -125,6 +127,8 @@ def _stack_memory(
         parameters=parameter_bytes(model, layout, rows),
         optimizer=moments + count_bytes(optimizer.name) - own_host * host_optimizer,
         batch=batch_bytes(model, config.data, layout),
+        tables=table_bytes(model, optimizer, config.data, layout),
+        vectors=vector_bytes(model, config.data, layout),
         gradients=gradients,
         stash=stash - own_host * host_stash,
         layer_weights=_layer_weights(loop, loops, buffers, transients),

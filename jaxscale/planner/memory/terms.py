@@ -45,6 +45,8 @@ class Memory:
     parameters: Ints = _term("weights", WEIGHTS)
     optimizer: Ints = _term("optimizer state", MOMENTS)  # on the device
     batch: Ints = _term("batch", OTHERS)  # and the step counter
+    tables: Ints = _term("embedding tables", WEIGHTS)
+    vectors: Ints = _term("looked-up rows of tables", OTHERS, *PHASES)
     # Whole accumulators, or reduce-scattered shards.
     gradients: Ints = _term("gradients", GRADS, *LAYER, LOOP_END, STEP_END)
     stash: Ints = _term("saved activations", SAVED, *MICROBATCHES)  # on the device
@@ -109,7 +111,7 @@ class Memory:
 
     @property
     def arguments(self) -> Ints:
-        return self.parameters + self.optimizer + self.batch
+        return self.parameters + self.optimizer + self.batch + self.tables
 
     @property
     def phases(self) -> dict[str, Ints]:
@@ -120,7 +122,7 @@ class Memory:
     def at_peak(self) -> dict[str, int]:
         """Terms of one layout's peak by field, without terms of 0 bytes."""
         phase = max(self.phases, key=lambda name: self.phases[name])
-        names = ("parameters", "optimizer", "batch", *LIVE[phase])
+        names = ("parameters", "optimizer", "batch", "tables", *LIVE[phase])
         sizes = {name: int(getattr(self, name)) for name in names}
         return {name: size for name, size in sizes.items() if size}
 

@@ -38,6 +38,11 @@ def open_models(config: Config, larger: Config) -> tuple[Engine, Engine]:
     plain = run_folder.fit_devices(plain, num_devices())
     each = (for_sampling(dataclasses.replace(plain, model=model)) for model in models)
     before, after = (open_engine(one)[1] for one in each)
+    if before.model.tables:
+        raise ValueError(
+            f"a model with tables, {', '.join(before.model.tables)}, cannot grow: grow one without "
+            "tables"
+        )
     return before, after
 
 

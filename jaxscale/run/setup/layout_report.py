@@ -37,6 +37,7 @@ from jaxscale.training.accumulation import quantises_once
 from jaxscale.training.engine import ENGINE_ADVICE, Engine
 from jaxscale.training.flops import step_flops
 from jaxscale.training.pruning.matrices import pruned_matrices
+from jaxscale.training.state_placement import state_bytes
 from jaxscale.training.tracing.traces import model_trace, model_work
 
 LARGE_BYTES = 1 << 20
@@ -79,6 +80,7 @@ def _summary(engine: Engine) -> str:
             f"gradients {engine.zero.accumulation_dtype}{_reduced_in(engine)}",
         ),
         ("parameters", _parameter_counts(engine)),
+        *_tables(engine),
         *_adapters(engine),
         *_optimizer(engine),
         *_pruning(engine),
@@ -93,6 +95,20 @@ def _family(engine: Engine) -> list[tuple[str, str]]:
     if is_own_family(model.family):
         return []
     return [("model", f"{model.family}: {find_family(model.family).paper}")]
+
+
+def _tables(engine: Engine) -> list[tuple[str, str]]:
+    """The row of each embedding table."""
+    config, found = engine.config, []
+    for name, one in engine.model.tables.items():
+        state = engine.abstract_state.tables[name]
+        size = human_bytes(state_bytes(state))
+        stale = config.optimizer.table_staleness
+        late = f", updated {stale} steps later" if stale else ""
+        share = one.rows // engine.layout.num_devices
+        text = f"{one.rows:,} rows of {one.width}, {share:,} on each device ({size}){late}"
+        found.append((f"table {name}", text))
+    return found
 
 
 def _adapters(engine: Engine) -> list[tuple[str, str]]:

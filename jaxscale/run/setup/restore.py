@@ -49,6 +49,20 @@ def restore_params(
         return step, params, metadata
 
 
+def restore_tables(engine: Engine, workdir: pathlib.Path, step: int) -> Any:
+    """The tables of a checkpoint of `restore_params`; None for a model without.
+
+    Raises:
+      ValueError: there is no such checkpoint, it has other tables, or cannot be used.
+    """
+    if not engine.model.tables:
+        return None
+    checkpoints = Checkpoints(workdir / CHECKPOINTS)
+    with checkpoints.reading(step):
+        wanted = {"tables": engine.placement.canonical.tables}
+        return restore(checkpoints, step, wanted, part=True)["tables"]
+
+
 def _best(checkpoints: Checkpoints, workdir: pathlib.Path) -> int:
     """The step of the checkpoint, in either tier, with the lowest loss on held-out text.
 

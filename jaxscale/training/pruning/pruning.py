@@ -63,9 +63,9 @@ class Pruning:
         if not self.matrices:
             return gradients
 
-        def of_live(params: Tree, *arguments: Any) -> tuple[Any, Tree]:
-            sums, grads = gradients(params, *arguments)
-            return sums, self._where_live(params, grads)
+        def of_live(params: Tree, *arguments: Any) -> tuple:
+            sums, grads, *others = gradients(params, *arguments)
+            return sums, self._where_live(params, grads), *others
 
         return of_live
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.batch import Batch
@@ -47,7 +48,18 @@ def example_of(model: Model, seq_len: int, output_len: int) -> Batch:
         name: jax.ShapeDtypeStruct((1, length), dtype)
         for name, (length, dtype) in model.extras(seq_len).items()
     }
-    return Batch(ints, ints, ints, ints, floats, extras or ())
+    vectors = vector_shapes(model, extras)
+    return Batch(ints, ints, ints, ints, floats, extras or (), vectors=vectors)
+
+
+def vector_shapes(model: Model, extras: Any) -> Tree:
+    """The shapes of `Batch.vectors`, from those of `Batch.extras`."""
+    dtype = jnp.dtype(model.settings.param_dtype)
+    return {
+        name: jax.ShapeDtypeStruct((*extras[name].shape, table.width), dtype)
+        for table in model.tables.values()
+        for name in table.ids
+    } or ()
 
 
 @functools.lru_cache(maxsize=64)
@@ -70,7 +82,8 @@ def layer_arguments(
 ) -> Iterator[tuple[Stack, Tree, tuple[Tree, Tree, Tree, Tree]]]:
     """For each stack: the stack, the shapes of its stream, and of its `layer_function`'s
     arguments."""
-    stream, context = {}, (batch, jax.ShapeDtypeStruct((), np.int32))
+    stream = {}
+    context = batch._replace(vectors=()), jax.ShapeDtypeStruct((), np.int32)
     for stack in model.stacks:
         stream = jax.eval_shape(stack.enter, params["embed"], stream, batch)
         weights = jax.tree.map(

@@ -7,7 +7,7 @@ import jax
 from jaxscale.config.model import ModelSettings
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.protocol import stored_weights
-from jaxscale.sharding.model_trace import ModelTrace, ParamShape, StackTrace
+from jaxscale.sharding.model_trace import ModelTrace, ParamShape, StackTrace, TableShape
 from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.training.tracing.abstract_model import MakeModel, find_model
 
@@ -52,4 +52,10 @@ def trace_model(settings: ModelSettings, make: MakeModel | None = None) -> Model
     paths = {"/".join(path) for path in model.borrows.values()}
     borrowed = [one.path for one in parameters if one.path in paths and "vocab" in one.axes]
     adjusts = model.adjust is not None
-    return ModelTrace(tuple(parameters), tuple(stacks), tuple(borrowed), adjusts, model.slices_head)
+    tables = tuple(
+        TableShape(name, one.rows, one.width, settings.param_dtype)
+        for name, one in model.tables.items()
+    )
+    return ModelTrace(
+        tuple(parameters), tuple(stacks), tuple(borrowed), adjusts, model.slices_head, tables
+    )

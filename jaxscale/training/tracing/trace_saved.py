@@ -103,7 +103,8 @@ def trace_saved(
             )
         found.append(saved)
     extras = sum(x.size * 4 for x in jax.tree.leaves(one.extras))
-    return SavedValues(tuple(found), extras)
+    ids = tuple(sum(one.extras[name].size for name in table.ids) for table in model.tables.values())
+    return SavedValues(tuple(found), extras, ids)
 
 
 @dataclasses.dataclass(frozen=True)
