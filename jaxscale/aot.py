@@ -24,7 +24,7 @@ with epy.lazy_imports():  # they import JAX: a mistyped flag is refused before
 SHOWN = 12
 """The number of buffers printed."""
 
-NOT_NUMBERS = ("refusal", "program", "uses", "collectives")
+NOT_NUMBERS = ("refusal", "program", "uses", "collectives", "transfers")
 """Fields of a `CompileReport` that `--json` omits or writes in another form."""
 
 
@@ -158,7 +158,25 @@ def program_text(report: Any) -> str:
     parts.append("collectives of a step\n" + table(rows))
     if report.collectives:
         parts.append(_hidden(report))
+    if report.transfers:
+        parts.append(_transfers(report))
     return "\n\n".join(parts)
+
+
+def _transfers(report: Any) -> str:
+    """The table of transfers between the device and host memory."""
+    rows = [("array", "to the", "runs", "bytes", "overlaps with")]
+    rows += [
+        (
+            one.array,
+            "host" if one.to_host else "device",
+            f"{one.count:g}",
+            human_bytes(one.count * one.num_bytes),
+            f"{_flops(one.overlapped_flops)} of matmuls each" if one.overlapped_flops else "none",
+        )
+        for one in report.transfers
+    ]
+    return "transfers of host memory\n" + table(rows)
 
 
 def _ranks(one: Any) -> str:
@@ -214,6 +232,7 @@ def numbers(report: Any) -> dict[str, Any]:
         "beside_bytes": report.overlapped_bytes,
         "link_seconds": report.link_seconds,
         "wait_seconds": report.wait_seconds,
+        "transfers": [vars(one) for one in report.transfers],
         "buffers": [vars(use) for use in report.uses[:SHOWN]],
         "collectives": [
             {

@@ -156,6 +156,7 @@ FEATURES: Mapping[str, Settings] = {
     "remat `offload:NAMES`": {"layout.remat": "offload:query,key,value"},
     "remat `keep:NUMBER`": {"layout.remat": "keep:1"},
     "offloaded optimizer state": {"layout.offload": "optimizer"},
+    "part of the state in host memory (`offload_bytes`)": {"layout.offload_bytes": 1024},
     "offloaded activations": {"layout.offload": "activations"},
     "`unroll_layers`": {"layout.unroll_layers": True},
     "`overlap_tensor`, `tensor = 2`": {

@@ -70,7 +70,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class _Span:
+class Span:
     """The instructions `first` to `last` of a computation, in which a collective is in flight."""
 
     computation: str
@@ -114,7 +114,7 @@ def collectives(
                 arrays=len(_parts(instruction)),
                 num_bytes=_payload(program.computations[home], instruction, kind),
                 asynchronous=span.last > span.first,
-                overlapped_flops=_flops_at(program, span, costs),
+                overlapped_flops=flops_in(program, span, costs),
                 op_name=instruction.op_name,
                 computation=span.computation,
                 first=span.first,
@@ -136,7 +136,7 @@ def _between_slices(
             transfer = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"')
             if instruction.opcode == "send" and transfer and runs.get(name):
                 kind = transfer.lower().replace("_", "-")
-                where = _Span(name, index, _end(instructions, index))
+                where = Span(name, index, end_index(instructions, index))
                 yield Collective(
                     kind=kind,
                     asked=kind,
@@ -145,7 +145,7 @@ def _between_slices(
                     arrays=1,
                     num_bytes=hlo.array_bytes(*hlo.arrays(instruction.shape)[0]),
                     asynchronous=True,
-                    overlapped_flops=_flops_at(program, where, costs),
+                    overlapped_flops=flops_in(program, where, costs),
                     op_name=instruction.op_name,
                     computation=name,
                     first=where.first,
@@ -168,7 +168,7 @@ def _span(
     members: list[tuple[str, Instruction]],
     callers: Mapping[str, tuple[str, int]],
     runs: Mapping[str, float],
-) -> _Span:
+) -> Span:
     """The span from the start to the end of a collective, in the computation that has both."""
     positions = [_position(program, name, instruction, callers) for name, instruction in members]
     # Pieces between start and end may be in a loop, so these two run least often.
@@ -176,8 +176,8 @@ def _span(
     at = sorted(i for name, i in positions if name == home)
     first, last = at[0], at[-1]
     if program.computations[home][first].opcode.endswith("-start"):
-        last = _end(program.computations[home], first)
-    return _Span(home, first, last)
+        last = end_index(program.computations[home], first)
+    return Span(home, first, last)
 
 
 def _position(
@@ -194,7 +194,7 @@ def _position(
     return name, index
 
 
-def _end(instructions: tuple[Instruction, ...], start: int) -> int:
+def end_index(instructions: tuple[Instruction, ...], start: int) -> int:
     """The index of the `-done` of a `-start`, which `-update`s may precede."""
     following = {instructions[start].name}
     for i, instruction in enumerate(instructions[start + 1 :], start + 1):
@@ -206,7 +206,8 @@ def _end(instructions: tuple[Instruction, ...], start: int) -> int:
     return len(instructions) - 1
 
 
-def _flops_at(program: Program, span: _Span, costs: Mapping[str, float]) -> float:
+def flops_in(program: Program, span: Span, costs: Mapping[str, float]) -> float:
+    """FLOPs of the matmuls of a span, given the costs of computations; 0 of one instruction."""
     if span.first == span.last:
         return 0.0
     each = instruction_costs(program, span.computation, instruction_flops, costs, unknown_trips=1)

@@ -20,6 +20,7 @@ from jaxscale.compiled.flops import (
     narrow_flops,
     rematerialised_flops,
 )
+from jaxscale.compiled.host_transfers import HostTransfer, host_transfers
 from jaxscale.compiled.live_buffers import live_at_peak
 from jaxscale.compiled.overlap import with_waits
 from jaxscale.compiled.topology import Topology, has_cudnn, open_topology
@@ -61,6 +62,7 @@ class CompileReport:
     rematerialised_flops: float | None = None  # of these, XLA's own recomputation
     optimal_seconds: float | None = None  # the compiler's estimate; None on GPUs
     collectives: tuple[Collective, ...] = ()  # per step, by axes and kind
+    transfers: tuple[HostTransfer, ...] = ()  # from and to host memory
     uses: tuple[BufferUse, ...] = ()  # at the peak, largest first; empty if it does not fit
     refusal: str = ""  # the compiler's message if it ran out of memory
     program: str = ""  # HLO text
@@ -170,6 +172,7 @@ def _report(
         optimal_seconds=_seconds(machine, engine, compiled, program, unrolled),
         compile_seconds=seconds,
         collectives=tuple(summed(_collectives(machine, engine, program))),
+        transfers=tuple(host_transfers(program)),
         uses=tuple(attribute_buffers(live_at_peak(program), engine)),
         program=text,
     )

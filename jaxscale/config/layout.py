@@ -123,6 +123,9 @@ class Layout:
         and recomputes the others.
       offload: "optimizer" and "activations" in host memory; in a pipeline these are what layers
         save between the operations of a pass.
+      offload_bytes: bytes of a device's state in host memory between steps, rounded up to whole
+        arrays: moments, then weights of the layers, experts first (`sharding.host_arrays`). The
+        layer loop prefetches such weights a layer at a time.
 
     Raises:
       ValueError: settings that contradict each other; names the one to change.
@@ -156,6 +159,7 @@ class Layout:
     unroll_layers: bool = False
     remat: str = "none"
     offload: str = "none"
+    offload_bytes: int = 0
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -166,7 +170,9 @@ class Layout:
         self._check_tensor_rows()
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"layout.zero_stage = {self.zero_stage}; it can be 0, 1, 2 or 3")
-        check_at_least("layout", self, microbatches=1, expert_nodes=1, sequence_chunks=1)
+        check_at_least(
+            "layout", self, microbatches=1, expert_nodes=1, sequence_chunks=1, offload_bytes=0
+        )
         if self.expert > 0 and self.expert % self.expert_nodes:
             nearest = nearest_divisors(self.expert, self.expert_nodes)
             raise ValueError(
@@ -178,6 +184,7 @@ class Layout:
         check_choice("layout.head", self.head, (*HEADS, AUTO))
         check_choice("layout.context_method", self.context_method, CONTEXT_METHODS)
         check_choice("layout.offload", self.offload, OFFLOADS)
+        self._check_offload_bytes()
         parse_schedule(self.schedule)  # raises, as parse_remat does
         self._check_segment_lengths()
         parse_remat(self.remat)
@@ -224,6 +231,26 @@ class Layout:
                 check_kind(name, value, str, f"give text, such as {field.default!r}")
             else:
                 check_whole(name, value)
+
+    def _check_offload_bytes(self) -> None:
+        """Refuses settings that exclude arrays of the state in host memory."""
+        if not self.offload_bytes:
+            return
+        given = f"layout.offload_bytes = {self.offload_bytes}"
+        if self.offloads("optimizer"):
+            raise ValueError(
+                f"{given} with layout.offload = {self.offload!r}: it moves moments first; set "
+                "layout.offload = 'none' or 'activations', or layout.offload_bytes = 0"
+            )
+        for setting, value, instead in (
+            ("pipeline", self.pipeline if self.pipeline > 1 else 0, 1),
+            ("unroll_layers", self.unroll_layers, False),
+        ):
+            if value:
+                raise ValueError(
+                    f"{given} with layout.{setting} = {value} is not available in this version; "
+                    f"set layout.{setting} = {instead}, or layout.offload_bytes = 0"
+                )
 
     def _check_segment_lengths(self) -> None:
         """Refuses lengths of another number of segments, and lengths without a common part."""

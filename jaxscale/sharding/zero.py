@@ -17,6 +17,7 @@ from jaxscale.config import zero_stage
 from jaxscale.config.layout import MANUAL_AXES, TENSOR_ROWS
 from jaxscale.sharding import blocks
 from jaxscale.sharding.blocks import ArrayLayout, blocks_over, map_manually, sharded_dim
+from jaxscale.sharding.host_memory import from_host
 from jaxscale.sharding.resolve import (
     automatic_part,
     constrain,
@@ -194,7 +195,8 @@ class Zero:
             return shards
 
         def one(axes, shard):
-            weight = shard.astype(weight_dtype(axes, shard.dtype, self.compute_dtype))
+            weight = from_host(shard)
+            weight = weight.astype(weight_dtype(axes, shard.dtype, self.compute_dtype))
             dim = sharded_dim(axes)
             columns = "loss_vocab" in axes
             left = (TENSOR_ROWS, "context") if columns else (TENSOR_ROWS,)

@@ -39,6 +39,7 @@ from jaxscale.models.protocol import (
 from jaxscale.ops.array_stack import add, at
 from jaxscale.ops.matmul import quantised_weight
 from jaxscale.ops.split_vjp import split_vjp
+from jaxscale.sharding.host_memory import is_on_host
 from jaxscale.sharding.resolve import leaf_name
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layers.layer_loop import (
@@ -98,7 +99,8 @@ def make_accumulation(
 
     def run(params: Tree, groups: Batch) -> tuple[Sums, Tree, Tree]:
         tokens = groups.tokens[0, 0].size // layout.context
-        form = make_loop_form(layout, zero, platform, tokens, unroll=unroll_loops)
+        fetches = any(map(is_on_host, jax.tree.leaves(params)))
+        form = make_loop_form(layout, zero, platform, tokens, fetches=fetches, unroll=unroll_loops)
         weights = _cast_once(model, layout, zero, params)
         grads = _first_grads(model, zero, form, params, count)
         done = Accumulated(zero_sums(model, zero.loss_dtype), grads)
@@ -329,8 +331,8 @@ def _stacks_backward(
     stacks, dembed, dvectors = {}, None, None
     for loop, (stream, shared, passed) in reversed(list(zip(loops, entered))):
         name, layers, loop = loop.stack.name, passed.layers, replace(loop, zero=loop.zero.kept)
-        # Otherwise XLA would reuse the weights gathered in the forward pass, and keep all layers'.
-        if loop.zero.gathers:
+        # Otherwise XLA would reuse the weights fetched in the forward pass, and keep all layers'.
+        if loop.zero.gathers or loop.fetches:
             layers, dstream = only_after(layers, dstream)
         dx, dshared = split_stream(loop.stack, dstream)
         widened = loop.zero.widen(dshared)

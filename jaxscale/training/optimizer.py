@@ -192,6 +192,18 @@ def moment_power(path: tuple, params: Any) -> int:
     return 2 if _field(path, owner) in SECOND_MOMENTS else 1
 
 
+def owner_and_moment(path: tuple, params: Any) -> tuple[str, str] | None:
+    """The name of the parameter that a leaf of an optimizer's state is a moment of, and the
+    moment's field, such as "mu"; None for a count.
+
+    Args:
+      path: of the leaf in the state.
+      params: tree of the parameters.
+    """
+    owner = _owner(path, {path for path, _ in _leaves(params)})
+    return None if owner is None else (leaf_name(owner), _field(path, owner))
+
+
 def is_schedule(node: Any) -> bool:
     """Whether a node of the optimizer's state is the position in the learning-rate schedule."""
     return isinstance(node, optax.ScaleByScheduleState)

@@ -13,9 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.config import Config
 from jaxscale.config.layout import Layout
+from jaxscale.sharding.host_arrays import StateArray, choose_host_arrays, most_host_bytes
 from jaxscale.sharding.resolve import (
     is_axes,
     layer_rules,
+    leaf_name,
     resolve,
     resolve_tree,
     spread_outer,
@@ -24,7 +26,7 @@ from jaxscale.sharding.resolve import (
 from jaxscale.sharding.rules import WEIGHTS, Axes, Rules
 from jaxscale.sharding.specs import replicated
 from jaxscale.sharding.zero import Zero
-from jaxscale.training.optimizer import state_axes
+from jaxscale.training.optimizer import owner_and_moment, state_axes
 from jaxscale.training.step import TrainState
 from jaxscale.training.xla_options import has_sparse_cores, waits_for_gathers
 
@@ -96,7 +98,59 @@ def place_state(
         shapes,
         shardings,
     )
-    return TrainState((), zero.axes, moments, guard, tables), state
+    state_axes_tree = TrainState((), zero.axes, moments, guard, tables)
+    return state_axes_tree, _rest_on_host(layout, state, state_axes_tree)
+
+
+def state_arrays(state: TrainState, axes: TrainState) -> dict[tuple, StateArray]:
+    """The parameters and moments of a state, by their paths in it.
+
+    Args:
+      state: shapes and shardings.
+      axes: the logical axes of every array.
+    """
+    names = dict(jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes))
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        part = getattr(path[0], "name", "")
+        if part == "params":
+            named = leaf_name(path[1:]), ""
+        else:
+            named = owner_and_moment(path, state.params) if part == "opt_state" else None
+        if named is not None:
+            size, shard = (
+                math.prod(shape) * leaf.dtype.itemsize
+                for shape in (leaf.shape, leaf.sharding.shard_shape(leaf.shape))
+            )
+            found[path] = StateArray(*named, names[path], size, shard)
+    return found
+
+
+def _rest_on_host(layout: Layout, state: TrainState, axes: TrainState) -> TrainState:
+    """The state with the arrays of `layout.offload_bytes` in host memory.
+
+    Raises:
+      ValueError: they are more than those that can be there.
+    """
+    if not layout.offload_bytes:
+        return state
+    arrays = state_arrays(state, axes)
+    if layout.offload_bytes > (most := most_host_bytes(arrays.values())):
+        raise ValueError(
+            f"layout.offload_bytes = {layout.offload_bytes} is more than the {most} bytes of a "
+            "device's moments and layers' weights that are matrices; set at most "
+            f"layout.offload_bytes = {most}"
+        )
+    chosen = choose_host_arrays(arrays.values(), layout.offload_bytes)
+    moved = {one for one, is_moved in chosen if is_moved}
+
+    def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if arrays.get(path) not in moved:
+            return leaf
+        host = leaf.sharding.with_memory_kind("pinned_host")
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host)
+
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def state_bytes(state: TrainState) -> int:

@@ -34,6 +34,13 @@ ACCUMULATE_BYTES = 10
 CAST_BYTES = 6
 """Bytes per parameter of casting a 32-bit weight to 16 bits."""
 
+MOMENT_BYTES = 8
+"""Bytes per parameter of Adam's moments in float32."""
+
+UPDATE_TRANSFERS = 1.5
+"""Seconds of the transfers of an offloaded optimizer's state over those in one direction: the two
+directions overlap in part. An update in turn has one after the other."""
+
 WAITS_FOR_SCATTER = ("tpu3", "tpu4", "tpu5e")
 """Generations on which reduce-scatters are not overlapped: XLA fuses only all-gathers with compute
 there (flags of MaxText's scripts for v5e). On later ones sparse cores drive both."""
@@ -232,13 +239,16 @@ def offload_seconds(
     stages: StageLayers,
 ) -> Floats:
     """Exposed transfers to host memory and back."""
-    if parallelism.offload == "none" and not parallelism.remat.startswith("offload:"):
+    by_policy = parallelism.offload != "none" or parallelism.remat.startswith("offload:")
+    if not by_policy and not np.any(parallelism.offload_bytes):
         return np.zeros(())
     host = cluster.chip.host_bytes_per_second
-    seconds = np.zeros(())
+    held = np.asarray(parallelism.host_moments) + parallelism.host_weights
+    seconds = 2 * held / host
+    seconds = seconds + _fetch_seconds(cluster, parallelism, passes, stages)
     if "optimizer" in parallelism.offload:
         mine = params.shards(parallelism, zero_stage.shards_state(parallelism.zero_stage))
-        seconds = seconds + 12.0 * mine.total / host
+        seconds = seconds + UPDATE_TRANSFERS * MOMENT_BYTES * mine.total / host
     if "activations" in parallelism.offload or parallelism.remat.startswith("offload:"):
         tokens = np.asarray(parallelism.microbatch) * work.seq_len / parallelism.context
         moved = tokens * offloaded_bytes(work, parallelism.remat) / parallelism.tensor
@@ -247,6 +257,25 @@ def offload_seconds(
             late = np.maximum(0, each - passes[name].seconds)
             seconds = seconds + m * stages.busiest * late
     return seconds
+
+
+def _fetch_seconds(
+    cluster: Cluster,
+    parallelism: Parallelism,
+    passes: dict[str, LayerPass],
+    stages: StageLayers,
+) -> Floats:
+    """Exposed transfers of layers' weights from host memory: those of a pass's first layer, and of
+    the others what exceeds the compute of a layer. Kept weights are fetched in one pass."""
+    layers, groups = np.maximum(1.0, stages.busiest), np.asarray(parallelism.num_groups, float)
+    each = np.asarray(parallelism.host_weights) / layers / cluster.chip.host_bytes_per_second
+    group = np.asarray(parallelism.microbatches, float) / groups
+    forward = group * passes["forward"].seconds
+    backward = group * sum(passes[name].seconds for name in ("input", "weights", "recompute"))
+    kept = zero_stage.keeps(parallelism.zero_stage) & (np.asarray(parallelism.zero_ranks) > 1)
+    late = each + (layers - 1) * np.maximum(0.0, each - forward)
+    later = (layers - 1) * np.maximum(0.0, each - backward)
+    return np.where(kept, late, groups * (late + later))
 
 
 def offloaded_bytes(work: ModelWork, remat: str) -> float:

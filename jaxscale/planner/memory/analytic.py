@@ -158,7 +158,7 @@ def analytic_memory(
             _sums(parallelism, step),
             2 * WIDE * (layer + step.outer) * (reduces & np.logical_not(shards)),
         ),
-        host_optimizer=moments,
+        host_optimizer=moments * ("optimizer" in parallelism.offload),
         messages=np.where(pipelined, (buffers.inbox + buffers.input + 2 * lanes) * stream, 0.0),
         paired_forward=(lanes - 1) * kept,
         **_mirrored(step, buffers, keeps),

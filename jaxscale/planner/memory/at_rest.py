@@ -2,8 +2,12 @@
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from jaxscale.config import DataConfig, zero_stage
 from jaxscale.config.layout import Layout
@@ -16,12 +20,14 @@ from jaxscale.config.optimizer import (
     find_group,
     matrix_dims,
 )
+from jaxscale.sharding.host_arrays import StateArray, choose_host_arrays
 from jaxscale.sharding.model_trace import (
     Ints,
     ParamShape,
     Rows,
     TableShape,
     itemsize,
+    maximum,
     select,
     stored_bytes,
 )
@@ -124,6 +130,69 @@ def _looked_up(model: ModelSettings, data: DataConfig, layout: Layout) -> tuple[
     counts = [data.global_batch_size * ids // shards for ids in saved.table_ids]
     sizes = [n * one.width * itemsize(one.dtype) for n, one in zip(counts, tables, strict=True)]
     return counts, sizes
+
+
+def state_arrays(
+    model: ModelSettings, optimizer: OptimizerConfig, layout: Layout, rows: Rows
+) -> list[StateArray]:
+    """The parameters and moments of a state, as `training.state_placement.state_arrays` finds
+    them."""
+    trace, shards = model_trace(model), zero_stage.shards_state(layout.zero_stage)
+    found = []
+
+    def add(path: str, moment: str, array: ParamShape, dtype: str) -> None:
+        layers = trace.stack_layers.get(array.part, 1) if array.axes[0] == "layers" else 1
+        size = array.shard_size(layout, over_fsdp=shards, at_rest=True)
+        whole = stored_bytes(dtype, layers * array.size)
+        mine = stored_bytes(dtype, _repeats(array, rows) * size)
+        found.append(StateArray(path, moment, array.axes, whole, mine))
+
+    for array in _stacks(trace.parameters):
+        add(array.path, "", array, array.dtype)
+    widths = ("mu", optimizer.moment_dtype), ("nu", optimizer.second_moment_dtype)
+    for array in _stacks(trained_parameters(model, optimizer.groups)):
+        moments = _moments(optimizer.name, array)
+        for (name, width), several in zip(widths, moments, strict=True):
+            for moment in several:
+                add(array.path, name, moment, width)
+    return found
+
+
+@dataclass(frozen=True)
+class HostState:
+    """Bytes of a device's state in host memory by `layout.offload_bytes`."""
+
+    moments: Ints
+    weights: Mapping[str, Ints]  # of each stack
+    largest: Ints  # of one parameter and its moments
+
+
+def host_state(
+    model: ModelSettings, optimizer: OptimizerConfig, layout: Layout, rows: Rows
+) -> HostState:
+    """The part of a state in host memory; `rows` as above."""
+    moments, weights = 0, dict.fromkeys(rows, 0)
+    if not np.any(layout.offload_bytes):
+        return HostState(moments, weights, 0)
+    each: dict[str, Ints] = {}
+    arrays = state_arrays(model, optimizer, layout, rows)
+    for one, is_moved in choose_host_arrays(arrays, layout.offload_bytes):
+        here = select(is_moved, one.device_bytes)
+        each[one.path] = each.get(one.path, 0) + here
+        if one.moment:
+            moments = moments + here
+        else:
+            weights[one.part] = weights[one.part] + here
+    return HostState(moments, weights, maximum(*each.values()))
+
+
+def host_totals(
+    model: ModelSettings, optimizer: OptimizerConfig, layout: Layout, rows: Rows
+) -> list[Ints]:
+    """Bytes of the first array that can be in host memory, of the first two, and so on: the values
+    of `layout.offload_bytes` that are whole arrays."""
+    arrays = choose_host_arrays(state_arrays(model, optimizer, layout, rows), 0)
+    return list(itertools.accumulate(one.device_bytes for one, _ in arrays))
 
 
 def count_bytes(optimizer: str) -> int:

@@ -17,8 +17,10 @@ from jaxscale.config.layout import Layout
 from jaxscale.config.model import is_own_family
 from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY, OFFLOADED
 from jaxscale.planner.memory.at_rest import (
+    HostState,
     batch_bytes,
     count_bytes,
+    host_state,
     moment_bytes,
     parameter_bytes,
     table_bytes,
@@ -52,7 +54,7 @@ from jaxscale.planner.memory.transients import (
     working_set_bytes,
 )
 from jaxscale.planner.tables.pipeline_slots import RankBuffers, layout_buffers
-from jaxscale.sharding.model_trace import Ints, Rows, maximum, select
+from jaxscale.sharding.model_trace import Ints, Rows, itemsize, maximum, select
 from jaxscale.training.tracing.traces import model_trace
 
 HELD = ("residual_b", "residual_w", "cotangent")
@@ -116,7 +118,9 @@ def _stack_memory(
     # buffers for the chunks of every stack.
     before, is_last = loops[: number + 1], number == len(loops) - 1
     moments = moment_bytes(model, optimizer, layout, rows)
-    host_optimizer = moments if layout.offloads("optimizer") else 0
+    on_host = host_state(model, optimizer, layout, rows)
+    host_optimizer = moments if layout.offloads("optimizer") else on_host.moments
+    host_weights = sum(on_host.weights.values())
     pipelined = layout.pipeline > 1
     in_loop, slots = zip(*map(_stash, before)), _slots(loops, buffers, transients)
     stash, host_stash = (select(pipelined, *both) for both in zip(slots, map(sum, in_loop)))
@@ -124,7 +128,7 @@ def _stack_memory(
     attention = 0 if loop.is_custom else (model.num_heads + model.num_kv_heads) * model.head_dim
     gradients = loop.accumulated * (loop.sums + _tied_sums(loop))
     return Memory(
-        parameters=parameter_bytes(model, layout, rows),
+        parameters=parameter_bytes(model, layout, rows) - own_host * host_weights,
         optimizer=moments + count_bytes(optimizer.name) - own_host * host_optimizer,
         batch=batch_bytes(model, config.data, layout),
         tables=table_bytes(model, optimizer, config.data, layout),
@@ -157,9 +161,13 @@ def _stack_memory(
             reduction_bytes(loop, transients, rows), update_bytes(optimizer.name, loop, rows)
         )
         + optimizer.prunes * pruning_bytes(loop, rows),
+        # Before and after its update (`training.update_in_turn`).
+        updated=2 * own_host * on_host.largest,
         moments_copy=moments if optimizer.name == "lion" else 0,
         host_optimizer=host_optimizer,
         host_stash=host_stash,
+        host_weights=host_weights,
+        fetched=own_host * _fetched(loop, on_host),
         messages=select(pipelined, _messages(layout, buffers) * message),
         paired_forward=select(pipelined, _paired_forward(loop, buffers, transients)),
         received=select(pipelined & (len(loops) > 1), buffers.residual_w * message),
@@ -177,9 +185,12 @@ def _stack_memory(
         # A pipeline gathers the weights that it keeps all at once.
         converted=select(loop.keeps & pipelined, 0, transients.ahead)
         * loop.compute
-        * sum(
-            count * loop.parameters.elements(part, loop.gathers | loop.keeps)
-            for part, count in rows.items()
+        * (
+            sum(
+                count * loop.parameters.elements(part, loop.gathers | loop.keeps)
+                for part, count in rows.items()
+            )
+            - own_host * host_weights // itemsize(model.param_dtype)
         ),
         carried=carried_bytes(loop, transients),
         walk_end=end_of_backward_bytes(loop, transients),
@@ -215,6 +226,11 @@ def _layer_weights(
     used = loop.compute * loop.parameters.dequantised(loop.part)
     local = 0 if transients.ahead else loop.weights
     return used + loop.compute * select(loop.gathers, gathered, local)
+
+
+def _fetched(loop: LayerLoop, on_host: HostState) -> Ints:
+    """Shards of two layers that are copied from host memory."""
+    return 2 * on_host.weights[loop.part] // loop.num_layers
 
 
 def _kept(loop: LayerLoop, rows: Rows) -> Ints:

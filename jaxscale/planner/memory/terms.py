@@ -79,6 +79,8 @@ class Memory:
     paired_forward: Ints = _term("activations of an overlapped forward pass", SAVED, *BACKWARD)
     # With an encoder in a pipeline: the inputs of passes, for their W.
     received: Ints = _term("streams kept for weight gradients", SAVED, *MICROBATCHES)
+    # From host memory, of this layer and the next.
+    fetched: Ints = _term("shards of a layer from host memory", GATHERED, *LAYER)
     # In ZeRO stage 1: shards from the last visit, next to whole sums.
     reduced_gradients: Ints = _term("gradients, reduced", GRADS, *LAYER, LOOP_END, STEP_END)
     # In the compute type; where gathered, also the next layer's.
@@ -105,9 +107,16 @@ class Memory:
     walk_end: Ints = _term("gradients waiting for reduction", GRADS, LOOP_END)
     # The larger of the outputs of reductions over replicas and the optimizer's temporaries.
     end: Ints = _term("gradient reduction and update", OTHERS, STEP_END)
+    updated: Ints = _term("a parameter and its moments from host memory", MOMENTS, STEP_END)
     # In host memory, where the back end has one.
     host_optimizer: Ints = _term("in host memory: optimizer state", MOMENTS)
     host_stash: Ints = _term("in host memory: activations", SAVED)
+    host_weights: Ints = _term("in host memory: weights", WEIGHTS)
+
+    @property
+    def on_host(self) -> Ints:
+        """Bytes in host memory."""
+        return self.host_optimizer + self.host_stash + self.host_weights
 
     @property
     def arguments(self) -> Ints:

@@ -39,6 +39,8 @@ class Parallelism(LayoutBatch):
     pruning_reads: float = 0.0  # of each weight of the layers, in the update
     router_groups: int = 1  # of experts; a token chooses in `router_groups_kept` of them
     router_groups_kept: int = 1
+    host_moments: Ints = 0  # bytes of a device's, in host memory by `offload_bytes`
+    host_weights: Ints = 0
 
     @classmethod
     def of(cls, layout: Layout, global_batch_size: int, **changes: Any) -> "Parallelism":

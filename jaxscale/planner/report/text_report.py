@@ -60,6 +60,7 @@ def layout_text(layout: Layout) -> str:
     parts += ["layers unrolled"] * layout.unroll_layers
     parts += [f"remat {layout.remat}"] * (layout.remat != "none")
     parts += [f"offload {layout.offload}"] * (layout.offload != "none")
+    parts += [f"offload {gigabytes(layout.offload_bytes)} of state"] * (layout.offload_bytes > 0)
     return ", ".join(parts)
 
 
@@ -91,10 +92,9 @@ def memory_text(plan: Plan) -> str:
     most = max(size for _, size in parts)
     rows = [(TEXTS[name], gigabytes(size), "#" * round(BAR * size / most)) for name, size in parts]
     rows.append(("peak", gigabytes(plan.memory_bytes), f"of {gigabytes(plan.limit_bytes)}"))
-    if plan.memory.host_optimizer and plan.layout.offloads("optimizer"):
-        rows.append((TEXTS["host_optimizer"], gigabytes(plan.memory.host_optimizer), ""))
-    if plan.memory.host_stash:
-        rows.append((TEXTS["host_stash"], gigabytes(plan.memory.host_stash), ""))
+    on_host = ("host_optimizer", "host_stash", "host_weights")
+    sizes = ((name, getattr(plan.memory, name)) for name in on_host)
+    rows += [(TEXTS[name], gigabytes(size), "") for name, size in sizes if size]
     return "\n".join([table(rows), *_stages(plan)])
 
 

@@ -116,7 +116,7 @@ def _guesses(
 
 def _fits(query: Query, layouts: LayoutBatch, buffers: RankBuffers) -> np.ndarray:
     needs = query.planned_model.memory(layouts, buffers, query.back_end)
-    fits = query.fits_device(needs) & query.fits_host(needs, layouts)
+    fits = query.fits_device(needs) & query.fits_host(needs)
     return np.broadcast_to(fits, (len(layouts),))
 
 

@@ -117,8 +117,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Host memory used per device."""
-        optimizer = self.memory.host_optimizer if self.layout.offloads("optimizer") else 0
-        return int(optimizer + self.memory.host_stash)
+        return int(self.memory.on_host)
 
     @property
     def fits(self) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxscale.config.layout import SLICED, Layout
 from jaxscale.planner.model.layout_batch import LayoutBatch, stack_layouts
+from jaxscale.planner.search.partial_offload import least_offload
 from jaxscale.planner.search.partial_remat import TimedLayout, search_partial_remat
 from jaxscale.planner.search.pipeline_batch import (
     PipelineBatch,
@@ -42,16 +43,22 @@ class SearchResult:
 
 def search_layouts(query: Query, top: int = 10) -> SearchResult:
     """Ranks all layouts of a query. A head in slices is tried in the fastest pipelines, and in all
-    of them where nothing else fits.
+    of them where nothing else fits; then parts of the state in host memory.
 
     Args:
       top: how many to return.
     """
-    found = _search(query, top)
-    if found.layouts or "head" in query.pins:
-        return found
-    sliced = _search(dataclasses.replace(query, pins={**query.pins, "head": SLICED}), top)
-    return sliced if sliced.layouts else found
+    found, pins = _search(query, top), query.pins
+    others = []
+    if "head" not in pins:
+        others.append(dataclasses.replace(query, pins={**pins, "head": SLICED}))
+    if query.can_fill_host:
+        alone = {**pins, "pipeline": 1}
+        others.append(dataclasses.replace(query, pins=alone, fills_host=True))
+    for other in others:
+        if not found.layouts and (more := _search(other, top)).layouts:
+            return more
+    return found
 
 
 def _search(query: Query, top: int) -> SearchResult:
@@ -79,7 +86,7 @@ def _search(query: Query, top: int) -> SearchResult:
             )
             best = _distinct([*best, *_fastest(query, layouts, pipelines, top, refused)])[:top]
     best = _distinct(search_partial_remat(query, recomputed, best, top))[:top]
-    best = _distinct([*best, *_sliced_heads(query, best)])[:top]
+    best = _distinct([*best, *_sliced_heads(query, best), *_partial_offloads(query, best)])[:top]
     # Layouts that are already counted are refused for one of three reasons.
     late = sum(map(refused.counts.__getitem__, (TOO_LARGE, TOO_LARGE_FOR_HOST, TOO_SLOW)))
     return SearchResult(
@@ -146,7 +153,7 @@ def _fits(
     )
     fits_host, fits, peaks = (
         np.broadcast_to(one, (len(layouts),))
-        for one in (query.fits_host(needs, layouts), query.fits_device(needs), needs.peak)
+        for one in (query.fits_host(needs), query.fits_device(needs), needs.peak)
     )
     refused.counts[TOO_LARGE] += int((~fits).sum())
     refused.counts[TOO_LARGE_FOR_HOST] += int((fits & ~fits_host).sum())
@@ -176,6 +183,8 @@ def _fastest(
     refused: _Refused,
 ) -> list[TimedLayout]:
     """The layouts that fit."""
+    if query.fills_host and pipelines is None and not layouts.offloads("optimizer"):
+        layouts = least_offload(query, layouts)
     fits = _fits(query, layouts, pipelines, refused)
     if not fits.any():
         return []
@@ -199,9 +208,22 @@ def _sliced_heads(query: Query, best: list[TimedLayout]) -> list[TimedLayout]:
     return found
 
 
+def _partial_offloads(query: Query, best: list[TimedLayout]) -> list[TimedLayout]:
+    """The layouts among the best with moments in host memory, with no more there than needed."""
+    found = []
+    for _, layout in best if query.can_fill_host else ():
+        if layout.pipeline > 1 or not layout.offloads("optimizer"):
+            continue
+        kept = "activations" if layout.offloads("activations") else "none"
+        layouts = stack_layouts([dataclasses.replace(layout, offload=kept)])
+        filling = dataclasses.replace(query, fills_host=True)
+        found += _fastest(filling, layouts, None, 1, _Refused(collections.Counter(), [], []))
+    return found
+
+
 def _distinct(timed: list[TimedLayout]) -> list[TimedLayout]:
-    """Fastest first, without layouts that differ from a faster one only in `offload`."""
+    """Fastest first, without layouts that differ from a faster one only in what they offload."""
     first: dict[Layout, TimedLayout] = {}
     for one in sorted(timed, key=lambda one: one[0]):
-        first.setdefault(dataclasses.replace(one[1], offload="none"), one)
+        first.setdefault(dataclasses.replace(one[1], offload="none", offload_bytes=0), one)
     return list(first.values())

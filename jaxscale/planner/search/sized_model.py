@@ -19,7 +19,7 @@ from jaxscale.planner.model.parallelism import Parallelism
 from jaxscale.planner.model.shape import ModelShape
 from jaxscale.planner.tables.pipeline_slots import RankBuffers
 from jaxscale.sharding.layout_checks import ulysses_refusal
-from jaxscale.sharding.model_trace import ModelWork
+from jaxscale.sharding.model_trace import Ints, ModelWork
 
 REMATS = ("none", "full", "save_all_but_attention", "save:query,key,value,attention,attention_out")
 """Policies whose saved bytes are known for every type of layer
@@ -168,11 +168,20 @@ class SizedModel:
         }
         return next(((reason, message) for reason, message in said.items() if message), ("", ""))
 
+    def host_totals(self, _: Layout) -> list[Ints]:
+        """None: the arrays of the state are not known."""
+        return []
+
     def _policies(self, layout: Layout) -> str:
         if layout.slices_head and self.work.extra_predictions:
             return (
                 "layout.head = 'sliced' is not available for a model with multi-token prediction; "
                 "set layout.head = 'last'"
+            )
+        if layout.offload_bytes:
+            return (
+                f"layout.offload_bytes = {layout.offload_bytes} has no formula for a model given "
+                "by its sizes; set layout.offload_bytes = 0, or plan a config"
             )
         for name, known in (("remat", self.remats), ("offload", self.offloads)):
             if name == "remat" and layout.remat_policy.kept_passes:

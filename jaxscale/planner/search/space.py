@@ -88,6 +88,7 @@ class Query:
     cluster: Cluster
     pins: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fixed fields of a Layout
     memory_bytes: float = 0.0  # limit per device; 0 for that of the hardware
+    fills_host: bool = False  # whether the search chooses `layout.offload_bytes`
 
     @functools.cached_property
     def planned_model(self) -> TrainableModel | SizedModel:
@@ -125,10 +126,17 @@ class Query:
         """Whether one layout, or each of a batch, fits in device memory."""
         return needs.peak <= self.limit_bytes
 
-    def fits_host(self, needs: Memory, layout: Layout) -> Any:
+    def fits_host(self, needs: Memory) -> Any:
         """Whether the offloaded arrays fit in host memory."""
-        optimizer = needs.host_optimizer if layout.offloads("optimizer") else 0
-        return needs.host_stash + optimizer <= HOST_MEMORY_BYTES
+        return needs.on_host <= HOST_MEMORY_BYTES
+
+    @property
+    def can_fill_host(self) -> bool:
+        """Whether a search may choose `layout.offload_bytes`."""
+        pins = self.pins
+        separate = self.back_end != "cpu" and self.cluster.chip.host_bytes_per_second > 0
+        given = "offload_bytes" in pins or "optimizer" in pins.get("offload", "")
+        return separate and not given and pins.get("pipeline", 1) == 1
 
     @property
     def work(self) -> ModelWork:
@@ -241,12 +249,14 @@ def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
         remats, offloads = [one for one in remats if not one.startswith("offload:")], ["none"]
     remats, offloads = _pinned(pins, "remat", remats), _pinned(pins, "offload", offloads)
     methods = _pinned(pins, "context_method", (RING, "gather"))
+    pinned = {"offload_bytes": pins.get("offload_bytes", 0)}
     for remat, offload, accumulation, method in itertools.product(
         remats, offloads, _pinned(pins, "accumulation", ACCUMULATIONS), methods
     ):
         yield {
             "remat": remat,
             "offload": offload,
+            **pinned,
             "accumulation": accumulation,
             "context_method": method,
             "pipelined": False,
@@ -258,6 +268,7 @@ def enumerate_options(query: Query) -> Iterator[dict[str, Any]]:
         yield {
             "remat": remat,
             "offload": offload,
+            **pinned,
             "schedule": schedule,
             "virtual_stages": chunks,
             "pipeline_gather": gather,
@@ -434,10 +445,11 @@ def check_pins(query: Query) -> None:
     """
     check_fields(query.pins, "--pin")
     offload, remat = (str(query.pins.get(name, "none")) for name in ("offload", "remat"))
-    moved = offload != "none" or remat.startswith("offload:")
+    moved = offload != "none" or remat.startswith("offload:") or query.pins.get("offload_bytes")
     if moved and not query.cluster.chip.host_bytes_per_second:
         raise ValueError(
-            f"--pin offload={offload} remat={remat}: {query.cluster.name} has no rate of the link "
+            f"--pin offload={offload} remat={remat} offload_bytes="
+            f"{query.pins.get('offload_bytes', 0)}: {query.cluster.name} has no rate of the link "
             "to the host; give host_gb_per_second in the file of the device"
         )
     required = (_required_sizes(name, value) for name, value in query.pins.items())

@@ -14,6 +14,7 @@ from jaxscale.config.model import is_own_family
 from jaxscale.config.model.quantised_base import BLOCKS
 from jaxscale.config.remat_policy import parse_remat
 from jaxscale.pipeline.partition import StackLayers
+from jaxscale.planner.memory.at_rest import host_state, host_totals
 from jaxscale.planner.memory.step import step_memory
 from jaxscale.planner.memory.terms import Memory
 from jaxscale.planner.model.parallelism import Parallelism
@@ -32,7 +33,7 @@ from jaxscale.sharding.layout_checks import (
     check_tensor_rows,
     check_ulysses,
 )
-from jaxscale.sharding.model_trace import ModelWork, itemsize
+from jaxscale.sharding.model_trace import Ints, ModelWork, itemsize
 from jaxscale.sharding.rules import (
     REPLICATED_WEIGHTS,
     WEIGHTS,
@@ -127,7 +128,8 @@ class TrainableModel:
     def parallelism(self, layout: Layout) -> Parallelism:
         """A layout, or a batch of them, as the cost formulas read it."""
         model = self.config.model
-        muon = self.config.optimizer.name == "muon"
+        muon, rows = self.config.optimizer.name == "muon", model_trace(model).stack_layers
+        on_host = host_state(model, self.config.optimizer, layout, rows)
         return Parallelism.of(
             layout,
             self.sequences,
@@ -138,6 +140,8 @@ class TrainableModel:
             pruning_reads=self.config.optimizer.pruning_reads,
             router_groups=model.router_groups,
             router_groups_kept=model.router_groups_kept,
+            host_moments=on_host.moments,
+            host_weights=sum(on_host.weights.values()),
             whole_matrices=muon_matrices(model, self.config.optimizer.groups) if muon else (),
         )
 
@@ -291,6 +295,11 @@ class TrainableModel:
                     f"in an encoder-decoder; it can be {', '.join(known)}"
                 )
         return ""
+
+    def host_totals(self, layouts: Layout) -> list[Ints]:
+        """The values of `layout.offload_bytes` that are whole arrays, each an int or int [N]."""
+        rows = model_trace(self.config.model).stack_layers
+        return host_totals(self.config.model, self.config.optimizer, layouts, rows)
 
     def memory(self, layouts: Layout, buffers: RankBuffers | None, back_end: str) -> Memory:
         """Memory of a device; fields are int, or int [N].

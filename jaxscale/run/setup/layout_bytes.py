@@ -7,9 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxscale.formatting import table
+from jaxscale.sharding.host_arrays import choose_host_arrays
 from jaxscale.sharding.resolve import resolve
 from jaxscale.sharding.rules import Axes, Rules
 from jaxscale.training.engine import Engine
+from jaxscale.training.state_placement import state_arrays
 
 
 def gradient_bytes(engine: Engine, rules: Rules) -> int:
@@ -29,6 +32,19 @@ def buffer_bytes(engine: Engine) -> dict[str, int]:
 
 def _size(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def host_array_table(engine: Engine) -> list[str]:
+    """The table of the arrays that `layout.offload_bytes` can move, in order; nothing without."""
+    wanted, total = engine.layout.offload_bytes, 0
+    if not wanted:
+        return []
+    rows = [("", "bytes", "sum of bytes")]
+    arrays = state_arrays(engine.abstract_state, engine.state_axes).values()
+    for one, is_moved in choose_host_arrays(arrays, wanted):
+        total += one.device_bytes
+        rows.append((one.name + " *" * is_moved, f"{one.device_bytes}", f"{total}"))
+    return ["layout.offload_bytes moves to host memory\n" + table(rows)]
 
 
 def tree_bytes(

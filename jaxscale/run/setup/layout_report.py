@@ -26,6 +26,7 @@ from jaxscale.planner.search.trainable_model import check_parameters
 from jaxscale.run.setup.layout_bytes import (
     buffer_bytes,
     gradient_bytes,
+    host_array_table,
     leaf_bytes,
     tree_bytes,
 )
@@ -58,7 +59,7 @@ def describe_layout(engine: Engine) -> str:
     """
     check_kind("engine", engine, Engine, ENGINE_ADVICE)
     parts = [_summary(engine), *_pipeline(engine), _stages(engine)]
-    parts += [*_remats(engine), *_offloads(engine)]
+    parts += [*_remats(engine), *_offloads(engine), *host_array_table(engine)]
     return "\n\n".join([*parts, _parameters(engine), *_warnings(engine)])
 
 

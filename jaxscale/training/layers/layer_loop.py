@@ -49,6 +49,7 @@ from jaxscale.training.layers.layer_scan import (
 )
 from jaxscale.training.layers.loop_weights import (
     CastOnce,
+    Fetched,
     Loop,
     empty_layers,
     gather_layer,
@@ -64,7 +65,7 @@ Index = int | jax.Array
 class Prefetched(NamedTuple):
     """Arrays fetched for a layer during the compute before it; None: read when it begins."""
 
-    weights: Tree = None
+    weights: Fetched = Fetched()
     residuals: Residuals | None = None  # [G, ...]
 
 
@@ -131,23 +132,23 @@ def forward_pass(loop: Loop, inputs: Inputs, x: Stream, sums: Sums) -> Passed:
 def _forward_pass_with_prefetch(loop: Loop, inputs: Inputs, x: Stream, sums: Sums) -> Passed:
     last = loop.stack.num_layers - 1
 
-    def fetch(index: Index, kept: Tree) -> tuple[Tree, Tree]:
-        weights = prefetch_layer(loop, inputs.layers, index)
-        return weights, put(kept, weights, index) if loop.zero.keeps else None
+    def fetch(index: Index, kept: Tree) -> tuple[Fetched, Tree]:
+        fetched = prefetch_layer(loop, inputs.layers, index)
+        return fetched, put(kept, fetched.weights, index) if loop.zero.keeps else None
 
     def layer(carry, position):
-        x, sums, weights, kept = carry
-        weights, x = _gather_rest(loop, inputs, weights, x, position.index)
-        next_weights, kept = fetch(position.index + 1, kept)
+        x, sums, fetched, kept = carry
+        weights, x = _gather_rest(loop, inputs, fetched, x, position.index)
+        fetched, kept = fetch(position.index + 1, kept)
         x, sums, residuals = _layer_forward(loop, weights, inputs, x, sums, position)
         residuals = to_host(residuals) if loop.form.offload else residuals
-        return (x, sums, next_weights, kept), residuals
+        return (x, sums, fetched, kept), residuals
 
     carry = x, sums, *fetch(0, empty_layers(loop, inputs.layers))
-    (x, sums, weights, kept), residuals = ascend(
+    (x, sums, fetched, kept), residuals = ascend(
         layer, carry, last, loop.stack.period, unroll=loop.form.unroll, into=inputs.residuals
     )
-    weights, x = _gather_rest(loop, inputs, weights, x, last)
+    weights, x = _gather_rest(loop, inputs, fetched, x, last)
     x, sums, last_residuals = _layer_forward(
         loop, weights, inputs, x, sums, LayerPosition(last, last % loop.stack.period)
     )
@@ -155,18 +156,18 @@ def _forward_pass_with_prefetch(loop: Loop, inputs: Inputs, x: Stream, sums: Sum
     # barrier XLA would merge the recomputed operations with the forward pass (CSE), and save them.
     last_residuals = jax.lax.optimization_barrier(last_residuals)
     layers = kept if loop.zero.keeps else inputs.layers
-    return Passed(x, sums, layers, Prefetched(weights, last_residuals), residuals)
+    return Passed(x, sums, layers, Prefetched(Fetched(weights), last_residuals), residuals)
 
 
 def _gather_rest(
-    loop: Loop, inputs: Inputs, weights: Tree, x: Stream, index: Index
+    loop: Loop, inputs: Inputs, fetched: Fetched, x: Stream, index: Index
 ) -> tuple[Tree, Stream]:
     """The weights of a layer, whose experts are gathered when x is available; and x."""
-    if not jax.tree.leaves(missing(weights, inputs.layers)):
-        return weights, x
+    if not jax.tree.leaves(missing(fetched.weights, inputs.layers)):
+        return fetched.weights, x
     # Behind a barrier: with a constant index XLA could gather before the loop ends.
     now, x = jax.lax.optimization_barrier((jnp.asarray(index, jnp.int32), x))
-    return gather_layer(loop, inputs.layers, index, now, weights), x
+    return gather_layer(loop, inputs.layers, index, now, fetched), x
 
 
 def backward_pass(loop: Loop, inputs: Inputs, carry: Carry) -> tuple[Stream, Stream, Tree]:
@@ -255,7 +256,7 @@ def _layer_backward(
     Args:
       prefetch: whether to fetch the weights and residuals of the layer below.
     """
-    _, dshared, (weights, residuals), unreduced, grads, ready = carry
+    _, dshared, (fetched, residuals), unreduced, grads, ready = carry
     index = position.index
     # A layer starts when its dx is available. Without the barrier XLA would start to recompute a
     # layer outside the loop during the head, or keep its forward pass's results from shared arrays.
@@ -265,7 +266,7 @@ def _layer_backward(
     if loop.ordered:
         now = after(now, dx) if ready is None else after(now + ready, dx)
     inputs = inputs._replace(shared=shared)
-    weights = gather_layer(loop, inputs.layers, index, now, weights)
+    weights = gather_layer(loop, inputs.layers, index, now, fetched)
     if residuals is None:
         assert inputs.residuals is not None, "residuals are saved or prefetched"
         counted = loop.stack.period > 1 or loop.form.in_place or loop.form.unroll
@@ -325,7 +326,7 @@ def _prefetch(loop: Loop, inputs: Inputs, above: LayerPosition) -> Prefetched:
     """The weights and residuals of the layer below this one."""
     period = loop.stack.period
     below = LayerPosition(above.index - 1, (above.kind - 1) % period)
-    weights = prefetch_layer(loop, inputs.layers, below.index)
+    weights = prefetch_layer(loop, inputs.layers, below.index, backward=True)
     if not loop.form.offload:
         return Prefetched(weights)
     assert inputs.residuals is not None, "offloaded residuals are saved"

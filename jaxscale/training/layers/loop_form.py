@@ -29,6 +29,7 @@ class LoopForm(NamedTuple):
 
     unroll: bool  # whether layers are unrolled, each with separate residuals
     offload: bool  # whether residuals are in host memory between the passes
+    fetches: bool  # whether weights of layers are in host memory
     early: ReductionTiming
     in_place: bool  # whether layers write residuals directly to the stack (`save_in_place`)
     hides_index: bool  # whether gradients are added at indices that the compiler does not know
@@ -38,12 +39,19 @@ class LoopForm(NamedTuple):
 
 
 def make_loop_form(
-    layout: Layout, zero: Zero, platform: str, tokens: int, *, unroll: bool = False
+    layout: Layout,
+    zero: Zero,
+    platform: str,
+    tokens: int,
+    *,
+    fetches: bool = False,
+    unroll: bool = False,
 ) -> LoopForm:
     """The form on a platform.
 
     Args:
       tokens: as `early_reductions`.
+      fetches: whether weights of layers are in host memory.
       unroll: whether to unroll even if the layout does not.
     """
     unroll = layout.unroll_layers or unroll
@@ -52,6 +60,7 @@ def make_loop_form(
     return LoopForm(
         unroll=unroll,
         offload=layout.offloads("activations"),
+        fetches=fetches,
         early=early_reductions(layout, zero, platform, tokens),
         in_place=saves_in_place(layout, zero, platform),
         # XLA for GPUs (jax 0.11.2) adds to an entry in place only with a `dynamic-slice`: at

@@ -17,6 +17,7 @@ import jax
 from jaxscale.models.protocol import Stack
 from jaxscale.ops.array_stack import at
 from jaxscale.ops.matmul import is_quantised
+from jaxscale.sharding.host_memory import from_host, is_on_host
 from jaxscale.sharding.resolve import has_experts, is_axes
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.layers.loop_form import LoopForm
@@ -66,12 +67,18 @@ class Loop:
     @property
     def prefetches(self) -> bool:
         """Whether a layer needs weights or residuals from other ranks or the host."""
-        return self.zero.gathers or self.form.offload
+        return self.zero.gathers or self.form.offload or self.fetches
+
+    @property
+    def fetches(self) -> bool:
+        """Whether a layer needs weights from host memory: those that are gathered and kept are on
+        the device."""
+        return self.form.fetches and not self.zero.has_gathered
 
     @property
     def prefetches_backward(self) -> bool:
         """Whether they are prefetched for its backward pass."""
-        return self.prefetches and not self.form.early.defer_gathers
+        return self.prefetches and (self.fetches or not self.form.early.defer_gathers)
 
     @property
     def ordered(self) -> bool:
@@ -125,13 +132,27 @@ def empty_layers(loop: Loop, layers: Tree) -> Tree:
     )
 
 
-def prefetch_layer(loop: Loop, layers: Tree, index: Index) -> Tree:
-    """The weights of one layer that are gathered during the layer before it."""
+class Fetched(NamedTuple):
+    """The weights of a layer that are fetched during the compute before it."""
+
+    weights: Tree = None  # gathered; None: gathered on use
+    shards: Tree = None  # of weights gathered on use, those copied from host memory; or None
+
+
+NOTHING = Fetched()
+
+
+def prefetch_layer(loop: Loop, layers: Tree, index: Index, *, backward: bool = False) -> Fetched:
+    """The weights of one layer that are fetched during the layer before it, forward or backward."""
     if loop.zero.keeps or not loop.zero.gathers:
-        return gather_layer(loop, layers, index)
+        return Fetched(gather_layer(loop, layers, index))
     # Weights that are kept for the step are all prefetched: on use they would save no memory.
     some, axes = loop.prefetched_part(layers), loop.prefetched_part(loop.axes)
-    return loop.zero.gather(at(some, index), axes)
+    if backward and loop.form.early.defer_gathers:
+        some = axes = None
+    weights = None if some is None else loop.zero.gather(at(some, index), axes)
+    rest = jax.tree.map(lambda x: x if is_on_host(x) else None, missing(weights, layers))
+    return Fetched(weights, from_host(at(rest, index)))
 
 
 def gather_layer(
@@ -139,24 +160,28 @@ def gather_layer(
     layers: Tree | CastOnce,
     index: Index,
     now: Index | None = None,
-    fetched: Tree = None,
+    fetched: Fetched = NOTHING,
 ) -> Tree:
     """The weights of one layer, gathered.
 
     Args:
       now: the index, as a value that depends on the arrays to wait for; None: no wait.
-      fetched: the weights that are gathered already.
+      fetched: the weights that are gathered, or on the device, already.
     """
     if not isinstance(layers, CastOnce):
-        layers, axes = missing(fetched, layers), missing(fetched, loop.axes)
+        ready, (layers, axes) = (
+            fetched.weights,
+            (missing(fetched.weights, tree) for tree in (layers, loop.axes)),
+        )
         if not jax.tree.leaves(layers):
-            return fetched
-        shards = at(layers, index if now is None else now)
+            return ready
+        rest = missing(fetched.shards, layers)
+        shards = joined(fetched.shards, from_host(at(rest, index if now is None else now)))
         if loop.form.experts_on_use and loop.zero.gathers:
             # XLA would move the cast before the slice and out of the loop: all layers' shards in
             # the compute type, 1.4 GB for Mixtral 8x7B over 64 devices.
             shards = jax.lax.optimization_barrier(shards)
-        return joined(fetched, loop.zero.gather(shards, axes))
+        return joined(ready, loop.zero.gather(shards, axes))
     # Matrices are cast before the first layer: a layer waits for the one before by its vectors.
     others, matrices = gather_layer(loop, layers.at_rest, index, now), layers.matrices[index]
     return jax.tree.map(
