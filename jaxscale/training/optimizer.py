@@ -200,7 +200,7 @@ def owner_and_moment(path: tuple, params: Any) -> tuple[str, str] | None:
       path: of the leaf in the state.
       params: tree of the parameters.
     """
-    owner = _owner(path, {path for path, _ in _leaves(params)})
+    owner = owner_of(path, {path for path, _ in _leaves(params)})
     return None if owner is None else (leaf_name(owner), _field(path, owner))
 
 
