@@ -5,6 +5,7 @@ import json
 import pathlib
 from collections.abc import Callable, Sequence
 
+from jaxscale.planner.cost.cluster import find_device
 from jaxscale.storage import durable
 from jaxscale.studies.study import Case, Study, StudyRow
 
@@ -29,13 +30,15 @@ def run_study(
       report: called after each computed case, with the number of finished ones and of all.
 
     Raises:
-      ValueError: the folder has cases of another study, form or version, or damaged ones; or the
-        study does not read the hardware.
+      ValueError: the folder has cases of another study, form or version, or damaged ones; the
+        hardware is not known, or the study does not read it.
     """
     if hardware and not study.hardware:
         raise ValueError(
             f"--hardware {hardware}: the study {study.name} runs on the local devices; leave it out"
         )
+    if hardware:
+        find_device(hardware)  # refuses an unknown one before anything is computed
     subject = {"study": study.name, "quick": quick, "hardware": hardware or study.hardware}
     subject["version"] = importlib.metadata.version("jaxscale")
     cases = study.cases(quick, subject["hardware"])

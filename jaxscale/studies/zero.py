@@ -22,11 +22,11 @@ RECALLED = {2: {2: 20.4, 4: 12.0, 8: 31.4}, 3: {2: 25.8, 4: 23.3, 8: 38.9}}
 """Stage -> nodes -> seconds of a step of mT5-XXL, quoted second-hand: uncertain."""
 
 
-def state_bytes(stage: int, params: float, devices: int) -> float:
+def adam_state_bytes(stage: int, params: float, devices: int) -> float:
     """Bytes of weights, gradients and Adam's state of a device at 16 bytes a parameter, in mixed
     precision (arXiv 1910.02054).
 
-    >>> [round(state_bytes(stage, 12.921e9, 64) / 1e9, 1) for stage in range(4)]
+    >>> [round(adam_state_bytes(stage, 12.921e9, 64) / 1e9, 1) for stage in range(4)]
     [206.7, 54.1, 28.7, 3.2]
     """
     whole = {0: 16, 1: 4, 2: 2, 3: 0}[stage]
@@ -83,7 +83,7 @@ def _figures_of(plan: Plan | None, layout: Layout) -> StudyRow:
     width = plan.parallelism.gradient_bytes
     values = (
         1 / plan.step_seconds,
-        state_bytes(layout.zero_stage, params, layout.fsdp) / 1e9,
+        adam_state_bytes(layout.zero_stage, params, layout.fsdp) / 1e9,
         held / 1e9,
         sent_bytes(layout, params, width) / 1e9,
         plan.terms.get("fsdp", 0.0) + plan.terms.get("data", 0.0),

@@ -158,6 +158,7 @@ def test_the_list_names_every_study(capsys):
     [
         (["zer"], "'zer' is not a study; it can be zero, .*; did you mean 'zero'"),
         ([], "NAME is missing; it can be zero, "),
+        (["zero", "--hardware", "H10"], "device 'H10' is not known; it can be .*; did you mean"),
         (["zero", "--quik"], "unknown flag --quik; did you mean --quick"),
     ],
 )
