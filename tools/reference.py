@@ -140,11 +140,6 @@ FEATURES: Mapping[str, Settings] = {
     "Muon": {"optimizer.name": "muon"},
     "Adafactor": {"optimizer.name": "adafactor"},
     "pruning (`optimizer.sparsity`)": {"optimizer.sparsity": 0.5, "optimizer.sparsity_steps": 4},
-    "pruning of 2:4": {
-        "optimizer.sparsity": 0.5,
-        "optimizer.sparsity_steps": 4,
-        "optimizer.sparsity_pattern": "2:4",
-    },
     "frozen parameters (`optimizer.groups`)": {
         "optimizer.groups": ({"params": "embed/*", "frozen": True},)
     },

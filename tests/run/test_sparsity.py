@@ -40,5 +40,5 @@ def test_a_dense_run_goes_on_sparse_and_its_export_has_the_pattern(tmp_path):
     for name, x in found.items():
         live = (np.asarray(x, np.float32) != 0).reshape(-1, 4).sum(axis=1)
         np.testing.assert_array_equal(live, 2, err_msg=name)
-    dense = [x for name, x in tensors.items() if name not in found]
-    assert all(np.asarray(x, np.float32).all() for x in dense)
+    for name in tensors.keys() - found.keys():  # of initial weights 1 in 100,000 is zero
+        assert np.mean(np.asarray(tensors[name], np.float32) == 0) < 1e-3, name

@@ -42,7 +42,7 @@ SCHEDULES = {
     "dualpipe": {},
     "dualpipe_v": {"virtual_stages": 2},
 }
-"""Settings of those that run on two ranks. BitPipe needs four."""
+"""Settings of schedules for two ranks. BitPipe needs four."""
 DEFAULT = "1f1b,1f1b:fused,gpipe,zb_h1"
 REMATS = ("keep:1", "full")  # of 1f1b, in addition to none
 USUAL, USUAL_REMAT = "vmap, shift, autodiff", "the same, layers rematerialised"
@@ -117,7 +117,7 @@ def schedules(text: str) -> list[str]:
     """The type of --schedules."""
     names = text.split(",")
     if unknown := [name for name in names if name not in SCHEDULES]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(SCHEDULES)}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not among {', '.join(SCHEDULES)}")
     return names
 
 

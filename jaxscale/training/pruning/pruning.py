@@ -40,7 +40,7 @@ def num_pruned_at(config: OptimizerConfig, final: int, count: Any) -> jax.Array:
     """int32, the zeros of a matrix after the update with the number `count`, by the cubic schedule
     of arXiv 1710.01878; `final` of them at the end.
 
-    Only products are rounded, so that no fusion of operations changes the number.
+    Nothing is added before it is rounded, so that no fusion of operations changes the number.
     """
     steps = config.sparsity_steps or 1
     left = steps - jnp.clip(count - config.sparsity_begin, 0, steps)
