@@ -200,7 +200,11 @@ def load_config(
             f"python -m jaxscale.train --config FILE --workdir {workdir}"
         )
     sections = configs.read_sections(path)
-    sections["layout"] = sections.get("layout", {}) | {"remat": "none", "offload": "none"}
+    sections["layout"] = sections.get("layout", {}) | {
+        "remat": "none",
+        "offload": "none",
+        "offload_bytes": 0,
+    }
     if named := _named_axes(overrides):
         sizes = {axis: 1 for axis in (*MESH_AXES, "tensor_rows") if axis not in named}
         if "data" in sizes and "-1" not in named.values():

@@ -317,6 +317,19 @@ OVERRIDES = [
     ("layout.offload=disk", "layout.offload = 'disk' is not known"),
     ("layout.offload=optimiser", "did you mean 'optimizer'?"),
     ("layout.offload=activations,optimizer", "it can be none, optimizer, activations, optimizer,"),
+    ("layout.offload_bytes=-1", "layout.offload_bytes = -1 is too small; at least 0"),
+    (
+        "layout.offload_bytes=8 layout.offload=optimizer",
+        "layout.offload_bytes = 8 with layout.offload = 'optimizer': it moves moments first; set",
+    ),
+    (
+        "layout.offload_bytes=8 layout.pipeline=2",
+        "layout.offload_bytes = 8 with layout.pipeline = 2 is not available in this version; set",
+    ),
+    (
+        "layout.offload_bytes=8 layout.unroll_layers=True",
+        "layout.offload_bytes = 8 with layout.unroll_layers = True is not available in this",
+    ),
     # the run
     ("run.steps=0", "run.steps = 0 is too small; at least 1"),
     ("run.seed=-1", "run.seed = -1 must be at least 0"),

@@ -23,6 +23,7 @@ import optax
 import jaxscale
 from examples.click_model.criteo import Clicks, read, write_synthetic
 from examples.click_model.model import ClickModel
+from jaxscale.models.protocol import Layer
 
 TIME, NUM_ROWS = 32, 2**16
 CONFIG = str(pathlib.Path(__file__).parent / "config.py")
@@ -55,7 +56,7 @@ def score(model: ClickModel, params: dict, rows: jax.Array, batch: jaxscale.Batc
     vectors = jnp.where(ids[..., None] < 0, 0, rows[ids])
     x = model.enter(params["embed"], {}, batch._replace(vectors={"ids": vectors}))
     weights = {name: x[0] for name, x in params["layers"].items()}
-    return model.logits(params["head"], model.block(weights, x, batch, None)[0]["x"])
+    return model.logits(params["head"], model.block(weights, x, batch, Layer(0, 0))[0]["x"])
 
 
 def with_tables(train: Clicks, staleness: int) -> tuple[ClickModel, dict, jax.Array]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.config.layout import AUTOMATIC_AXES, MANUAL_AXES, TENSOR_ROWS
+from jaxscale.sharding.host_memory import from_host
 from jaxscale.sharding.rules import (
     ACTIVATIONS,
     LAYER_SHARD_AXES,
@@ -76,9 +77,9 @@ def weight_dtype(axes: Axes, stored: Any, compute_dtype: Any) -> jnp.dtype:
 
 
 def weights_in_use(axes_tree: Any, params: Any, compute_dtype: Any) -> Any:
-    """The parameters of a tree in the types in which the model uses them."""
+    """The parameters of a tree on the device, in the types in which the model uses them."""
     return jax.tree.map(
-        lambda axes, x: x.astype(weight_dtype(axes, x.dtype, compute_dtype)),
+        lambda axes, x: from_host(x).astype(weight_dtype(axes, x.dtype, compute_dtype)),
         axes_tree,
         params,
         is_leaf=is_axes,

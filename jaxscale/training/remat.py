@@ -94,7 +94,7 @@ def check_host_memory(layout: Layout, mesh: Mesh) -> None:
     """
     device = mesh.devices.flat[0]
     offloads = layout.offload != "none" or layout.remat_policy.offloads
-    if not offloads or not isinstance(device, jax.Device):
+    if not (offloads or layout.offload_bytes) or not isinstance(device, jax.Device):
         return
     kinds = {memory.kind for memory in device.addressable_memories()}
     if "pinned_host" in kinds:
@@ -103,6 +103,9 @@ def check_host_memory(layout: Layout, mesh: Mesh) -> None:
     if layout.offload != "none":
         settings.append(f"layout.offload = {layout.offload!r}")
         without.append("layout.offload = 'none'")
+    if layout.offload_bytes:
+        settings.append(f"layout.offload_bytes = {layout.offload_bytes}")
+        without.append("layout.offload_bytes = 0")
     if layout.remat_policy.offloads:
         settings.append(f"layout.remat = {layout.remat!r}")
         without.append("layout.remat = 'full' or another policy without 'offload:'")

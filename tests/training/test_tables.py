@@ -84,7 +84,8 @@ def random_step(step: int) -> tuple[Batch, dict[str, np.ndarray]]:
 def apply(table: tuple, names: tuple, extras: dict, grads: dict) -> tuple:
     ids = np.concatenate([extras[name].reshape(-1) for name in names])
     summed = np.concatenate([grads[name].reshape(-1, WIDTH) for name in names])
-    return numpy_adagrad(*table, ids, summed / COUNT, RATE)
+    rows, sums = table
+    return numpy_adagrad(rows, sums, ids, summed / COUNT, RATE)
 
 
 def simulate(tables: dict, steps: int, staleness: int, bad: int) -> tuple[list, dict]:
@@ -140,18 +141,25 @@ def meshes_of_eight() -> list[dict[str, int]]:
 
 def marked(axes: dict[str, int]) -> Any:
     """Axes that shard the batch and those that do not are treated alike among themselves."""
-    plain = axes["expert"] == axes["fsdp"] == axes["pipeline"] == 1
+    plain = axes["fsdp"] == axes["pipeline"] == 1
     name = "-".join(f"{name}{n}" for name, n in axes.items() if n > 1)
     return pytest.param(axes, id=name, marks=pytest.mark.proof if plain else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("axes", [marked(axes) for axes in meshes_of_eight()])
+@pytest.mark.parametrize(
+    "axes", [marked(axes) for axes in meshes_of_eight() if axes["expert"] == 1]
+)
 def test_tables_on_every_mesh_of_eight_are_numpy_arrays(axes):
     check_against_simulator(axes, staleness=0, steps=4, bad=-1)
 
 
 def tables_of(state: Any) -> Any:
     return jax.tree.map(np.asarray, state.tables)
+
+
+def applied(tables: Any) -> Any:
+    """Rows and sums; what waits is in the order of the context ranks' tokens."""
+    return {name: tuple(table)[:2] for name, table in tables.items()}
 
 
 @functools.cache
@@ -203,7 +211,7 @@ SLOW = ("sequential", "two directions")
 def test_n_grams_train_as_on_one_device_in_float64(layout, staleness):
     got, wanted = (trained(one, staleness) for one in (layout, (("data", 1),)))
     assert np.max(np.abs(got[0] / wanted[0] - 1)) < 1e-10
-    assert relative_error(got[1], wanted[1], RATE) < 1e-10
+    assert relative_error(applied(got[1]), applied(wanted[1]), RATE) < 1e-10
     assert relative_error(got[2], wanted[2]) < 1e-10
     assert np.count_nonzero(wanted[1]["ngrams"].rows) > 0.9 * wanted[1]["ngrams"].rows.size
 
@@ -267,7 +275,7 @@ def test_a_killed_run_loses_no_gradient_that_waits(tmp_path):
         for batch in batches()[3:]:
             state, _ = step(state, there.shard(batch))
         params = jax.tree.map(np.asarray, there.placement.to_canonical(state).params)
-        assert relative_error(tables_of(state), whole[1], RATE) <= bound
+        assert relative_error(applied(tables_of(state)), applied(whole[1]), RATE) <= bound
         assert relative_error(params, whole[2]) <= bound
 
 

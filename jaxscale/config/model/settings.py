@@ -80,7 +80,6 @@ class ModelSettings:
     router_groups = 1
     router_groups_kept = 1
     dropped_token = -1  # the id whose embedding is zero
-    ngram_rows = 0  # of a table of n-gram embeddings
     share_layers = 1  # consecutive layers with one layer's weights
     unshare_at = 0
 
