@@ -1,6 +1,6 @@
 """The click model: 65,536 rows of hashed categories, on four devices.
 
-Command: python -m examples.click_model.train (impressions are no text: the trainer has none)
+Command: python -m examples.click_model.train (its data is no text, which `train` needs)
 Hardware: 2 CPU cores.
 Expected: docs/tables.md.
 """

@@ -130,7 +130,7 @@ def _rest_on_host(layout: Layout, state: TrainState, axes: TrainState) -> TrainS
     """The state with the arrays of `layout.offload_bytes` in host memory.
 
     Raises:
-      ValueError: they are more than those that can be there.
+      ValueError: more bytes than the arrays that can be there have.
     """
     if not layout.offload_bytes:
         return state

@@ -3,15 +3,15 @@
 For a `shard_map` in which every mesh axis is manual. Rank r of all ranks has the rows from
 r * share. A rank first removes the duplicates among its ids. Then ids go to the ranks that have
 their rows, and rows come back (a lookup), or ids go with their gradients (an update), in rounds of
-all-to-alls. A round has room for twice the mean number of ids from one rank to another,
+all-to-alls. A round has a capacity of twice the mean number of ids from one rank to another,
 so that memory does not depend on how ids are distributed, and evenly hashed ids need one round. If
 all ids are on one rank, there are about ranks / 2 rounds, or more where the ranks' ids differ.
 
-A round covers, for each receiver, the range of rows up to the first one that some rank has no room
-for. So all uses of a row, on all ranks, are in one round, and its gradient is summed before it is
+A round covers, for each receiver, the range of rows up to the first one beyond the capacity of
+some rank. So all uses of a row, on all ranks, are in one round, and its gradient is summed before it is
 applied; the order of the sum is that of the ranks.
 
-Letters: N ids of a rank, R ranks, C room for ids from one rank to another, V rows of a rank, D
+Letters: N ids of a rank, R ranks, C capacity for ids from one rank to another, V rows of a rank, D
 width.
 """
 
@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-ROOM = 2
-"""Room of a round, in mean numbers of ids from one rank to another."""
+CAPACITY = 2
+"""Of a round, in mean numbers of ids from one rank to another."""
 
 Carry = Any
 
@@ -42,9 +42,9 @@ class Shards:
         """The id that stands for no row, after the last one."""
         return self.ranks * self.share
 
-    def room(self, num_ids: int) -> int:
+    def capacity(self, num_ids: int) -> int:
         """The most ids from one rank to another in a round."""
-        return min(num_ids, -(-num_ids // self.ranks) * ROOM)
+        return min(num_ids, -(-num_ids // self.ranks) * CAPACITY)
 
     def exchange(self, x_RC: Array) -> Array:
         """Sends part r of the first dimension to rank r."""
@@ -100,7 +100,7 @@ def update(
 
     Args:
       ids_N: ids below 0 have no row.
-      rule: (table, rows [M], ascending, distinct but for V, which is none; gradients [M, D]) ->
+      rule: (table, rows [M], ascending, distinct except V, which is none; gradients [M, D]) ->
         table.
     """
     found = distinct(_known(shards, ids_N), shards.none)
@@ -155,10 +155,10 @@ def _in_rounds(
     - row [R, C]: the rows that this rank is asked for by each rank; V is none.
 
     Args:
-      ids_N: ascending, distinct but for ids that are `shards.none`.
+      ids_N: ascending, distinct except ids that are `shards.none`.
     """
     count = len(ids_N)
-    room = shards.room(count)
+    capacity = shards.capacity(count)
     stop_R = (1 + jnp.arange(shards.ranks, dtype=ids_N.dtype)) * shards.share
     end_R = jnp.searchsorted(ids_N, stop_R).astype(jnp.int32)
     begin_R = jnp.concatenate([jnp.zeros(1, jnp.int32), end_R[:-1]])
@@ -166,12 +166,12 @@ def _in_rounds(
 
     def one(state: tuple[Array, Array, Carry]) -> tuple[Array, Array, Carry]:
         _, begin_R, carry = state
-        beyond_R = begin_R + room
-        # The first id without room, on any rank: no rank sends it or a later one in this round.
+        beyond_R = begin_R + capacity
+        # The first id beyond it, on any rank: no rank sends it or a later one in this round.
         limit_R = jnp.where(beyond_R < end_R, _take(ids_N, beyond_R, shards.none), stop_R)
         limit_R = jax.lax.pmin(limit_R, shards.axes) if shards.axes else limit_R
         next_R = jnp.searchsorted(ids_N, limit_R).astype(jnp.int32)
-        index_RC = begin_R[:, None] + jnp.arange(room, dtype=jnp.int32)
+        index_RC = begin_R[:, None] + jnp.arange(capacity, dtype=jnp.int32)
         index_RC = jnp.where(index_RC < next_R[:, None], index_RC, count)
         asked_RC = shards.exchange(_take(ids_N, index_RC, shards.none))
         row_RC = jnp.where(asked_RC < shards.none, asked_RC - me * shards.share, shards.share)

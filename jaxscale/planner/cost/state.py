@@ -39,7 +39,7 @@ MOMENT_BYTES = 8
 
 UPDATE_TRANSFERS = 1.5
 """Seconds of the transfers of an offloaded optimizer's state over those in one direction: the two
-directions overlap in part. An update in turn has one after the other."""
+directions overlap in part. In `training.update_in_turn` one follows the other."""
 
 WAITS_FOR_SCATTER = ("tpu3", "tpu4", "tpu5e")
 """Generations on which reduce-scatters are not overlapped: XLA fuses only all-gathers with compute

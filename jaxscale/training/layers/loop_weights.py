@@ -71,8 +71,8 @@ class Loop:
 
     @property
     def fetches(self) -> bool:
-        """Whether a layer needs weights from host memory: those that are gathered and kept are on
-        the device."""
+        """Whether a layer needs weights from host memory: gathered ones that are kept are on the
+        device."""
         return self.form.fetches and not self.zero.has_gathered
 
     @property

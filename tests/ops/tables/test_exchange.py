@@ -75,6 +75,6 @@ def test_table_over_ranks_is_one_numpy_array(case, ranks):
 
 def test_memory_of_a_round_is_twice_the_mean_and_never_more_than_all_ids():
     shards = exchange.Shards(("x",), 8, SHARE)
-    assert shards.room(800) == 200
-    assert shards.room(1) == 1
-    assert exchange.Shards((), 1, ROWS).room(64) == 64
+    assert shards.capacity(800) == 200
+    assert shards.capacity(1) == 1
+    assert exchange.Shards((), 1, ROWS).capacity(64) == 64
