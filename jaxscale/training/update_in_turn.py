@@ -40,7 +40,7 @@ def update_in_turn(
     traced = TracedFunction.of(update, *shapes)
     variables = list(itertools.chain(*traced.inputs))
     read = itertools.chain.from_iterable(eqn.invars for eqn in traced.eqns)
-    shared = {v for v in read if isinstance(v, Var) and v.aval.ndim == 0}
+    shared = {v for v in read if isinstance(v, Var) and v.aval.shape == ()}  # pyright: ignore
     known = dict(zip(variables, leaves))
     done, waited = list(leaves), [ready]
     for group in _groups(params, given, leaves):

@@ -7,8 +7,8 @@ all-to-alls. A round has a capacity of twice the mean number of ids from one ran
 so that memory does not depend on how ids are distributed, and evenly hashed ids need one round. If
 all ids are on one rank, there are about ranks / 2 rounds, or more where the ranks' ids differ.
 
-A round covers, for each receiver, the range of rows up to the first one beyond the capacity of
-some rank. So all uses of a row, on all ranks, are in one round, and its gradient is summed before it is
+A round covers, for each receiver, the range of rows up to the first one beyond the capacity of some
+rank. So all uses of a row, on all ranks, are in one round, and its gradient is summed before it is
 applied; the order of the sum is that of the ranks.
 
 Letters: N ids of a rank, R ranks, C capacity for ids from one rank to another, V rows of a rank, D
