@@ -112,8 +112,10 @@ def table_bytes(
 
 
 def vector_bytes(model: ModelSettings, data: DataConfig, layout: Layout) -> Ints:
-    """A device's rows of tables that a step has looked up."""
-    return sum(_looked_up(model, data, layout)[1])
+    """A device's rows of tables that a step has looked up; with several micro-batches also these in
+    their order, and the gradients of the earlier ones."""
+    copies = 1 + 2 * (layout.microbatches > 1)
+    return copies * sum(_looked_up(model, data, layout)[1])
 
 
 def _rows_bytes(table: TableShape) -> int:
