@@ -1,6 +1,7 @@
 """Pruning by the schedule, for every update rule."""
 
 import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -147,10 +148,11 @@ def test_adafactor_clips_by_the_size_of_live_updates():
     def update(chosen, pruned):
         x = jnp.asarray(weights[..., chosen])
         rule = optimizers.make(settings, steps=9, axes=names, pruned=pruned)
-        state = rule.init({"layers": {"up": x}})
+        state, updates = rule.init({"layers": {"up": x}}), cast("Any", None)
         for gradient in gradients:
             given = {"layers": {"up": jnp.asarray(gradient[..., chosen])}}
-            updates, state = rule.update(given, state, {"layers": {"up": x}})
+            found: Any = rule.update(given, state, {"layers": {"up": x}})
+            updates, state = found
         return np.asarray(updates["layers"]["up"])
 
     weights = np.where(live, rng.normal(size=(1, 4, 32)), 0)
