@@ -40,11 +40,7 @@ def update_in_turn(
     traced = TracedFunction.of(update, *shapes)
     variables = list(itertools.chain(*traced.inputs))
     read = itertools.chain.from_iterable(eqn.invars for eqn in traced.eqns)
-<<<<<<< ours
-    shared = {v for v in read if isinstance(v, Var) and v.aval.shape == ()}  # pyright: ignore
-=======
     shared = {v for v in read if isinstance(v, Var) and getattr(v.aval, "ndim", 1) == 0}
->>>>>>> theirs
     known = dict(zip(variables, leaves))
     done, waited = list(leaves), [ready]
     for group in _groups(params, given, leaves):
