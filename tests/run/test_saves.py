@@ -144,7 +144,7 @@ def test_who_waits_for_a_write_is_not_held_to_the_time_of_a_save(ready, monkeypa
 def test_each_batch_of_an_evaluation_has_a_deadline_of_its_own(monkeypatch):
     begun = []
 
-    def evaluate(*_, stops):
+    def evaluate(*_, stops, tables):
         for _ in range(3):
             stops()
             begun.append(phases.current())
@@ -152,7 +152,7 @@ def test_each_batch_of_an_evaluation_has_a_deadline_of_its_own(monkeypatch):
     config = configs.load("configs/tiny.py")
     run = mock.Mock(config=config, text=mock.Mock(evaluations={"": None}))
     monkeypatch.setattr(training_loop, "evaluate_loss", evaluate)
-    training_loop._evaluate(run, mock.Mock(), 7, None, lambda: "")
+    training_loop._evaluate(run, mock.Mock(), 7, mock.Mock(), lambda: "")
     assert len(set(begun)) == 3
     assert {str(phase) for phase in begun} == {"evaluating (step 7)"}
 

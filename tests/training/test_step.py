@@ -224,6 +224,8 @@ def test_a_gpu_fetches_an_offloaded_state_when_the_gradients_are_there():
     """Else XLA does so during the backward pass, as an H200 did: 2 GB of 10 were saved."""
     config = make_config(MODEL, {"offload": "optimizer"})
     step, state, batch = plain_step(config, lambda params, sums: params, "gpu")
+    host = state.params["free"].sharding.with_memory_kind("pinned_host")
+    state = state._replace(opt_state=jax.device_put(state.opt_state, host))
     program = jax.make_jaxpr(step)(state, batch).jaxpr
     made_by = {out: one for one in program.eqns for out in one.outvars}
     fetched = [one for one in program.eqns if one.primitive.name == "device_put"]
