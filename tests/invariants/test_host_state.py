@@ -73,7 +73,9 @@ def test_weights_and_moments_in_host_memory_train_to_the_bit():
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        (SMALL, {"fsdp": 2, "zero_stage": 2, "microbatches": 2}),
+        pytest.param(
+            SMALL, {"fsdp": 2, "zero_stage": 2, "microbatches": 2}, marks=pytest.mark.slow
+        ),
         (SMALL, {"fsdp": 2, "context": 2, "zero_stage": 3, "microbatches": 2, "remat": "full"}),
         (SPARSE, {"fsdp": 2, "expert": 2, "zero_stage": 3, **LAYERED}),
     ],
