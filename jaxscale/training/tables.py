@@ -72,9 +72,14 @@ def make_tables(config: Config, model: Model, mesh: Mesh) -> Tables:
 
     Raises:
       ValueError: a table that does not divide over the devices, has too many rows, or names ids
-        that the model does not declare; a layout that splits sequences.
+        that the model does not declare; a layout that splits sequences; staleness without tables.
     """
     if not model.tables:
+        if stale := config.optimizer.table_staleness:
+            raise ValueError(
+                f"optimizer.table_staleness = {stale}, and the model has no tables; set it to 0, or give "
+                "the model a table, such as model.ngram_rows"
+            )
         return NO_TABLES
     check_tables(config, model)
     parts = {name: _open_table(table, mesh, config) for name, table in model.tables.items()}

@@ -53,7 +53,9 @@ def update_in_turn(
         scalars = [v for v in known if v.aval.ndim == 0]
         eqns = traced.needed(wanted, scalars)
         made = [v for eqn in eqns for v in eqn.outvars if v in shared]
-        here = {v: from_host(x) for v, x in known.items()}
+        atoms = itertools.chain(wanted, *(eqn.invars for eqn in eqns))
+        used = {v for v in atoms if isinstance(v, Var)}
+        here = {v: from_host(x) for v, x in known.items() if v in used}
         new = traced.run(eqns, [list(here)], [list(here.values())], [*wanted, *made])
         known |= zip(made, new[len(wanted) :])
         for i, x in zip(group, new):

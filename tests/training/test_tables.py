@@ -14,6 +14,7 @@ from jaxscale.batch import Batch
 from jaxscale.checkpoints.restore import restore
 from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.compiled.hlo import Program, parse_hlo
+from jaxscale.config.optimizer import OptimizerConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
 from jaxscale.models.protocol import Table
 from jaxscale.sharding.mesh import make_mesh
@@ -302,6 +303,14 @@ def test_bad_tables_are_refused(tables, layout, message):
     mesh = make_mesh(config.layout, jax.devices()[: config.layout.num_devices])
     with pytest.raises(ValueError, match=message):
         make_tables(config, own_model(tables), mesh)
+
+
+def test_staleness_without_tables_is_refused():
+    config = make_config({**MODEL, "ngram_rows": 0}, {})
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(table_staleness=2))
+    mesh = make_mesh(config.layout, jax.devices()[:1])
+    with pytest.raises(ValueError, match="table_staleness = 2, and the model has no tables"):
+        make_tables(config, own_model({}), mesh)
 
 
 class Unprepared(Decoder):

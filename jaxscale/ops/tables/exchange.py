@@ -70,8 +70,9 @@ def distinct(values_N: Array, fill: int) -> Distinct:
 
 
 def sum_duplicates(found: Distinct, x_ND: Array) -> Array:
-    """The sum of the rows of each distinct value, [N, D]."""
-    rows_ND = x_ND[found.order]
+    """The sum of the rows of each distinct value, [N, D], in float32 or wider: frequent ids have
+    thousands of rows."""
+    rows_ND = x_ND[found.order].astype(jnp.promote_types(x_ND.dtype, jnp.float32))
     return jnp.zeros_like(rows_ND).at[found.place].add(rows_ND, indices_are_sorted=True)
 
 

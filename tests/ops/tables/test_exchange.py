@@ -78,3 +78,11 @@ def test_memory_of_a_round_is_twice_the_mean_and_never_more_than_all_ids():
     assert shards.capacity(800) == 200
     assert shards.capacity(1) == 1
     assert exchange.Shards((), 1, ROWS).capacity(64) == 64
+
+
+def test_many_gradients_of_a_row_are_summed_in_float32():
+    """In bfloat16 a sum of ones stops at 256."""
+    ids = jnp.full(4096, 3, jnp.int32)
+    ones = jnp.ones((4096, WIDTH), jnp.bfloat16)
+    summed = exchange.sum_duplicates(exchange.distinct(ids, ROWS), ones)
+    np.testing.assert_array_equal(summed[0], 4096)
