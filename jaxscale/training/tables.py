@@ -77,8 +77,8 @@ def make_tables(config: Config, model: Model, mesh: Mesh) -> Tables:
     if not model.tables:
         if stale := config.optimizer.table_staleness:
             raise ValueError(
-                f"optimizer.table_staleness = {stale}, and the model has no tables; set it to 0, or give "
-                "the model a table, such as model.ngram_rows"
+                f"optimizer.table_staleness = {stale}, and the model has no tables; set it to 0, "
+                "or give the model a table, such as model.ngram_rows"
             )
         return NO_TABLES
     check_tables(config, model)
