@@ -16,7 +16,17 @@ import jax.numpy as jnp
 from examples.click_model.criteo import COUNTS, FIELDS
 from jaxscale import Batch, ModelSettings
 from jaxscale.models.kernels import Kernels
-from jaxscale.models.protocol import STREAM, Layer, Model, Params, Rows, Stack, Stream, Sums, Table
+from jaxscale.models.protocol import (
+    STREAM,
+    EmbeddingTable,
+    Layer,
+    Model,
+    Params,
+    Rows,
+    Stack,
+    Stream,
+    Sums,
+)
 
 
 @dataclass(frozen=True)
@@ -34,9 +44,11 @@ class ClickModel(Model):
     num_classes = 2
 
     @property
-    def tables(self) -> Mapping[str, Table]:
+    def tables(self) -> Mapping[str, EmbeddingTable]:
         settings = self.settings
-        return {"categories": Table(settings.table_rows, settings.width, ("ids",), scale=0.1)}
+        return {
+            "categories": EmbeddingTable(settings.table_rows, settings.width, ("ids",), scale=0.1)
+        }
 
     def extras(self, seq_len: int) -> Mapping[str, tuple[int, Any]]:
         return {"ids": (seq_len * FIELDS, jnp.int32), "counts": (seq_len * COUNTS, jnp.float32)}

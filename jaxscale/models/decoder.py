@@ -39,7 +39,17 @@ from jaxscale.models.prediction import (
     prediction_stack,
     with_further_targets,
 )
-from jaxscale.models.protocol import STREAM, Layer, Model, Params, Rows, Stack, Stream, Sums, Table
+from jaxscale.models.protocol import (
+    STREAM,
+    EmbeddingTable,
+    Layer,
+    Model,
+    Params,
+    Rows,
+    Stack,
+    Stream,
+    Sums,
+)
 from jaxscale.models.shared_layers import first_layers, share_layers
 from jaxscale.models.stacks import (
     Part,
@@ -184,7 +194,7 @@ class Decoder(Model):
         return found
 
     @property
-    def tables(self) -> Mapping[str, Table]:
+    def tables(self) -> Mapping[str, EmbeddingTable]:
         """The table of n-gram embeddings, if any."""
         return ngram_tables(self.settings.ngram_rows, self.settings.d_model)
 

@@ -21,7 +21,7 @@ from jaxscale.config.model import ModelConfig
 from jaxscale.models.adapters.lora import rows_of
 from jaxscale.models.adapters.prompt import prompt_of
 from jaxscale.models.block import Norm
-from jaxscale.models.protocol import Table
+from jaxscale.models.protocol import EmbeddingTable
 from jaxscale.models.weights import Weights
 
 TRAINING_MASKS = 0.15 * 0.8
@@ -112,9 +112,9 @@ def dropped_scale(dropped_BT: jax.Array, segments_BT: jax.Array | None) -> jax.A
     return jnp.where(dropped_BT, 0.0, kept_BT)[..., None]
 
 
-def ngram_tables(num_rows: int, width: int) -> dict[str, Table]:
+def ngram_tables(num_rows: int, width: int) -> dict[str, EmbeddingTable]:
     """The table, with initial rows of 0: a new model is one without n-grams."""
-    return {"ngrams": Table(num_rows, width, NGRAM_NAMES)} if num_rows else {}
+    return {"ngrams": EmbeddingTable(num_rows, width, NGRAM_NAMES)} if num_rows else {}
 
 
 def ngram_fields(num_rows: int, seq_len: int) -> dict[str, tuple[int, Any]]:

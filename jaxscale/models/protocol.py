@@ -92,7 +92,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Table:
+class EmbeddingTable:
     """An embedding table that may be larger than a device's memory (Persia, arXiv 2111.05897).
 
     Its rows are sharded over all devices, whatever the layout. A step looks up the rows of the ids
@@ -122,7 +122,7 @@ class Model(abc.ABC):
     frozen: tuple[str, ...] = ()
     """Names of parameters that no gradient changes, such as "layers/attention/base"."""
 
-    tables: Mapping[str, Table] = {}
+    tables: Mapping[str, EmbeddingTable] = {}
     """Embedding tables outside the parameters."""
 
     metrics: tuple[str, ...] = ()

@@ -38,6 +38,17 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, resolve(("batch", "seq"), ACTIVATIONS, mesh.shape))
 
 
+def over_all_ranks(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array whose first dimension is over every axis of a mesh."""
+    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
+    return NamedSharding(mesh, PartitionSpec(axes or None))
+
+
+def stacked(sharding: NamedSharding) -> NamedSharding:
+    """The sharding of several such arrays in one, along a new first dimension."""
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+
+
 def transposed(sharding: Sharding, order: tuple[int, ...]) -> Sharding:
     """The sharding of an array after a transpose of its dimensions to `order`."""
     if not isinstance(sharding, NamedSharding) or order == tuple(range(len(order))):

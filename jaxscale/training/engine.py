@@ -47,7 +47,7 @@ from jaxscale.training.kernels import (
 )
 from jaxscale.training.layers.loop_form import saves_in_place
 from jaxscale.training.learning_rate import schedule_of
-from jaxscale.training.pruning.matrices import check_shards, pruned_matrices
+from jaxscale.training.pruning.matrices import check_pattern_shards, pruned_matrices
 from jaxscale.training.pruning.pruning import Pruning
 from jaxscale.training.remat import rematerialised_attention
 from jaxscale.training.state_placement import apply_by_layer, make_zero, place_state, state_bytes
@@ -213,7 +213,7 @@ def make_engine(
     axes, state = place_state(
         layout, mesh, zero, built.axes, optimizer, begin, shapes, tables.place
     )
-    check_shards(config.optimizer, matrices, state.params)
+    check_pattern_shards(config.optimizer, matrices, state.params)
     gradients = pruning.gradients(
         make_gradients(models.trained, layout, zero, mesh, stages, unroll_loops=unroll_loops)
     )

@@ -20,7 +20,7 @@ from jaxscale.sharding.resolve import leaf_name
 from jaxscale.sharding.rules import check_blocks
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.kernels import check_matmul_device
-from jaxscale.training.pruning.matrices import check_count
+from jaxscale.training.pruning.matrices import check_counts_updates
 from jaxscale.training.remat import check_host_memory
 
 
@@ -75,7 +75,7 @@ def check_own_optimizer(
             f"step does: {error}"
         ) from error
     if config.prunes:
-        check_count(optimizer, params)
+        check_counts_updates(optimizer, params)
 
 
 def check_engine_settings(config: Config, mesh: Mesh) -> None:

@@ -13,14 +13,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.batch import Batch
 from jaxscale.config import Config
-from jaxscale.models.protocol import Model, Table
+from jaxscale.models.protocol import EmbeddingTable, Model
 from jaxscale.ops.array_stack import at, put
-from jaxscale.ops.tables.exchange import Shards, adagrad, look_up, update
-from jaxscale.sharding.specs import batch_sharding, manually, mesh_axes_of
+from jaxscale.ops.tables.exchange import TableShards, adagrad, look_up, update
+from jaxscale.sharding.specs import (
+    batch_sharding,
+    manually,
+    mesh_axes_of,
+    over_all_ranks,
+    stacked,
+)
 
 Tree = Any
 
@@ -145,17 +151,17 @@ def check_tables(config: Config, model: Model) -> None:
         )
 
 
-def _open_table(table: Table, mesh: Mesh, config: Config) -> "_MeshTable":
+def _open_table(table: EmbeddingTable, mesh: Mesh, config: Config) -> "_MeshTable":
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
-    batch, ranks = batch_sharding(mesh).spec, config.layout.num_devices
-    of_batch = {axis for entry in batch for axis in mesh_axes_of(entry)}
+    batch, ranks = batch_sharding(mesh), config.layout.num_devices
+    of_batch = {axis for entry in batch.spec for axis in mesh_axes_of(entry)}
     return _MeshTable(
         table=table,
         mesh=mesh,
-        shards=Shards(axes, ranks, table.rows // ranks),
+        shards=TableShards(axes, ranks, table.rows // ranks),
         batch=batch,
         spare=tuple(axis for axis in axes if axis not in of_batch),
-        sharded=PartitionSpec(axes or None),
+        sharded=over_all_ranks(mesh),
         batch_size=config.data.global_batch_size,
         staleness=config.optimizer.table_staleness,
         rate=config.optimizer.table_learning_rate,
@@ -167,12 +173,12 @@ def _open_table(table: Table, mesh: Mesh, config: Config) -> "_MeshTable":
 class _MeshTable:
     """One table on a mesh."""
 
-    table: Table
+    table: EmbeddingTable
     mesh: Mesh
-    shards: Shards
-    batch: PartitionSpec  # of ids and gradients
+    shards: TableShards
+    batch: NamedSharding  # of ids and gradients
     spare: tuple[str, ...]  # axes whose ranks have the same batch: each takes a part of the ids
-    sharded: PartitionSpec  # of rows
+    sharded: NamedSharding  # of rows
     batch_size: int
     staleness: int
     rate: float
@@ -194,9 +200,10 @@ class _MeshTable:
         return TableState(rows, sums, pending)
 
     def place(self, state: TableState) -> TableState:
-        whole, stacked = self.sharded, PartitionSpec(None, *self.batch)
-        specs = TableState(whole, whole, jax.tree.map(lambda leaf: stacked, state.pending))
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+        pending = stacked(self.batch)
+        return TableState(
+            self.sharded, self.sharded, jax.tree.map(lambda leaf: pending, state.pending)
+        )
 
     def look_up(self, state: TableState, batch: Batch) -> Tree:
         ids = {name: batch.extras[name] for name in self.table.ids}
@@ -255,4 +262,5 @@ class _MeshTable:
         return jax.lax.dynamic_slice_in_dim(x, share * jax.lax.axis_index(self.spare), share)
 
     def _manually(self, local: Callable, given: Tree, returned: Tree) -> Callable:
+        given, returned = jax.tree.map(lambda sharding: sharding.spec, (given, returned))
         return manually(local, self.mesh.axis_names, given, returned, self.mesh)

@@ -97,7 +97,7 @@ def test_every_stage_trains_to_the_bit(model, layout):
 def test_the_planner_moves_the_arrays_that_the_engine_moves(model, layout, name):
     engine = open_engine(make_config(model, layout, "float32", name=name))
     config, rows = engine.config, model_trace(engine.config.model).stack_layers
-    planned = at_rest.state_arrays(config.model, config.optimizer, config.layout, rows)
+    planned = at_rest.planned_arrays(config.model, config.optimizer, config.layout, rows)
     ours, theirs = (
         [(one.path, one.axes, one.device_bytes) for one, _ in choose_host_arrays(arrays, 0)]
         for arrays in (arrays_of(engine), planned)

@@ -16,7 +16,7 @@ from jaxscale.checkpoints.save import CheckpointWriter
 from jaxscale.compiled.hlo import Program, parse_hlo
 from jaxscale.config.optimizer import OptimizerConfig
 from jaxscale.models.decoder import Decoder, plain_kernels
-from jaxscale.models.protocol import Table
+from jaxscale.models.protocol import EmbeddingTable
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.tables import make_tables
 from tests.invariants.layouts import (
@@ -33,8 +33,8 @@ from tests.ops.tables.test_exchange import numpy_adagrad
 RATE, WIDTH, ROWS, SIZE, COUNT = 0.1, 3, 48, 8, 2.0
 LENGTHS = {"first": 8, "second": 16, "third": 8}
 TABLES = {
-    "one": Table(ROWS, WIDTH, ("first", "second"), scale=1.0),
-    "other": Table(ROWS // 2, WIDTH, ("third",)),
+    "one": EmbeddingTable(ROWS, WIDTH, ("first", "second"), scale=1.0),
+    "other": EmbeddingTable(ROWS // 2, WIDTH, ("third",)),
 }
 MODEL = {
     "num_layers": 2,
@@ -283,16 +283,28 @@ def test_a_killed_run_loses_no_gradient_that_waits(tmp_path):
 @pytest.mark.parametrize(
     ("tables", "layout", "message"),
     [
-        ({"t": Table(2**31, 4, ("first",))}, {}, "has 2147483648 rows; from 1 to 2147483647"),
-        ({"t": Table(10, 4, ("first",))}, {"fsdp": 4}, "do not divide over 4 devices; give it 12"),
-        ({"t": Table(8, 4, ("lost",))}, {}, "not among the int32 arrays of the model's extras"),
         (
-            {"t": Table(8, 4, ("first",)), "u": Table(8, 4, ("first",))},
+            {"t": EmbeddingTable(2**31, 4, ("first",))},
+            {},
+            "has 2147483648 rows; from 1 to 2147483647",
+        ),
+        (
+            {"t": EmbeddingTable(10, 4, ("first",))},
+            {"fsdp": 4},
+            "do not divide over 4 devices; give it 12",
+        ),
+        (
+            {"t": EmbeddingTable(8, 4, ("lost",))},
+            {},
+            "not among the int32 arrays of the model's extras",
+        ),
+        (
+            {"t": EmbeddingTable(8, 4, ("first",)), "u": EmbeddingTable(8, 4, ("first",))},
             {},
             "which another table reads",
         ),
         (
-            {"t": Table(8, 4, ("first",))},
+            {"t": EmbeddingTable(8, 4, ("first",))},
             {"pipeline": 2, "microbatches": 2, "sequence_chunks": 2, "schedule": "seq1f1b"},
             "layout.sequence_chunks = 2 is not available for a model with tables",
         ),
@@ -308,9 +320,10 @@ def test_bad_tables_are_refused(tables, layout, message):
 def test_staleness_without_tables_is_refused():
     config = make_config({**MODEL, "ngram_rows": 0}, {})
     config = dataclasses.replace(config, optimizer=OptimizerConfig(table_staleness=2))
+    model: Any = SimpleNamespace(tables={})
     mesh = make_mesh(config.layout, jax.devices()[:1])
     with pytest.raises(ValueError, match="table_staleness = 2, and the model has no tables"):
-        make_tables(config, own_model({}), mesh)
+        make_tables(config, model, mesh)
 
 
 class Unprepared(Decoder):

@@ -6,14 +6,18 @@ from typing import NamedTuple
 from jaxscale.choices import check_choice
 
 
-class Block(NamedTuple):
+class QuantisedBlock(NamedTuple):
     """Sizes of a format's block, of consecutive weights with one scale."""
 
     weights: int
     num_bytes: int  # codes and scale
 
 
-BLOCKS = {"nf4": Block(64, 36), "mxfp4": Block(32, 17), "float8": Block(32, 33)}
+BLOCKS = {
+    "nf4": QuantisedBlock(64, 36),
+    "mxfp4": QuantisedBlock(32, 17),
+    "float8": QuantisedBlock(32, 33),
+}
 """The formats of `base_dtype` (`ops.storage.quantised_storage`)."""
 
 BASE = ("base_dtype", "base_targets")

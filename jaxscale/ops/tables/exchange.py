@@ -30,7 +30,7 @@ Carry = Any
 
 
 @dataclass(frozen=True)
-class Shards:
+class TableShards:
     """Blocks of a table's rows on the ranks of mesh axes."""
 
     axes: tuple[str, ...]  # without axes of size 1
@@ -76,7 +76,7 @@ def sum_duplicates(found: Distinct, x_ND: Array) -> Array:
     return jnp.zeros_like(rows_ND).at[found.place].add(rows_ND, indices_are_sorted=True)
 
 
-def look_up(shards: Shards, rows_VD: Array, ids_N: Array) -> Array:
+def look_up(shards: TableShards, rows_VD: Array, ids_N: Array) -> Array:
     """The rows of ids, [N, D]; zeros for ids below 0."""
     found = distinct(_known(shards, ids_N), shards.none)
 
@@ -91,7 +91,7 @@ def look_up(shards: Shards, rows_VD: Array, ids_N: Array) -> Array:
 
 
 def update(
-    shards: Shards,
+    shards: TableShards,
     table: Carry,
     ids_N: Array,
     grads_ND: Array,
@@ -136,7 +136,7 @@ def adagrad(
     )
 
 
-def _known(shards: Shards, ids_N: Array) -> Array:
+def _known(shards: TableShards, ids_N: Array) -> Array:
     return jnp.where(ids_N < 0, shards.none, ids_N)
 
 
@@ -145,7 +145,7 @@ def _take(x: Array, index: Array, fill: int) -> Array:
 
 
 def _in_rounds(
-    shards: Shards,
+    shards: TableShards,
     ids_N: Array,
     visit: Callable[[Carry, Array, Array], Carry],
     carry: Carry,

@@ -134,7 +134,7 @@ def _looked_up(model: ModelSettings, data: DataConfig, layout: Layout) -> tuple[
     return counts, sizes
 
 
-def state_arrays(
+def planned_arrays(
     model: ModelSettings, optimizer: OptimizerConfig, layout: Layout, rows: Rows
 ) -> list[StateArray]:
     """The parameters and moments of a state, as `training.state_placement.state_arrays` finds
@@ -177,7 +177,7 @@ def host_state(
     if not np.any(layout.offload_bytes):
         return HostState(moments, weights, 0)
     each: dict[str, Ints] = {}
-    arrays = state_arrays(model, optimizer, layout, rows)
+    arrays = planned_arrays(model, optimizer, layout, rows)
     for one, is_moved in choose_host_arrays(arrays, layout.offload_bytes):
         here = select(is_moved, one.device_bytes)
         each[one.path] = each.get(one.path, 0) + here
@@ -193,7 +193,7 @@ def host_totals(
 ) -> list[Ints]:
     """Bytes of the first array that can be in host memory, of the first two, and so on: the values
     of `layout.offload_bytes` that are whole arrays."""
-    arrays = choose_host_arrays(state_arrays(model, optimizer, layout, rows), 0)
+    arrays = choose_host_arrays(planned_arrays(model, optimizer, layout, rows), 0)
     return list(itertools.accumulate(one.device_bytes for one, _ in arrays))
 
 

@@ -75,7 +75,9 @@ def pruned_matrices(
     return found
 
 
-def check_shards(config: OptimizerConfig, matrices: dict[str, PrunedMatrix], params: Any) -> None:
+def check_pattern_shards(
+    config: OptimizerConfig, matrices: dict[str, PrunedMatrix], params: Any
+) -> None:
     """Refuses groups of a pattern N:M that would straddle shards.
 
     Args:
@@ -101,7 +103,7 @@ def check_shards(config: OptimizerConfig, matrices: dict[str, PrunedMatrix], par
             )
 
 
-def check_count(optimizer: Any, params: Any) -> None:
+def check_counts_updates(optimizer: Any, params: Any) -> None:
     """Refuses a custom optimizer whose state does not count updates.
 
     Args:

@@ -31,7 +31,7 @@ def functions(num_ranks: int):
     axes = ("x", "y") if num_ranks > 1 else ()
     shape = {8: (2, 4), 1: (1, 1)}[num_ranks]
     mesh = Mesh(np.array(jax.devices()[:num_ranks]).reshape(shape), ("x", "y"))
-    shards = exchange.Shards(axes, num_ranks, ROWS // num_ranks)
+    shards = exchange.TableShards(axes, num_ranks, ROWS // num_ranks)
 
     def local(rows, sums, ids, grads):
         rule = functools.partial(exchange.adagrad, rate=RATE)
@@ -74,10 +74,10 @@ def test_table_over_ranks_is_one_numpy_array(case, ranks):
 
 
 def test_memory_of_a_round_is_twice_the_mean_and_never_more_than_all_ids():
-    shards = exchange.Shards(("x",), 8, SHARE)
+    shards = exchange.TableShards(("x",), 8, SHARE)
     assert shards.capacity(800) == 200
     assert shards.capacity(1) == 1
-    assert exchange.Shards((), 1, ROWS).capacity(64) == 64
+    assert exchange.TableShards((), 1, ROWS).capacity(64) == 64
 
 
 def test_many_gradients_of_a_row_are_summed_in_float32():

@@ -12,7 +12,7 @@ import pytest
 from jaxscale.config.optimizer import OPTIMIZERS, OptimizerConfig
 from jaxscale.sharding.resolve import is_axes, leaf_name, owner_of
 from jaxscale.training import optimizer as optimizers
-from jaxscale.training.pruning.matrices import check_count, pruned_matrices
+from jaxscale.training.pruning.matrices import check_counts_updates, pruned_matrices
 from jaxscale.training.pruning.pruning import Pruning, num_pruned_at, prunes_at
 from tests.training.test_optimizer import config
 
@@ -180,8 +180,8 @@ def test_what_cannot_be_pruned_is_refused():
     with pytest.raises(ValueError, match="prunes nothing: no matrix of the layers is trained"):
         pruned_matrices(settings, AXES, params, jax.tree.map(lambda _: True, FROZEN))
     with pytest.raises(ValueError, match="the state of optimizer= has no field 'count'"):
-        check_count(optax.sgd(0.1), params)
-    check_count(optax.lamb(0.1), params)
+        check_counts_updates(optax.sgd(0.1), params)
+    check_counts_updates(optax.lamb(0.1), params)
     large = {"layers": {"up": jax.ShapeDtypeStruct((1, 2**16, 2**15), jnp.float32)}}
     names = {"layers": {"up": ("layers", "embed", "mlp")}}
     with pytest.raises(ValueError, match="has 2,147,483,648 weights, and pruning counts up to"):
