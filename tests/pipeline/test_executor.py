@@ -96,6 +96,37 @@ def test_memory_is_that_of_the_slots():
         assert temporaries(schedule, microbatches) == pytest.approx(expected, rel=0.02), schedule
 
 
+CHUNKS = {"virtual_stages": 2}
+EQUAL = {"sequence_chunks": 4}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("schedule", "layout", "same_work"),
+    [
+        ("bitpipe", CHUNKS, ("interleaved", CHUNKS)),
+        ("seq1f1b", {**EQUAL, "segment_lengths": "24,16,16,8"}, ("seq1f1b", EQUAL)),
+    ],
+    ids=["bitpipe", "unequal segments"],
+)
+def test_memory_is_that_of_the_slots_and_the_same_working_set(schedule, layout, same_work):
+    """Bodies over as many layers, or as long a sequence at most, have the same working set."""
+    other, its_layout = same_work
+    work = temporaries(other, 16, **its_layout) - predicted(other, 16, **its_layout)
+    expected = predicted(schedule, 16, **layout) + work
+    assert temporaries(schedule, 16, **layout) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "layout"), [("bitpipe", CHUNKS), ("dualpipe", {}), ("dualpipe_v", CHUNKS)]
+)
+def test_two_directions_need_no_more_for_more_microbatches(schedule, layout):
+    few, many = (temporaries(schedule, count, **layout) for count in (16, 32))
+    assert predicted(schedule, 16, **layout) == predicted(schedule, 32, **layout)
+    assert many == pytest.approx(few, rel=0.02)
+
+
 def counted_flops(schedule: str, **layout) -> float:
     """FLOPs of a step of a rank, by the trips of the table."""
     engine, step = compiled(schedule, 4 * RANKS, **layout)
