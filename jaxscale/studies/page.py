@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxscale.formatting import table
-from jaxscale.planner.report.html_report import STYLE
+from jaxscale.planner.report.html_report import html_document
 from jaxscale.storage import durable
 from jaxscale.studies.study import EVIDENCE, Comparison, Study, StudyRow
 
@@ -116,12 +116,7 @@ def study_page(
             f'<img alt="{text}" src="data:image/png;base64,{encoded}">',
         ]
     sections += ["<h2>Rows</h2>", _rows(study, rows), "<h2>Columns</h2>", _meanings(study)]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>'
-        f"{html.escape(study.name)}</title><style>{STYLE}{WRAPPED}</style></head>\n<body>\n"
-        + "\n".join(sections)
-        + "\n</body></html>\n"
-    )
+    return html_document(study.name, sections, WRAPPED)
 
 
 def _comparisons(comparisons: Iterable[Comparison]) -> str:

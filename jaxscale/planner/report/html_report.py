@@ -78,9 +78,19 @@ def plan_page(answer: RankedPlans) -> str:
             _stack(plan),
             *([_timeline(plan)] if plan.layout.pipeline > 1 else []),
         ]
+    return html_document(title, sections)
+
+
+def html_document(title: str, sections: Iterable[str], style: str = "") -> str:
+    """A self-contained page.
+
+    Args:
+      sections: HTML.
+      style: CSS that follows `STYLE`.
+    """
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>'
-        f"{html.escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
+        f"{html.escape(title)}</title><style>{STYLE}{style}</style></head>\n<body>\n"
         + "\n".join(sections)
         + "\n</body></html>\n"
     )
