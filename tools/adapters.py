@@ -2,7 +2,7 @@
 
 Fine-tunes one small decoder, trained on Python's source, on the prose of docs/, in four ways: all
 weights, LoRA, a side network, a prompt. Prints for each the held-out loss, and of a step the FLOPs,
-the temporaries and the seconds. docs/adapters.md shows the table and docs/adapters.png the losses.
+the temporaries and the seconds. docs/adapters.md shows the table, docs/adapters.png losses and memory.
 """
 
 import argparse
@@ -110,8 +110,8 @@ def forward_flops(trainer: Trainer) -> float:
 
 
 def measured(trainer: Trainer, workdir: pathlib.Path, forward: float) -> dict[str, Any]:
-    """Trained parameters, FLOPs in forward passes and temporaries of the compiled step, and
-    held-out losses by step."""
+    """Memory of the compiled step, trained parameters, FLOPs in forward passes, and held-out losses
+    by step."""
     engine = trainer.engine
     frozen = {*engine.model.frozen}
     sizes = jax.tree_util.tree_leaves_with_path(engine.abstract_state.params)
@@ -119,12 +119,20 @@ def measured(trainer: Trainer, workdir: pathlib.Path, forward: float) -> dict[st
     step = engine.step.lower(engine.abstract_state, engine.abstract_batch).compile()
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     losses = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    held = engine.abstract_state
     return {
+        "weights": leaf_bytes(held.params),
+        "optimizer": leaf_bytes(held.opt_state),
         "trained": sum(size for name, size in names.items() if name not in frozen),
         "flops": matmul_flops(step) / forward,
         "temporaries": step.memory_analysis().temp_size_in_bytes,
         "losses": losses,
     }
+
+
+def leaf_bytes(tree: Any) -> int:
+    """Bytes of all arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def matmul_flops(program: Any) -> float:
@@ -150,14 +158,23 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def draw(rows: dict[str, dict[str, Any]], file: Any) -> None:
-    """The held-out losses by step."""
-    figure = Figure(figsize=(7, 3.2), layout="constrained", dpi=110)
-    panel = figure.subplots()
+    """The held-out losses by step, and the memory of training."""
+    figure = Figure(figsize=(9, 3.2), layout="constrained", dpi=110)
+    losses, memory = figure.subplots(1, 2, width_ratios=(3, 2))
     for name, row in rows.items():
-        panel.plot([*row["losses"]], [*row["losses"].values()], label=name, marker="o")
-    panel.set(xlabel="step", ylabel="held-out loss, nats per byte")
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False)
+        losses.plot([*row["losses"]], [*row["losses"].values()], label=name, marker="o")
+    losses.set(xlabel="step", ylabel="held-out loss, nats per byte")
+    losses.legend(frameon=False)
+    begin = [0.0] * len(rows)
+    for part in ("weights", "optimizer", "temporaries"):
+        sizes = [row[part] / 2**20 for row in rows.values()]
+        memory.barh([*rows], sizes, left=begin, label=part)
+        begin = [sum(pair) for pair in zip(begin, sizes)]
+    memory.invert_yaxis()
+    memory.set(xlabel="memory of a step, MiB")
+    memory.legend(frameon=False)
+    for panel in (losses, memory):
+        panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, format="png")
 
 
