@@ -2,7 +2,8 @@
 
 Fine-tunes one small decoder, trained on Python's source, on the prose of docs/, in four ways: all
 weights, LoRA, a side network, a prompt. Prints for each the held-out loss, and of a step the FLOPs,
-the temporaries and the seconds. docs/adapters.md shows the table, docs/adapters.png losses and memory.
+the temporaries and the seconds. docs/adapters.md shows the table, docs/adapters.png losses and
+memory.
 """
 
 import argparse
