@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def sharing(runs: pathlib.Path, steps: int) -> dict[str, Any]:
-    """Four layers with weights of their own, with one layer's, and with one layer's to half."""
+    """Four layers with separate weights, with one layer's, and with one layer's to half."""
     kinds = {
         "own weights": [],
         "shared": ["model.share_layers=4"],
