@@ -135,7 +135,7 @@ def _inspect(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str,
         print("\nno examples: an entry is too large to inspect as text; prepare it first")
     else:
         if config:
-            num_examples = config.run.steps * config.data.global_batch_size
+            num_examples = config.data.examples_of(config.run.steps)
             result["mixture"] = inspect.mixture_of(examples, num_examples)
             print("\n" + inspect.print_mixture(result["mixture"], config.run.steps))
         described = inspect.describe_examples(examples, surveys[0].tokenizer, options.examples)

@@ -26,6 +26,20 @@ OVERRIDES = [
     ("model.shared_experts=1", "did you mean --config.model.shared_d_ff?"),
     ("run.save_every=3", "config.run.save_every; did you mean --config.run.checkpoint_every?"),
     ("run.num_epochs=3", "config.run.num_epochs; did you mean --config.run.epochs?"),
+    ("run.noise_every=-1", "run.noise_every = -1 is too small; at least 0"),
+    (
+        "data.batch_schedule=3",
+        "expected steps with numbers of sequences, such as {0: 64, 2000: 128}",
+    ),
+    ("data.batch_schedule={0:2}", "ends with 2 sequences, and data.global_batch_size = 8; set"),
+    (
+        "data.batch_schedule={0:2,5:8} run.epochs=2",
+        "run.epochs = 2.0 with data.batch_schedule is not available in this version; set run.steps",
+    ),
+    (
+        "data.batch_schedule={0:2,5:8} optimizer.table_staleness=2",
+        "optimizer.table_staleness = 2 with data.batch_schedule is not available in this version",
+    ),
     ("run.epochs=-1", "run.epochs = -1.0 is too small; at least 0"),
     ("run.epochs=2 run.steps=3", "run.steps = 3 and run.epochs = 2 exclude each other; leave"),
     ("optimizer.min_lr=0", "did you mean --config.optimizer.final_learning_rate?"),

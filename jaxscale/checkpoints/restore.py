@@ -1,6 +1,6 @@
 """Restores a checkpoint onto any layout, after comparing names, shapes, types and checksums."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ def restore(
     *,
     config: Mapping[str, Any] | None = None,
     part: bool = False,
-    without: str = "",
+    without: Collection[str] = (),
 ) -> Any:
     """Reads a checkpoint onto the layout of `abstract_state`, whatever layout saved it.
 
@@ -29,7 +29,7 @@ def restore(
         read to the default device.
       config: the current config, so that an error can name the settings that changed.
       part: whether the checkpoint may have more arrays than `abstract_state`.
-      without: a part of the saved state to leave out.
+      without: parts of the saved state to leave out.
 
     Returns:
       A tree like `abstract_state`, every value bit for bit as it was saved.
@@ -67,7 +67,7 @@ def check_fits(
     *,
     config: Mapping[str, Any] | None = None,
     part: bool = False,
-    without: str = "",
+    without: Collection[str] = (),
 ) -> dict[str, Any]:
     """The arrays of a checkpoint by name, as its description has them; none is read. The arguments
     are those of `restore`.
@@ -80,7 +80,7 @@ def check_fits(
     saved = {
         name: about
         for name, about in description["arrays"].items()
-        if not without or name.partition("/")[0] != without
+        if name.partition("/")[0] not in without
     }
     if found := array_differences(saved, wanted, part=part):
         saved_config = description["metadata"].get("config", {})

@@ -9,6 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxscale.choices import check_at_least, check_choice, check_kind
+from jaxscale.config.batch_schedule import (
+    BatchSchedule,
+    batch_size_at,
+    examples_before,
+    to_batch_schedule,
+)
 from jaxscale.config.data_source import Source, to_sources, to_validation
 from jaxscale.config.layout import Layout
 from jaxscale.config.model import ModelConfig, ModelSettings
@@ -62,6 +68,7 @@ class DataConfig:
     tokenizer: str = "bytes"
     text_begin: str = "tokenizer"  # start of prompts; see TEXT_BEGINS
     global_batch_size: int = 8  # sequences per step
+    batch_schedule: BatchSchedule = ()  # smaller batches before: {0: 2, 100: 8}
     seq_len: int = 128  # tokens of a sequence; for encoder-decoders, of the encoder
     target_len: int = 0  # tokens of an encoder-decoder's decoder; 0 for other models
     heldout: float = 0.05  # share of the documents, for evaluation only
@@ -77,6 +84,8 @@ class DataConfig:
         check_choice("data.objective", self.objective, OBJECTIVES)
         check_choice("data.text_begin", self.text_begin, TEXT_BEGINS)
         check_at_least("data", self, global_batch_size=1, seq_len=2, target_len=0, workers=0)
+        schedule = to_batch_schedule(self.batch_schedule, self.global_batch_size)
+        object.__setattr__(self, "batch_schedule", schedule)
         if self.target_len and self.objective not in PAIRED_OBJECTIVES:
             raise ValueError(
                 f"data.target_len = {self.target_len} is for an encoder-decoder, which "
@@ -122,13 +131,21 @@ class DataConfig:
     @property
     def unread(self) -> set[str]:
         """The settings that nothing reads."""
-        unread = {"text_begin"} if self.tokenizer in WITHOUT_FILE else set()
+        unread = {"batch_schedule"} | ({"text_begin"} if self.tokenizer in WITHOUT_FILE else set())
         return unread | (set() if self.objective in PAIRED_OBJECTIVES else {"target_len"})
 
     @property
     def tokens_per_step(self) -> int:
-        """Positions of a global batch, padding included."""
+        """Positions of a global batch, padding included; of the largest with `batch_schedule`."""
         return self.global_batch_size * (self.seq_len + self.target_len)
+
+    def sequences_after(self, steps: int) -> int:
+        """Sequences of the step after `steps` steps."""
+        return batch_size_at(self.batch_schedule, self.global_batch_size, steps)
+
+    def examples_of(self, steps: int) -> int:
+        """Examples that the first `steps` steps read."""
+        return examples_before(self.batch_schedule, self.global_batch_size, steps)
 
     @property
     def output_len(self) -> int:
@@ -168,6 +185,7 @@ class RunConfig:
     # Bad steps also include those with a loss or gradient norm this many robust standard deviations
     # above the median of previous steps; 0: never.
     spike_score: float = 0.0
+    noise_every: int = 0  # steps between measurements of the gradient noise scale; 0: never
     max_hours: float = 0.0  # stop with a checkpoint after this long; 0: never
     hang_seconds: float = 0.0  # exit after this long without progress; 0: learned from the run
 
@@ -176,7 +194,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         zero = ("epochs", "eval_every", "checkpoint_every", "keep_every", "skip_bad_steps")
-        zero += ("max_hours", "hang_seconds")
+        zero += ("noise_every", "max_hours", "hang_seconds")
         check_at_least("run", self, steps=1, eval_batches=1, keep_last=1, **dict.fromkeys(zero, 0))
         check_seed("run.seed", self.seed)
         if self.steps > MOST_STEPS:
@@ -210,7 +228,9 @@ class RunConfig:
     @property
     def unread(self) -> set[str]:
         """The settings that nothing reads, or that are off by default."""
-        unread = {"epochs", "keep_best"} | (set() if self.checkpoint_every else {"keep_every"})
+        unread = {"epochs", "keep_best", "noise_every"} | (
+            set() if self.checkpoint_every else {"keep_every"}
+        )
         return unread | (set() if self.skip_bad_steps else {"spike_score"})
 
 
@@ -260,6 +280,7 @@ class Config:
                 f"optimizer.sparsity_begin + sparsity_steps = {end} is more than {name} = "
                 f"{self.schedule_steps}; lower them, or raise {name}"
             )
+        self._check_batch_schedule()
         advice = "its record extends jaxscale.ModelSettings or jaxscale.ModelConfig"
         check_kind("config.model", self.model, ModelSettings, advice)
         self._check_positions()
@@ -273,6 +294,24 @@ class Config:
                 "model.init_from, which is empty; set it to a run, or set "
                 "optimizer.keep_state = False"
             )
+
+    def _check_batch_schedule(self) -> None:
+        if not self.data.batch_schedule:
+            return
+        for name, value, instead in (
+            ("run.epochs", self.run.epochs, "run.steps instead"),
+            ("model.unshare_at", getattr(self.model, "unshare_at", 0), "model.unshare_at = 0"),
+            (
+                "optimizer.table_staleness",
+                self.optimizer.table_staleness,
+                "optimizer.table_staleness = 0",
+            ),
+        ):
+            if value:
+                raise ValueError(
+                    f"{name} = {value} with data.batch_schedule is not available in this version; "
+                    f"set {instead}, or data.batch_schedule = {{}}"
+                )
 
     def _check_positions(self) -> None:
         most, name = self.model.max_positions, f"model.{self.model.position_setting}"

@@ -9,9 +9,12 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import ml_collections
 
 from jaxscale.choices import nearest, nearest_settings, settings_called
+from jaxscale.config.batch_schedule import BatchSchedule
 from jaxscale.config.data_source import Source, to_sources, to_validation
 from jaxscale.config.model import ModelConfig
 from jaxscale.config.optimizer import ParamGroup, to_param_groups
@@ -63,12 +66,18 @@ def parse_value(text: str, annotation: typing.Any) -> object:
     """Reads a command-line value; a tuple of strings may be written as a,b."""
     if annotation is str:
         return text
+    if annotation == BatchSchedule:
+        text = text if text.startswith(("(", "[", "{")) else f"{{{text}}}"
     if (
         typing.get_args(annotation)[:1] in ((int,), (float,))
         and typing.get_origin(annotation) is tuple
     ):
         text = text if text.startswith(("(", "[")) else f"({text},)"
-    elif typing.get_origin(annotation) is tuple and not text.startswith(("(", "[", "{'", '{"')):
+    elif (
+        typing.get_origin(annotation) is tuple
+        and annotation != BatchSchedule
+        and not text.startswith(("(", "[", "{'", '{"'))
+    ):
         return tuple(text.split(","))
     try:
         return ast.literal_eval(text)
@@ -87,6 +96,7 @@ _EXPECTED: dict[typing.Any, str] = {
     str: "text",
     tuple: "a tuple",
     tuple[float, ...]: "a list of numbers",
+    BatchSchedule: "steps with numbers of sequences, such as {0: 64, 2000: 128}",
     tuple[ParamGroup, ...]: "a list of mappings with a 'params'",
     tuple[Source, ...]: "a list of paths, or of mappings with a 'path'",
 }
@@ -106,6 +116,8 @@ def convert_value(name: str, value: object, annotation: typing.Any) -> object:
         if isinstance(records, list | tuple):
             return _records(name, annotation)(records)
     elif tuple in (origin, annotation):
+        if annotation == BatchSchedule and isinstance(value, Mapping | ml_collections.ConfigDict):
+            value = tuple(value.items())
         if isinstance(value, list | tuple):
             return _convert_each(name, tuple(value), inner)
     elif (converted := _convert_scalar(name, value, annotation)) is not None:

@@ -37,12 +37,14 @@ def batches(
     *,
     global_batch_size: int,
     start_step: int = 0,
+    first_example: int | None = None,
     rows: slice | Sequence[int] | None = None,
     workers: int = 0,
 ) -> Generator[Batch]:
     """Batches from `start_step`; fields are [len(rows), seq_len].
 
-    The batch of step s begins with example s * global_batch_size, whatever the rows and workers.
+    The batch of step s begins with example s * global_batch_size, whatever the rows and workers;
+    with `first_example` that is the one with which the batch of `start_step` begins.
     Training batches never end; held-out ones end after the last token. Batches are prefetched in a
     thread, or in `workers` processes; closing the iterator ends them. If a worker is killed, such
     as by the host's out-of-memory killer, another continues with its batch.
@@ -57,7 +59,9 @@ def batches(
     if rows is not None:
         chosen = chosen[rows] if isinstance(rows, slice) else tuple(rows)
     stop = 2**62 if dataset.split == "train" else -(-len(dataset) // global_batch_size)
-    load = functools.partial(_load, dataset, global_batch_size, tuple(chosen))
+    begins = start_step * global_batch_size
+    moved = 0 if first_example is None else first_example - begins
+    load = functools.partial(_load, dataset, global_batch_size, moved, tuple(chosen))
 
     def begin(step: int) -> Generator[Batch]:
         steps = grain.MapDataset.range(min(step, stop), stop).map(load)
@@ -137,7 +141,9 @@ def _closing(iterator: "grain.DatasetIterator[Batch]") -> Generator[Batch]:
         iterator.close()
 
 
-def _load(dataset: Examples, global_batch_size: int, rows: tuple[int, ...], step: int) -> Batch:
-    first = int(step) * global_batch_size
+def _load(
+    dataset: Examples, global_batch_size: int, moved: int, rows: tuple[int, ...], step: int
+) -> Batch:
+    first = int(step) * global_batch_size + moved
     examples = [dataset[first + row] for row in rows]
     return stack(examples)

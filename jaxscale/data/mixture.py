@@ -7,7 +7,7 @@ with one denominator, so that the order of entries repeats and a table of one cy
 
 import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,17 +140,20 @@ def open_examples(
     return mix(
         members,
         [weight for weight in weights if weight is not None],
-        global_batch_size=config.global_batch_size,
+        config.examples_of,
     )
 
 
 def mix(
-    members: Sequence[Dataset], weights: Sequence[Weight], *, global_batch_size: int
+    members: Sequence[Dataset], weights: Sequence[Weight], examples_of: Callable[[int], int]
 ) -> Mixture:
     """Training datasets in the shares of their weights, which need not sum to 1.
 
     A weight given as (step, weight) pairs changes after these steps. A member of weight 0 is
     absent.
+
+    Args:
+      examples_of: the examples that the first steps read, from their number.
 
     Raises:
       ValueError: as `fractions`.
@@ -164,7 +167,7 @@ def mix(
             raise ValueError(
                 f"from step {step} every weight of data.source is 0; give one entry a weight"
             )
-        begin = step * global_batch_size
+        begin = examples_of(step)
         before = count(stages[-1], begin) if stages else (0,) * len(members)
         shares = fractions(now)
         order = interleave(shares)

@@ -66,6 +66,7 @@ def device_batches(
     global_batch_size: int,
     *,
     start_step: int = 0,
+    first_example: int | None = None,
     workers: int = 0,
 ) -> Generator[ShardedBatch]:
     """A generator of sharded batches for `Engine.step`; batches of training text never end.
@@ -76,6 +77,7 @@ def device_batches(
       dataset: `train`, `heldout` or one of `validation` of `open_text`.
       global_batch_size: rows of a step, of all processes.
       start_step: steps to skip.
+      first_example: of the first batch; None if all steps have `global_batch_size` rows.
       workers: processes that prefetch batches; 0 prefetches in a thread.
 
     Raises:
@@ -92,22 +94,25 @@ def device_batches(
     check_kind("dataset", dataset, Examples, EXAMPLES_ADVICE)
     check_count("start_step", start_step, 0)
     check_count("workers", workers, 0)
-    rows = engine.local_rows(global_batch_size)
-    return _sharded_batches(engine, dataset, global_batch_size, start_step, rows, workers)
+    if first_example is not None:
+        check_count("first_example", first_example, 0)
+    rows, begin = engine.local_rows(global_batch_size), (start_step, first_example)
+    return _sharded_batches(engine, dataset, global_batch_size, begin, rows, workers)
 
 
 def _sharded_batches(
     engine: Engine,
     dataset: Examples,
     global_batch_size: int,
-    start_step: int,
+    begin: tuple[int, int | None],
     rows: tuple[int, ...],
     workers: int,
 ) -> Generator[ShardedBatch]:
     for batch in batches(
         dataset,
         global_batch_size=global_batch_size,
-        start_step=start_step,
+        start_step=begin[0],
+        first_example=begin[1],
         rows=rows,
         workers=workers,
     ):

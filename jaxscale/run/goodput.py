@@ -22,6 +22,7 @@ CAUSES = {
     "writing the checkpoint": "save",
     "evaluating": "evaluation",
     "reading text and compiling": "compile",
+    "compiling a step": "compile",
 }
 """Phase -> the cause of its seconds; other phases are "start"."""
 

@@ -85,6 +85,17 @@ STEP_FIELDS = {
     "sparsity": MetricField(
         "share of 1", "Zeros in the matrices that `optimizer.sparsity` prunes, after the update."
     ),
+    "noise_scale": MetricField(
+        "tokens",
+        "Gradient noise scale: average of `gradient_variance` / average of `gradient_square`; null "
+        "where the latter is not positive. With `run.noise_every`, in the steps that measure.",
+    ),
+    "gradient_square": MetricField(
+        "1", "Squared norm of the true gradient, an unbiased estimate; may be negative."
+    ),
+    "gradient_variance": MetricField(
+        "tokens", "Trace of the covariance of a token's gradient, an unbiased estimate."
+    ),
     "NAME_by_layer": MetricField(
         "list", "Values of the metric NAME by layer; with `run.metrics_by_layer`."
     ),

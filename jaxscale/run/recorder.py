@@ -115,7 +115,7 @@ class Recorder:
         self._num_devices = devices.size
         self._on_cpu = devices.flat[0].platform == "cpu"
         self._peak = peak_flops(devices.flat[0].device_kind, config.model.compute_dtype)
-        self._train, self._batch_size = train, config.data.global_batch_size
+        self._train, self._data = train, config.data
         self._pending: tuple[int, StepMetrics, float] | None = None
         self._data_seconds = 0.0
         self._shown = -math.inf
@@ -149,6 +149,13 @@ class Recorder:
         pending, self._pending = self._pending, None
         if pending:
             self._record(*pending)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context for work between steps, such as a compilation, which no step's time includes."""
+        self.flush()
+        yield
+        self.restart_clock()
 
     def restart_clock(self) -> None:
         """Excludes the time since a `flush`, such as of a save, from the next step."""
@@ -233,7 +240,7 @@ class Recorder:
         loss, grad_norm, tokens, loss_tokens = map(float, scalars)
         now = time.monotonic()
         seconds, self._mark = now - self._mark, now
-        first = step * self._batch_size
+        read = range(self._data.examples_of(step - 1), self._data.examples_of(step))
         record = {
             "step": step,
             "loss": loss if loss_tokens else None,
@@ -249,11 +256,11 @@ class Recorder:
                 for name, value in others.items()
             },
             **self._layers(by_layer),
-            "examples": self._train.example_digest(range(first - self._batch_size, first)),
+            "examples": self._train.example_digest(read),
         }
         self._last = record
         self.metrics.write(record)
-        for source in repeats(self._train, first - self._batch_size, first):
+        for source in repeats(self._train, read.start, read.stop):
             log.info(f"step {step}: {source.name}: starting epoch {source.begun}")
         if not loss_tokens and not self._said_without_loss:
             self._said_without_loss = True
@@ -303,11 +310,11 @@ class Recorder:
         # The backward pass starts at the head, and non-finite values spread from there.
         found.sort(key=lambda name: {"head": 0, "embed": 2}.get(name.partition("/")[0], 1))
         where = f"; {len(found)} gradients are not finite, {found[0]} the first" if found else ""
-        first = (step - 1) * self._batch_size
+        first, end = (self._data.examples_of(one) for one in (step - 1, step))
         log.warning(
             f"warning: step {step} updates nothing: loss = {record['loss']}, gradient norm = "
             f"{record['grad_norm']}{where}; its examples are {first} to "
-            f"{first + self._batch_size - 1}, {record['examples']}"
+            f"{end - 1}, {record['examples']}"
         )
         if self._skipped >= self._skip_bad_steps:
             raise BadStepsError(step - self._skipped + 1, step)
@@ -364,7 +371,7 @@ def tracing(profile: range, recorder: Recorder, program: Any) -> Generator[Calla
     process of several has a separate folder, since files are named by hosts.
 
     Args:
-      program: the compiled step.
+      program: the compiled step, or the programs of all steps.
     """
     folder = recorder.workdir / "profile"
     if jax.process_count() > 1:

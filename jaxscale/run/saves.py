@@ -127,7 +127,7 @@ class Saves:
             self.save(step, state)
 
     def _metadata(self, step: int) -> dict[str, Any]:
-        next_example = step * self._engine.config.data.global_batch_size
+        next_example = self._engine.config.data.examples_of(step)
         data = {
             "fingerprint": self._text.train.fingerprint,
             "next_example": next_example,

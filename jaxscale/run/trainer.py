@@ -9,8 +9,6 @@ import importlib
 import logging
 import math
 import pathlib
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +16,6 @@ import jax
 from etils import epy
 
 from jaxscale import config as configs
-from jaxscale.batch import ShardedBatch
 from jaxscale.checkpoints.differences import describe_difference
 from jaxscale.checkpoints.folder import named_arrays
 from jaxscale.checkpoints.retention import Retention
@@ -29,8 +26,6 @@ from jaxscale.config import Config, DataConfig, RunConfig
 from jaxscale.config.model import ModelSettings, is_own_family
 from jaxscale.data.tokens.stop_ids import describe_stop_ids, with_stop_ids
 from jaxscale.distributed import phases, processes
-from jaxscale.formatting import duration, human_bytes
-from jaxscale.run.compilation_cache import programs_read
 from jaxscale.run.growth.grow_state import unshared_config
 from jaxscale.run.initial_weights import check_tokenizer, initial_state, open_initial
 from jaxscale.run.metrics import METRICS, heldout_losses, read
@@ -47,13 +42,21 @@ from jaxscale.run.setup.resume import (
     resume,
     with_stored_type,
 )
+from jaxscale.run.setup.step_programs import (
+    Engines,
+    Step,
+    StepPrograms,
+    compile_step,
+    lower_step,
+    open_engines,
+)
 from jaxscale.run.setup.text import Text, open_text
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.storage.local_tier import CHECKPOINTS, LAST_SAVED, check_free, store_of
 from jaxscale.training.engine import Engine, make_engine
 from jaxscale.training.learning_rate import early_end, with_schedule
 from jaxscale.training.optimizer import lost_updates
-from jaxscale.training.step import StepMetrics, TrainState
+from jaxscale.training.step import TrainState
 
 with epy.lazy_imports():  # the planner's modules
     from jaxscale.run.setup import preflight
@@ -66,8 +69,6 @@ LARGE_RUN = 64
 LATER = ("grain", "orbax.checkpoint", "tensorboardX")
 """Modules that are needed only after compilation, and take a third of a second to import."""
 
-Step = Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]
-
 
 @dataclass(frozen=True)
 class Trainer:
@@ -79,7 +80,7 @@ class Trainer:
     begin: int  # steps done
     text: Text
     state: TrainState = field(repr=False)  # donated by `fit`
-    step: Step = field(repr=False)  # compiled
+    programs: StepPrograms = field(repr=False)  # of `engine`, with the largest batch, and others
     unshared: Engine | None = field(default=None, repr=False)  # after `model.unshare_at`
 
     @property
@@ -154,7 +155,7 @@ def open_trainer(
         _examine(config, workdir)
     engine = make_engine(config, make_mesh(config.layout), **own)
     log.info(describe_layout(engine))
-    later = _unshared_engine(engine, own)
+    later, engines = _unshared_engine(engine, own), open_engines(engine, own)
     largest = later or engine
     if not skip_memory_check:
         check_memory(largest)
@@ -171,7 +172,7 @@ def open_trainer(
         for line in describe_difference(found.metadata["config"], configs.to_dict(config)):
             log.info(f"  changed since: {line}")
     else:
-        trainer = _prepare(found, engine, workdir, checkpoints, refuse_damaged)
+        trainer = _prepare(found, engine, engines, workdir, checkpoints, refuse_damaged)
         trainer = dataclasses.replace(trainer, unshared=later)
     if uploads:
         uploads.start(checkpoints)
@@ -315,6 +316,7 @@ def _is_complete(run: RunConfig, step: int, workdir: pathlib.Path) -> bool:
 def _prepare(
     found: Found,
     engine: Engine,
+    engines: Engines,
     workdir: pathlib.Path,
     checkpoints: CheckpointWriter,
     refuse_damaged: bool,
@@ -328,7 +330,8 @@ def _prepare(
         check_same_state(found, engine, checkpoints)
     weights = None if begin else open_initial(engine, workdir)
     random = begin == 0 and weights is None
-    text, step, state = _read_and_compile(engine, workdir, random=random)
+    first = engines[config.data.sequences_after(begin)]
+    text, step, state = _read_and_compile(engine, first, workdir, random=random)
     _log_epochs(text, config.run.steps, config.data)
     if begin:
         phases.enter_phase("reading the checkpoint")
@@ -343,7 +346,8 @@ def _prepare(
         state = initial_state(engine, weights, jax.random.key(config.run.seed))
     assert state is not None, "a new run has weights or is random"
     _log_stop_ids(text)
-    return Trainer(engine, workdir, checkpoints, begin, text, state, step)
+    programs = StepPrograms(engines, config, step, begin)
+    return Trainer(engine, workdir, checkpoints, begin, text, state, programs)
 
 
 def _log_stop_ids(text: Text) -> None:
@@ -386,9 +390,10 @@ def _check_local_space(run: RunConfig, engine: Engine, checkpoints: CheckpointWr
 
 
 def _read_and_compile(
-    engine: Engine, workdir: pathlib.Path, *, random: bool
+    engine: Engine, first: Engine, workdir: pathlib.Path, *, random: bool
 ) -> tuple[Text, Step, TrainState | None]:
-    """Reads and tokenises the text, and with `random` draws parameters, while the step compiles."""
+    """Reads and tokenises the text, and with `random` draws parameters, while the step of `first`
+    compiles."""
     phases.enter_phase("reading text and compiling")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         reading = pool.submit(processes.first, "text", lambda: _open_text(engine, workdir))
@@ -403,11 +408,11 @@ def _read_and_compile(
         # One program compiles while another is traced, but no two compile at the same time: XLA for
         # GPUs times kernels (autotuning) on the device.
         compiling = pool.submit(engine.init.lower(key).compile) if random else None
-        lowered = lower_step(engine)
+        lowered = lower_step(first)
         refuse_early(0.0)
         pool.submit(import_later)
         state = compiling.result()(key) if compiling else None
-        step = compile_step(engine, lowered)
+        step = compile_step(first, lowered)
         return reading.result(), step, state
 
 
@@ -435,35 +440,9 @@ def import_later() -> None:
         importlib.import_module(module)
 
 
-def lower_step(engine: Engine) -> jax.stages.Lowered:
-    """Traces the train step."""
-    return engine.step.lower(engine.abstract_state, engine.abstract_batch)
-
-
-def compile_step(engine: Engine, lowered: jax.stages.Lowered | None = None) -> Step:
-    """Compiles the train step; logs the time and the memory of the step.
-
-    Args:
-      lowered: the step, if already traced.
-    """
-    log.info("compiling the train step ...")
-    begin, read = time.monotonic(), programs_read()
-    lowered = lowered or lower_step(engine)
-    compiled = lowered.compile()
-    memory = compiled.memory_analysis()
-    assert memory
-    done = "compiled" if programs_read() == read else "read from the compilation cache"
-    log.info(
-        f"{done} in {duration(time.monotonic() - begin)}; each device stores "
-        f"{human_bytes(memory.argument_size_in_bytes)} between steps and needs "
-        f"{human_bytes(memory.temp_size_in_bytes)} more during a step"
-    )
-    return compiled
-
-
 def _log_epochs(text: Text, steps: int, data: DataConfig) -> None:
     tokenizer = f"data.tokenizer = {data.tokenizer} ({text.tokenizer.vocab_size:,} tokens)"
-    for source in text.train.progress(steps * data.global_batch_size):
+    for source in text.train.progress(data.examples_of(steps)):
         log.info(
             f"data: {source.name} has {source.epoch:,} examples by {tokenizer}; run.steps = "
             f"{steps} reads them {source.seen / source.epoch:.2f} times"

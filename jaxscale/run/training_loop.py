@@ -23,14 +23,20 @@ from jaxscale.choices import check_kind
 from jaxscale.data.skipped_ranges import skip_examples
 from jaxscale.distributed import hangs, phases, processes
 from jaxscale.run import signals
-from jaxscale.run.evaluation import device_batches, evaluate_loss
+from jaxscale.run.evaluation import evaluate_loss
 from jaxscale.run.goodput import Account
 from jaxscale.run.growth.grow_state import grow_state
 from jaxscale.run.recorder import BadStepsError, Recorder, tracing
 from jaxscale.run.saves import SaveError, Saves, wait_for_write
 from jaxscale.run.setup.resume import resume
+from jaxscale.run.setup.step_programs import (
+    StepPrograms,
+    compile_step,
+    open_engines,
+    training_batches,
+)
 from jaxscale.run.setup.text import keep_tokenizer
-from jaxscale.run.trainer import Trainer, compile_step
+from jaxscale.run.trainer import Trainer
 from jaxscale.storage import durable
 from jaxscale.training.step import TrainState
 
@@ -250,8 +256,7 @@ def _rewound(trainer: Trainer, bad: FloatingPointError) -> Trainer:
     if not found.step:
         raise FloatingPointError(f"{bad}, and there is no checkpoint to return to") from bad
     begin, state, _ = resume(found, engine, checkpoints, trainer.text)
-    size = config.data.global_batch_size
-    first, last = max(steps.start - 1, begin) * size, (steps.stop - 1) * size
+    first, last = map(config.data.examples_of, (max(steps.start - 1, begin), steps.stop - 1))
     log.warning(
         f"warning: {bad}: back at step {begin}; the examples {first} to {last - 1} are skipped"
     )
@@ -272,7 +277,12 @@ def _unshared(trainer: Trainer, state: TrainState) -> Trainer:
     with jax.transfer_guard("allow"):
         state = grow_state(before, after, state)
     trainer = dataclasses.replace(
-        trainer, engine=after, begin=step, state=state, step=compile_step(after), unshared=None
+        trainer,
+        engine=after,
+        begin=step,
+        state=state,
+        programs=StepPrograms(open_engines(after, {}), after.config, compile_step(after), step),
+        unshared=None,
     )
     Saves(after, trainer.text, trainer.checkpoints, 0).finish(step, state)
     if jax.process_index() == 0:
@@ -285,15 +295,13 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
     a NumPy array among a step's arguments, are errors. Intended transfers are batches to the
     devices, metrics to the host (`Recorder`, by `jax.device_get`), evaluations and checkpoints."""
     config, engine, text = trainer.config, trainer.engine, trainer.text
-    run, data, state = config.run, config.data, trainer.state
-    stream = device_batches(
-        engine, text.train, data.global_batch_size, start_step=trainer.begin, workers=data.workers
-    )
+    run, state, programs = config.run, trainer.state, trainer.programs
+    stream = training_batches(programs.engines, config, text.train, trainer.begin)
     stops = _Stops()
     saves = Saves(engine, text, trainer.checkpoints, trainer.begin)
     with (
         contextlib.closing(stream),
-        tracing(profile, recorder, trainer.step) as trace,
+        tracing(profile, recorder, programs) as trace,
         jax.transfer_guard("disallow"),
     ):
         request = _evaluate_begun(trainer, recorder, stops)
@@ -305,9 +313,10 @@ def _loop(trainer: Trainer, recorder: Recorder, profile: range) -> TrainState:
                 batch = _next_batch(stream, recorder, step)
             except signals.Interrupted:
                 _stop(recorder, saves, step - 1, state, signals.requested())
+            program = programs.of(step, recorder.paused)
             phases.enter_phase("training", step)
             text.check_tokens()
-            state, out = trainer.step(state, batch)
+            state, out = program(state, batch)
             recorder.push(step, out)
             if step + 1 not in profile:
                 trace(step + 1)  # stops before a following evaluation or save

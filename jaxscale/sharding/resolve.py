@@ -22,6 +22,9 @@ from jaxscale.sharding.rules import (
     with_whole_kv_heads,
 )
 
+WIDE = {"routes", "squares"}
+"""Logical axes of arrays that are used in float32 or wider."""
+
 
 def resolve(
     axes: Axes,
@@ -65,7 +68,8 @@ def has_experts(axes: Any) -> bool:
 
 def weight_dtype(axes: Axes, stored: Any, compute_dtype: Any) -> jnp.dtype:
     """The type of a gathered weight: the compute type; for routers float32 or wider, since rounded
-    weights would choose other experts; quantised bytes, as they are.
+    weights would choose other experts, and for arrays whose gradients are sums of squares
+    (`training.noise_scale`); quantised bytes, as they are.
 
     Args:
       stored: the parameter's type.
@@ -73,7 +77,7 @@ def weight_dtype(axes: Axes, stored: Any, compute_dtype: Any) -> jnp.dtype:
     if not jnp.issubdtype(stored, jnp.floating):
         return jnp.dtype(stored)
     dtype = jnp.dtype(compute_dtype)
-    return jnp.promote_types(dtype, jnp.float32) if "routes" in axes else dtype
+    return dtype if WIDE.isdisjoint(axes) else jnp.promote_types(dtype, jnp.float32)
 
 
 def weights_in_use(axes_tree: Any, params: Any, compute_dtype: Any) -> Any:

@@ -53,6 +53,7 @@ WEIGHTS: Rules = {
     "expert_mlp": ("tensor",),
     "shared_mlp": ("tensor",),
     "routes": (),  # a router's scores, one for each expert: replicated
+    "squares": (),  # one number, whose gradient is a sum of squares: `training.noise_scale`
     "transform": (),  # of a head, between its two matrices: each rank transforms its tokens
 }
 ACTIVATIONS: Rules = {

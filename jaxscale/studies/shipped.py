@@ -1,9 +1,10 @@
 """The studies that the command runs."""
 
+from jaxscale.studies.critical_batch import CRITICAL_BATCH
 from jaxscale.studies.scaling import SCALING
 from jaxscale.studies.shortest import SHORTEST
 from jaxscale.studies.study import Study
 from jaxscale.studies.trillion import TRILLION
 from jaxscale.studies.zero import ZERO
 
-SHIPPED: tuple[Study, ...] = (ZERO, SCALING, TRILLION, SHORTEST)
+SHIPPED: tuple[Study, ...] = (ZERO, SCALING, TRILLION, SHORTEST, CRITICAL_BATCH)

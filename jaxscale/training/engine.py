@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.choices import check_count, check_kind
-from jaxscale.config import Config, DataConfig
+from jaxscale.config import Config, DataConfig, RunConfig
 from jaxscale.config.layout import Layout
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.protocol import Model, head_params
@@ -47,6 +47,7 @@ from jaxscale.training.kernels import (
 )
 from jaxscale.training.layers.loop_form import saves_in_place
 from jaxscale.training.learning_rate import schedule_of
+from jaxscale.training.noise_scale import NoiseProbe, init_averages
 from jaxscale.training.pruning.matrices import check_pattern_shards, pruned_matrices
 from jaxscale.training.pruning.pruning import Pruning
 from jaxscale.training.remat import rematerialised_attention
@@ -87,6 +88,8 @@ class Engine:
     draw: Callable[[jax.Array], Tree]  # the parameters of `init`; not jitted
     begin: Callable[[Tree], TrainState]  # from parameters, which are donated
     step: Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]]  # donates the state
+    # The same step, which also measures the noise scale; None without `run.noise_every`.
+    measure: Callable[[TrainState, ShardedBatch], tuple[TrainState, StepMetrics]] | None
     # From parameters, a batch, bytes of each token's text and, if the model has any, the tables.
     evaluate: Callable[..., EvaluationSums]
     abstract_state: TrainState  # shapes, types and shardings
@@ -209,16 +212,21 @@ def make_engine(
     )
     optimizer = pruning.optimizer(optimizer)
     tables = make_tables(config, built, mesh)
-    begin = functools.partial(_begin, optimizer, config.run.skip_bad_steps > 0, tables.begin)
+    begin = functools.partial(_begin, optimizer, config.run, zero.loss_dtype, tables.begin)
     axes, state = place_state(
         layout, mesh, zero, built.axes, optimizer, begin, shapes, tables.place
     )
     check_pattern_shards(config.optimizer, matrices, state.params)
-    gradients = pruning.gradients(
-        make_gradients(models.trained, layout, zero, mesh, stages, unroll_loops=unroll_loops)
-    )
     shardings = _shardings(state)
-    step = make_step(config, built, rows, gradients, optimizer, frozen, shardings, platform, tables)
+
+    def make(trained: Model, zero: Zero, wrap: Callable) -> Callable:
+        found = wrap(make_gradients(trained, layout, zero, mesh, stages, unroll_loops=unroll_loops))
+        parts = rows, pruning.gradients(found), optimizer, frozen, shardings, platform, tables
+        return pruning.step(make_step(config, built, *parts))
+
+    step, probe = make(models.trained, zero, lambda gradients: gradients), None
+    if config.run.noise_every:
+        probe = NoiseProbe.of(config, models.trained, zero, frozen)
     loss = make_loss(models.evaluated, layout, zero, mesh, stages)
     evaluate = _make_evaluate(loss, tables.look_up)
     options = _compiler_options(config, mesh, zero, state)
@@ -230,7 +238,11 @@ def make_engine(
         init=_jit_init(draw, begin, state, platform),
         draw=draw,
         begin=jax.jit(begin, out_shardings=_shardings(state), donate_argnums=0),
-        step=_jit_step(pruning.step(step), state, mesh, options),
+        step=_jit_step(step, state, mesh, options),
+        measure=probe
+        and _jit_step(
+            probe.step(make(probe.model, probe.zero, probe.gradients)), state, mesh, options
+        ),
         evaluate=_jit_evaluate(evaluate, state, mesh, options),
         abstract_state=state,
         abstract_batch=_abstract_batch(built, config.data, batch_sharding(mesh)),
@@ -359,13 +371,15 @@ def _make_draw(model: Model, stages: PipelineStages | None) -> Callable[[jax.Arr
 
 def _begin(
     optimizer: optax.GradientTransformation,
-    guarded: bool,
+    run: RunConfig,
+    loss_dtype: jnp.dtype,
     begin_tables: Callable[[], Tree],
     params: Tree,
 ) -> TrainState:
     """The state before the first step, from parameters."""
-    guard, step = init_guard() if guarded else None, jnp.zeros((), jnp.int32)
-    return TrainState(step, params, optimizer.init(params), guard, begin_tables())
+    guard, step = init_guard() if run.skip_bad_steps else None, jnp.zeros((), jnp.int32)
+    noise = init_averages(loss_dtype) if run.noise_every else None
+    return TrainState(step, params, optimizer.init(params), guard, begin_tables(), noise)
 
 
 def _jit_init(draw: Callable, begin: Callable, state: TrainState, platform: str) -> Callable:

@@ -83,13 +83,16 @@ def place_state(
     # Optimizers read canonical names, such as "embed".
     moments = state_axes(optimizer, params, axes, said)
     moments = _axes_at_rest(moments, shapes.opt_state, layout, _width(axes, params))
-    guard, tables = (jax.tree.map(lambda leaf: (), x) for x in (shapes.guard, shapes.tables))
+    guard, tables, noise = (
+        jax.tree.map(lambda leaf: (), x) for x in (shapes.guard, shapes.tables, shapes.noise)
+    )
     shardings = TrainState(
         replicated(mesh),
         resolve_tree(zero.axes, zero.state_rules, mesh, params),
         resolve_tree(moments, zero.state_rules, mesh, shapes.opt_state),
         jax.tree.map(lambda leaf: replicated(mesh), shapes.guard),
         place_tables(shapes.tables),
+        jax.tree.map(lambda leaf: replicated(mesh), shapes.noise),
     )
     if layout.offloads("optimizer"):
         shardings = shardings._replace(opt_state=_on_host(shardings.opt_state, shapes.opt_state))
@@ -98,7 +101,7 @@ def place_state(
         shapes,
         shardings,
     )
-    state_axes_tree = TrainState((), zero.axes, moments, guard, tables)
+    state_axes_tree = TrainState((), zero.axes, moments, guard, tables, noise)
     return state_axes_tree, _rest_on_host(layout, state, state_axes_tree)
 
 

@@ -28,6 +28,7 @@ class TrainState(NamedTuple):
     opt_state: Tree
     guard: Tree = None  # a `Guard` with `run.skip_bad_steps`
     tables: Tree = None  # a `TableState` for each of `Model.tables`
+    noise: Tree = None  # `NoiseAverages` with `run.noise_every`
 
 
 class Guard(NamedTuple):
@@ -125,7 +126,8 @@ def make_step(
             wrong = ~jnp.isfinite(jnp.stack(squares))
             others |= {"skipped": ~good, "nonfinite_gradients": wrong}
         metrics = StepMetrics(loss, grad_norm, tokens, loss_tokens, others, by_layer)
-        return TrainState(state.step + 1, params, opt_state, guard, looked_up), metrics
+        after = TrainState(state.step + 1, params, opt_state, guard, looked_up, state.noise)
+        return after, metrics
 
     return step
 

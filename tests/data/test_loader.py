@@ -57,7 +57,7 @@ def test_continuing_at_any_step_is_never_having_stopped():
 def mixture() -> Mixture:
     """Examples with all that could differ between processes: random spans, members, stages."""
     members = [opened(numbered(size), seq_len=64, objective="span_corruption") for size in (20, 50)]
-    return mix(members, [[(0, 1.0), (2, 0.5)], 1.0], global_batch_size=6)
+    return mix(members, [[(0, 1.0), (2, 0.5)], 1.0], lambda step: 6 * step)
 
 
 @pytest.mark.proof

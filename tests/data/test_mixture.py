@@ -38,7 +38,7 @@ def members() -> list[Dataset]:
 
 
 def mixed(members: list[Dataset], *weights) -> Mixture:
-    return mix(members[: len(weights)], weights, global_batch_size=BATCH)
+    return mix(members[: len(weights)], weights, lambda step: step * BATCH)
 
 
 def tally(found: Mixture, indices) -> np.ndarray:
@@ -211,7 +211,7 @@ def test_digests_and_fingerprints_tell_mixtures_apart(members):
         mixed(members, [(0, 1.0), (9, 2.0)], 1),
         mixed(members, [(0, 1.0), (8, 2.0)], 1),
         mixed(members[1:], 1, 1),
-        mix(members[:2], [[(0, 1.0), (9, 2.0)], 1], global_batch_size=9),
+        mix(members[:2], [[(0, 1.0), (9, 2.0)], 1], lambda step: 9 * step),
     ]
     assert len({m.fingerprint for m in found}) == len(found)
     assert len({m.example_digest(range(8)) for m in found}) == len(found)

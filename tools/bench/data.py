@@ -96,7 +96,7 @@ def cases(data: DataConfig, tokenizer: Tokenizer, corpus: Corpus) -> dict[str, E
     found |= {f"{name}, documents of 20": of(short, name) for name in OBJECTIVES}
     members = [open_dataset(data, tokenizer, split="train", corpus=corpus) for _ in range(3)]
     members = [dataclasses.replace(member, seq_len=SEQ_LEN) for member in members]
-    return found | {"mixture of 3": mix(members, [0.7, 0.2, 0.1], global_batch_size=ROWS)}
+    return found | {"mixture of 3": mix(members, [0.7, 0.2, 0.1], lambda step: step * ROWS)}
 
 
 def main(argv: Sequence[str]) -> int:

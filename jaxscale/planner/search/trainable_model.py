@@ -180,7 +180,8 @@ class TrainableModel:
     @property
     def run_tokens(self) -> float:
         """Tokens of the whole run."""
-        return self.config.run.steps * self.config.data.tokens_per_step
+        data = self.config.data
+        return data.examples_of(self.config.run.steps) * (data.seq_len + data.target_len)
 
     @functools.cached_property
     def head_cost(self) -> float:

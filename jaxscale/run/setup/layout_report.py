@@ -30,6 +30,7 @@ from jaxscale.run.setup.layout_bytes import (
     leaf_bytes,
     tree_bytes,
 )
+from jaxscale.run.setup.step_programs import program_rows
 from jaxscale.sharding.model_trace import ParamShape
 from jaxscale.sharding.resolve import is_axes, layer_rules, leaf_name
 from jaxscale.sharding.rules import Axes, Rules
@@ -85,6 +86,7 @@ def _summary(engine: Engine) -> str:
         *_adapters(engine),
         *_optimizer(engine),
         *_pruning(engine),
+        *program_rows(engine),
         ("memory", _peak(engine)),
     ]
     return "layout\n" + table(rows)

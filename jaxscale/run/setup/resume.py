@@ -24,6 +24,7 @@ from jaxscale.run.initial_weights import may_differ
 from jaxscale.run.setup.text import Text
 from jaxscale.training.engine import Engine
 from jaxscale.training.learning_rate import rate_change
+from jaxscale.training.noise_scale import init_averages
 from jaxscale.training.step import TrainState, init_guard
 
 log = logging.getLogger("jaxscale")
@@ -70,8 +71,11 @@ def check_same_examples(found: Found, data: DataConfig) -> None:
       ValueError: names the setting.
     """
     before = found.metadata["config"].get("data", {})
-    keys = ("global_batch_size", "seq_len", "target_len", "seed", "heldout", "objective")
-    for key in (*keys, "text_begin"):
+    keys = ("seq_len", "target_len", "seed", "heldout", "objective", "text_begin")
+    read = found.metadata["data"]["next_example"]
+    if data.examples_of(found.step) != read:
+        raise ValueError(_other_batches(found.step, before, data, read))
+    for key in keys:
         now = getattr(data, key)
         if before.get(key, now) != now:
             raise ValueError(
@@ -79,6 +83,19 @@ def check_same_examples(found: Found, data: DataConfig) -> None:
                 f"run has data.{key} = {now!r}; restore it, or start a new --workdir, with this "
                 "run's as model.init_from"
             )
+
+
+def _other_batches(step: int, before: Mapping[str, Any], data: DataConfig, read: int) -> str:
+    """The refusal of batches by which a run would have read other examples so far."""
+    names = ("global_batch_size", "batch_schedule")
+    was = ", ".join(f"data.{name} = {before[name]!r}" for name in names if before.get(name))
+    now = ", ".join(f"data.{n} = {getattr(data, n)!r}" for n in names if getattr(data, n))
+    return (
+        f"checkpoint {step} was trained with {was} and has read {read} examples, and this run has "
+        f"{now}: {data.examples_of(step)} by then; restore it, set data.batch_schedule to the "
+        f"batches before and after step {step}, or start a new --workdir, with this run's as "
+        "model.init_from"
+    )
 
 
 def with_stored_type(model: ModelSettings, saved: Mapping[str, Any]) -> ModelSettings:
@@ -177,10 +194,8 @@ def _restore(
     resolved: dict[str, Any],
     refuse_damaged: bool,
 ) -> TrainState:
-    """A state in canonical form, downloaded from the run's URL if the local copy is corrupt. The
-    guard against bad steps is new if the checkpoint lacks it, and is not read if the run needs
-    none."""
-    guard = engine.placement.canonical.guard
+    """A state in canonical form, downloaded from the run's URL if the local copy is corrupt.
+    Optional parts are new if the checkpoint lacks them, and not read if the run needs none."""
     wanted, without = _wanted(checkpoints, step, engine)
     read = functools.partial(restore, checkpoints, step, wanted, config=resolved, without=without)
     try:
@@ -190,18 +205,38 @@ def _restore(
             raise
         checkpoints.replace(step, error)
         state = read()
-    if guard is None or wanted.guard is not None:
-        return state
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, guard)
-    return state._replace(guard=jax.device_put(init_guard(), shardings))
+    return state._replace(**{name: _new_part(name, engine) for name in _missing(wanted, engine)})
 
 
-def _wanted(checkpoints: Checkpoints, step: int, engine: Engine) -> tuple[TrainState, str]:
-    """The state that a run reads from a checkpoint, and the part that it leaves out."""
+OPTIONAL = ("guard", "noise")
+"""Parts of a state that a setting of `run` adds."""
+
+
+def _wanted(
+    checkpoints: Checkpoints, step: int, engine: Engine
+) -> tuple[TrainState, tuple[str, ...]]:
+    """The state that a run reads from a checkpoint, and the parts that it leaves out."""
     wanted = engine.placement.canonical
-    if wanted.guard is None:
-        return wanted, "guard"
-    return wanted if checkpoints.arrays(step, "guard") else wanted._replace(guard=None), ""
+    without = tuple(name for name in OPTIONAL if getattr(wanted, name) is None)
+    absent = [name for name in OPTIONAL if not checkpoints.arrays(step, name)]
+    return wanted._replace(**dict.fromkeys(absent)), without
+
+
+def _missing(wanted: TrainState, engine: Engine) -> list[str]:
+    """The parts that the run has and `wanted` lacks."""
+    canonical = engine.placement.canonical
+    return [
+        name
+        for name in OPTIONAL
+        if getattr(wanted, name) is None and getattr(canonical, name) is not None
+    ]
+
+
+def _new_part(name: str, engine: Engine) -> Any:
+    """An optional part of a state as a new run begins with it."""
+    part = getattr(engine.placement.canonical, name)
+    new = init_guard() if name == "guard" else init_averages(engine.zero.loss_dtype)
+    return jax.device_put(new, jax.tree.map(lambda leaf: leaf.sharding, part))
 
 
 def _check_examples(step: int, metadata: dict[str, Any], train: Examples) -> None:
