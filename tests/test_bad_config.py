@@ -222,6 +222,16 @@ OVERRIDES = [
     ),
     ("optimizer.clip_norm=-1", "optimizer.clip_norm = -1.0 is too small"),
     ("optimizer.table_staleness=-1", "optimizer.table_staleness = -1 is too small; at least 0"),
+    ("optimizer.mup_base_width=-1", "optimizer.mup_base_width = -1 is too small; at least 0"),
+    (
+        "optimizer.mup_base_width=32 model.tied_embeddings=True",
+        "model.tied_embeddings = True makes them one; set model.tied_embeddings = False",
+    ),
+    ("optimizer.mup_base_width=32 model.lora_rank=4", "of all weights, and adapters freeze them"),
+    (
+        "optimizer.mup_base_width=32 model.family=gemma2 model.tied_embeddings=False",
+        "without multipliers, and model.scaled_embedding = True (model.family = 'gemma2') multip",
+    ),
     ("optimizer.table_learning_rate=-1", "optimizer.table_learning_rate = -1.0 is too small"),
     ("model.ngram_rows=-1", "model.ngram_rows = -1 is too small; at least 0"),
     ("model.ngram_rows=64 model.lora_rank=4", "not available: adapters train no embedding; set"),

@@ -120,6 +120,7 @@ class OptimizerConfig:
     sparsity_pattern: str = UNSTRUCTURED  # or "N:M"
     table_learning_rate: float = 0.01  # of row-wise Adagrad, for a model's tables; constant
     table_staleness: int = 0  # steps after which a table's gradients are applied
+    mup_base_width: int = 0  # d_model at which the rate was tuned, for muP; 0: no scaling by width
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -145,6 +146,7 @@ class OptimizerConfig:
             clip_norm=0,
             table_learning_rate=0,
             table_staleness=0,
+            mup_base_width=0,
         )
         if not self.epsilon >= LEAST_EPSILON:
             raise ValueError(
@@ -194,7 +196,7 @@ class OptimizerConfig:
     @property
     def unread(self) -> set[str]:
         """The settings that nothing reads, or that are off by default."""
-        unread = {"keep_state", "reduction_dtype", *UNUSED.get(self.name, ())}
+        unread = {"keep_state", "mup_base_width", "reduction_dtype", *UNUSED.get(self.name, ())}
         unread |= set() if self._has_narrow_moments else {"moment_rounding"}
         unread |= set() if self.prunes else {*SPARSITY_SETTINGS}
         return unread | ({"final_learning_rate"} if self.schedule == "constant" else set())

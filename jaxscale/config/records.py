@@ -20,6 +20,7 @@ from jaxscale.config.layout import Layout
 from jaxscale.config.model import ModelConfig, ModelSettings
 from jaxscale.config.model.rope_scaling import BY_LENGTH
 from jaxscale.config.optimizer import OptimizerConfig
+from jaxscale.config.width_scaling import check_width_scaling
 from jaxscale.formatting import changed_fields
 from jaxscale.model_families.shipped import find_family
 
@@ -284,6 +285,7 @@ class Config:
         advice = "its record extends jaxscale.ModelSettings or jaxscale.ModelConfig"
         check_kind("config.model", self.model, ModelSettings, advice)
         self._check_positions()
+        check_width_scaling(self.optimizer, self.model)
         if isinstance(self.model, ModelConfig):
             self._take_length(self.model)
             self._check_family(self.model)

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxscale.config.model import ModelConfig
+from jaxscale.config.width_scaling import initial_factor
 from jaxscale.ops.random_bits import random_bits
 
 ADAPTERS = 2**32 - 1
@@ -123,6 +124,23 @@ def exact_normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Arra
     first, second = ((words >> 16) + (words & 0xFFFF) for words in random_bits(key, 2, shape))
     centred = ((first + second).astype(jnp.int32) - 2 * 0xFFFF).astype(jnp.float32)
     return centred * jnp.float32(std / math.sqrt(4 * (2**32 - 1) / 12))
+
+
+def scale_initial(params: Any, axes: Any, ratio: float) -> Any:
+    """Initial parameters times the factors of muP, rounded to their own type.
+
+    Args:
+      axes: tree of the parameters with the logical axes of each.
+      ratio: the model's width over `optimizer.mup_base_width`; 1 changes nothing.
+    """
+
+    def scaled(names: tuple[str, ...], x: jax.Array) -> jax.Array:
+        factor = initial_factor(names, ratio)
+        return x if factor == 1 else (x * jnp.float32(factor)).astype(x.dtype)
+
+    if ratio == 1:
+        return params
+    return jax.tree.map(scaled, axes, params, is_leaf=lambda node: type(node) is tuple)
 
 
 Make = Callable[..., nnx.Module]

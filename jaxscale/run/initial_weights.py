@@ -340,6 +340,11 @@ def _warn_of_rate(optimizer: OptimizerConfig, adapted: bool, why: str) -> None:
             f"of a trained model ({why}), which may forget its training; fine-tuning takes 1e-5 to "
             "5e-5: set optimizer.learning_rate, such as 2e-5"
         )
+    if base := optimizer.mup_base_width:
+        log.info(
+            f"note: optimizer.mup_base_width = {base} scales learning rates, and no initial "
+            f"values: those are of {why}"
+        )
 
 
 def _say_type(model: ModelConfig, weights: Weights) -> None:

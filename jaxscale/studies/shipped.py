@@ -4,7 +4,8 @@ from jaxscale.studies.critical_batch import CRITICAL_BATCH
 from jaxscale.studies.scaling import SCALING
 from jaxscale.studies.shortest import SHORTEST
 from jaxscale.studies.study import Study
+from jaxscale.studies.transfer import TRANSFER
 from jaxscale.studies.trillion import TRILLION
 from jaxscale.studies.zero import ZERO
 
-SHIPPED: tuple[Study, ...] = (ZERO, SCALING, TRILLION, SHORTEST, CRITICAL_BATCH)
+SHIPPED: tuple[Study, ...] = (ZERO, SCALING, TRILLION, SHORTEST, CRITICAL_BATCH, TRANSFER)

@@ -15,8 +15,10 @@ from jaxscale.batch import Batch, ShardedBatch
 from jaxscale.choices import check_count, check_kind
 from jaxscale.config import Config, DataConfig, RunConfig
 from jaxscale.config.layout import Layout
+from jaxscale.config.width_scaling import width_ratio
 from jaxscale.models.decoder import plain_kernels
 from jaxscale.models.protocol import Model, head_params
+from jaxscale.models.weights import scale_initial
 from jaxscale.pipeline.layer_placement import LayerPlacement
 from jaxscale.pipeline.partition import StackLayers
 from jaxscale.pipeline.stages import PipelineStages, open_stages
@@ -29,9 +31,9 @@ from jaxscale.sharding.zero import Zero
 from jaxscale.training import optimizer as optimizers
 from jaxscale.training.device_batch import check_rows, local_rows, shard_batch, unpack_sharded
 from jaxscale.training.engine_checks import (
+    check_axes,
     check_engine_arguments,
     check_engine_settings,
-    check_expert_ranks,
     check_own_optimizer,
     check_stored,
 )
@@ -191,11 +193,12 @@ def make_engine(
     attention = attention_name(layout, config.model, config.data, platform, generation)
     models = _make_models(config, model, attention, platform, rules, unroll_loops)
     built = models.built
-    check_expert_ranks(layout, built)
+    check_axes(config, built)
     stages = _open_stages(config, built, model) if layout.pipeline > 1 else None
     rows = {stack.name: np.arange(stack.num_layers) for stack in built.stacks}
     rows = stages.layer_of_row if stages else rows
-    draw = _make_draw(built, stages)
+    ratio = width_ratio(config.optimizer, config.model)
+    draw = _make_draw(built, stages, ratio)
     shapes = jax.eval_shape(draw, jax.random.key(0))
     frozen = optimizers.frozen_params(config.optimizer.groups, built.axes, built.frozen)
     zero = make_zero(config, mesh, built.axes, shapes, models.rules, frozen)
@@ -208,7 +211,7 @@ def make_engine(
     rule = functools.partial(optimizers.make, config.optimizer, steps=config.schedule_steps)
     by_layer = functools.partial(apply_by_layer, mesh, zero)
     optimizer = optimizer or rule(
-        axes=built.axes, frozen=frozen, pruned=matrices, by_layer=by_layer
+        axes=built.axes, frozen=frozen, pruned=matrices, by_layer=by_layer, width_ratio=ratio
     )
     optimizer = pruning.optimizer(optimizer)
     tables = make_tables(config, built, mesh)
@@ -364,9 +367,12 @@ def _shardings(abstract: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def _make_draw(model: Model, stages: PipelineStages | None) -> Callable[[jax.Array], Tree]:
+def _make_draw(
+    model: Model, stages: PipelineStages | None, ratio: float
+) -> Callable[[jax.Array], Tree]:
     """New parameters from a key, with layers in the order of the stages."""
-    return lambda key: model.init(key, stages.layer_of_row if stages else None)
+    rows = stages.layer_of_row if stages else None
+    return lambda key: scale_initial(model.init(key, rows), model.axes, ratio)
 
 
 def _begin(

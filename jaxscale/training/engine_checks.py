@@ -14,9 +14,10 @@ from jaxscale.config import CONFIG_ADVICE, Config
 from jaxscale.config.layout import Layout
 from jaxscale.config.optimizer import OptimizerConfig, ParamGroup
 from jaxscale.config.schedule_spec import AUTO
+from jaxscale.config.width_scaling import check_growing_axes
 from jaxscale.models.protocol import Model, stored_weights
 from jaxscale.sharding import layout_checks
-from jaxscale.sharding.resolve import leaf_name
+from jaxscale.sharding.resolve import is_axes, leaf_name
 from jaxscale.sharding.rules import check_blocks
 from jaxscale.sharding.zero import Zero
 from jaxscale.training.kernels import check_matmul_device
@@ -74,6 +75,11 @@ def check_own_optimizer(
             "optimizer= cannot be called with gradients, its state and the parameters only, as a "
             f"step does: {error}"
         ) from error
+    if config.mup_base_width:
+        raise ValueError(
+            f"optimizer.mup_base_width = {config.mup_base_width} scales the rates of "
+            "config.optimizer's rule, which optimizer= replaces; set optimizer.mup_base_width = 0"
+        )
     if config.prunes:
         check_counts_updates(optimizer, params)
 
@@ -126,18 +132,21 @@ def check_nodes_of_devices(layout: Layout, mesh: Mesh) -> None:
         )
 
 
-def check_expert_ranks(layout: Layout, model: Model) -> None:
-    """Refuses expert ranks without experts.
+def check_axes(config: Config, model: Model) -> None:
+    """Refuses expert ranks without experts, and muP with axes that it does not know.
 
     Raises:
-      ValueError: no parameter has experts.
+      ValueError: names the setting to change.
     """
-    names = jax.tree.leaves(model.axes)
-    if layout.expert > 1 and "experts" not in names:
+    expert = config.layout.expert
+    if expert > 1 and "experts" not in jax.tree.leaves(model.axes):
         raise ValueError(
-            f"layout.expert = {layout.expert}, but no parameter of model.family = "
+            f"layout.expert = {expert}, but no parameter of model.family = "
             f"{model.settings.family!r} has the logical axis 'experts'; set layout.expert = 1"
         )
+    if config.optimizer.mup_base_width:
+        named = jax.tree_util.tree_leaves_with_path(model.axes, is_leaf=is_axes)
+        check_growing_axes((leaf_name(path), axes) for path, axes in named)
 
 
 def check_stored(model: Model, zero: Zero, shapes: Any) -> None:

@@ -28,6 +28,7 @@ from jaxscale.config.optimizer import (
     find_group,
     matrix_dims,
 )
+from jaxscale.config.width_scaling import rate_factor
 from jaxscale.ops.rounding import round_stochastically
 from jaxscale.sharding.resolve import is_axes, leaf_name, owner_of
 from jaxscale.training.learning_rate import schedule_of
@@ -57,6 +58,7 @@ def make(
     frozen: Any = None,
     pruned: Collection[str] = (),
     by_layer: ByLayer = lambda function, stack, names: function(stack),
+    width_ratio: float = 1.0,
 ) -> optax.GradientTransformation:
     """The update rule of a run, on global arrays and clipped gradients.
 
@@ -73,6 +75,7 @@ def make(
       frozen: tree of the parameters with whether each is frozen, without moments; None: none is.
       pruned: names of the parameters whose zeros are pruned weights, which sizes leave out.
       by_layer: distributes Muon's matmuls over devices.
+      width_ratio: the model's width over `config.mup_base_width`, by which muP scales rates.
     """
     schedule = schedule_of(config, steps)
 
@@ -91,7 +94,7 @@ def make(
         raise ValueError(f"optimizer.name = {config.name!r}; it can be {', '.join(directions)}")
     rule = optax.chain(
         directions[config.name](),
-        _by_group(config, axes),
+        _by_group(config, axes, width_ratio),
         optax.scale_by_learning_rate(rate),
     )
     if frozen is not None and any(jax.tree.leaves(frozen)):
@@ -209,19 +212,24 @@ def is_schedule(node: Any) -> bool:
     return isinstance(node, optax.ScaleByScheduleState)
 
 
-def _by_group(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
-    """Adds each parameter's weight decay, and scales by its group's share of the learning rate."""
+def _by_group(
+    config: OptimizerConfig, axes: Any, width_ratio: float
+) -> optax.GradientTransformation:
+    """Scales by muP, adds each parameter's weight decay, and scales by its group's share of the
+    learning rate. muP does not scale the decay: at every width weights are averages over the same
+    number of updates (arXiv 2405.13698, 2510.19093)."""
 
-    def coefficients(path: tuple, names: tuple[str, ...]) -> tuple[float, float]:
+    def coefficients(path: tuple, names: tuple[str, ...]) -> tuple[float, float, float]:
         group = find_group(leaf_name(path), config.groups)
         default = 0.0 if matrix_dims(names) is None else config.weight_decay
         decay = default if group.weight_decay is None else group.weight_decay
-        return decay, group.learning_rate_scale
+        return rate_factor(names, config.name, width_ratio), decay, group.learning_rate_scale
 
-    def one(pair: tuple[float, float], update: Any, param: Any) -> Any:
+    def one(factors: tuple[float, float, float], update: Any, param: Any) -> Any:
         if _is_masked(update):
             return update
-        decay, scale = pair
+        of_width, decay, scale = factors
+        update = update if of_width == 1 else of_width * update
         update = update + decay * param if decay else update
         return update if scale == 1 else scale * update
 

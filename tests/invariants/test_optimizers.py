@@ -25,10 +25,13 @@ SHARED = {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 2}
 UNEVEN = {"pipeline": 3, "schedule": "1f1b:1,2,1", "microbatches": 4, "fsdp": 2, "zero_stage": 2}
 # Two layers for each rank of data and fsdp: of an only one XLA keeps no names of the matmuls.
 SPARSE = {
-    "adafactor": {"sparsity": 0.7, "sparsity_begin": 1, "sparsity_steps": 3},
-    "muon": {"sparsity": 0.5, "sparsity_steps": 4, "sparsity_pattern": "2:4"},
+    "adafactor": {"sparsity": 0.7, "sparsity_begin": 1, "sparsity_steps": 3, "mup_base_width": 16},
+    "muon": {
+        **{"sparsity": 0.5, "sparsity_steps": 4, "sparsity_pattern": "2:4"},
+        "mup_base_width": 32,
+    },
 }
-"""Its counts are of whole matrices, too."""
+"""Its counts are of whole matrices, too; muP scales rates and initial values by parameter."""
 EIGHT, UNEVEN_EIGHT = LLAMA | {"num_layers": 8}, UNEVEN | {"schedule": "1f1b:2,4,2"}
 
 

@@ -163,6 +163,13 @@ def test_a_rate_of_training_from_scratch_is_said_of_trained_weights(
     assert ("warning: optimizer.learning_rate = 0.0003 is high" in caplog.text) is warns
 
 
+def test_that_trained_weights_have_no_initial_values_of_mup_is_said(caplog):
+    config = from_dict({"optimizer": {"mup_base_width": 32, "learning_rate": 1e-5}})
+    with caplog.at_level("INFO", "jaxscale"):
+        _warn_of_rate(config.optimizer, False, "model.init_from = 'there'")
+    assert "= 32 scales learning rates, and no initial values: those are of model" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("source", "stored", "said"),
     [

@@ -1,6 +1,7 @@
 """Each study in its quick form: its page is written, and its rows have the paper's properties."""
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -15,7 +16,7 @@ import pytest
 from jaxscale import config as configs
 from jaxscale import study
 from jaxscale.config.layout import Layout
-from jaxscale.studies import scaling, shortest, trillion, zero
+from jaxscale.studies import scaling, shortest, transfer, trillion, zero
 from jaxscale.studies.run_study import check_columns
 from jaxscale.studies.shipped import SHIPPED
 from jaxscale.studies.study import EVIDENCE
@@ -128,6 +129,36 @@ def test_a_modular_pipeline_shortens_the_training(results):
         line = [row for row in rows if row["variant"] == variant]
         assert all(a["days"] > b["days"] for a, b in itertools.pairwise(line))
         assert all(row["fits"] for row in line)
+
+
+@pytest.mark.proof
+def test_activations_keep_their_size_over_widths_with_mup_alone(results):
+    """The coordinate check, from width 32 to 128."""
+    rows = results("transfer")["rows"]
+    assert 0.5 < transfer.size_ratio(rows, transfer.MUP) < 1.5
+    assert transfer.size_ratio(rows, transfer.STANDARD) > 4
+
+
+@pytest.mark.proof
+def test_a_multiplied_update_is_that_of_the_rate(tmp_path):
+    config = transfer.width_config(32, transfer.MUP, 3)
+    at_rate = dataclasses.replace(config.optimizer, learning_rate=0.25)
+    (got,) = transfer.train_at_rates(config, [(0.25, 3)], tmp_path)
+    (expected,) = transfer.train_at_rates(
+        dataclasses.replace(config, optimizer=at_rate), [(1.0, 3)], tmp_path
+    )
+    assert got == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_best_rate_is_between_those_tried():
+    rows = [
+        {"form": "muP", "width": width, "steps": 9, "learning_rate": 2.0**n, "heldout_loss": loss}
+        for width, best in ((32, -5), (64, -6))
+        for n, loss in ((n, abs(n - best) ** 2) for n in range(-8, -3))
+    ]
+    assert transfer.best_rates(rows, "muP") == {32: 2**-5, 64: 2**-6}
+    assert transfer.octaves(rows, "muP") == -1
+    assert transfer.lost_by_transfer(rows, "muP") == 1
 
 
 def test_layouts_of_a_variant_share_the_critical_batch():
