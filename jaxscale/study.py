@@ -12,6 +12,8 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from etils import epy
+
 from jaxscale import command_line
 from jaxscale.choices import did_you_mean
 from jaxscale.formatting import table
@@ -19,6 +21,9 @@ from jaxscale.studies import page
 from jaxscale.studies.run_study import run_study
 from jaxscale.studies.shipped import SHIPPED
 from jaxscale.studies.study import Case, Study
+
+with epy.lazy_imports():  # they import JAX, which studies of predictions do not need
+    from jaxscale.run import signals, training_loop
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             command_line.refuse(
                 f"{study.name} needs optional packages: uv sync --inexact --extra measure ({error})"
             )
+        except training_loop.Stopped as stopped:
+            print(f"{stopped}; the same command resumes from there")
+            return signals.STOPPED
         study = on_hardware(study, options.hardware)
         print(f"\n{page.results_text(study, rows)}\n")
         for path in page.write_results(study, rows, output, _command(study, options)):

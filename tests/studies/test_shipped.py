@@ -5,17 +5,21 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from jaxscale import config as configs
 from jaxscale import study
 from jaxscale.config.layout import Layout
+from jaxscale.run import metrics, signals, training_loop
+from jaxscale.run.pretrained import from_pretrained
 from jaxscale.studies import scaling, shortest, transfer, trillion, zero
 from jaxscale.studies.run_study import check_columns
 from jaxscale.studies.shipped import SHIPPED
@@ -27,7 +31,7 @@ ON_ONE_DEVICE = ("critical_batch",)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Name -> the JSON of its quick form, by the command."""
+    """Name -> the JSON of its quick form, by the command, and its folder."""
     folder, found = tmp_path_factory.mktemp("studies"), {}
 
     def run(name):
@@ -42,6 +46,7 @@ def results(tmp_path_factory):
                 with contextlib.redirect_stdout(io.StringIO()):
                     assert study.main(arguments) == 0
             found[name] = json.loads((output / f"{name}.json").read_text())
+            found[name]["folder"] = output
             assert (output / f"{name}.html").stat().st_size > 20_000
         return found[name]
 
@@ -181,6 +186,23 @@ def test_sent_bytes_of_stages():
     assert found == [3000, 3000, 4500, 9000]
 
 
+@pytest.mark.proof
+def test_a_hand_off_sees_later_tokens_and_warms_up_again(results):
+    """The logits of a token depend on later tokens after the switch, not before."""
+    found = results("compute_optimal")
+    numbers = [row["objective"] for row in found["rows"]].index("handoff") + 1
+    folder = found["folder"] / f"case_{numbers}"
+    tokens = np.full((1, 8), 65)
+    changed = np.where(np.arange(8) == 6, 66, tokens)
+    for name, sees in (("clm", False), ("mlm", True)):
+        model = from_pretrained(folder / name)
+        assert bool(np.any(model(tokens)[0, :6] != model(changed)[0, :6])) is sees
+        rates = [one["learning_rate"] for one in metrics.read(folder / name / "metrics.jsonl")[:-1]]
+        warmup = math.ceil(0.05 * len(rates))
+        assert rates.index(max(rates)) + 1 == warmup
+        assert max(rates) == pytest.approx(found["rows"][numbers - 1]["learning_rate"])
+
+
 def test_the_list_names_every_study(capsys):
     assert study.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -192,6 +214,16 @@ def test_the_list_names_every_study(capsys):
         assert pathlib.Path("docs/studies", f"{name}.png").exists()
         assert len(page.splitlines()) <= 60
         assert max(map(len, page.splitlines())) <= 120 or re.search(r"^\|", page, re.MULTILINE)
+
+
+def test_a_study_that_is_asked_to_stop_in_a_run_resumes(monkeypatch, capsys, tmp_path):
+    def rows(case, folder):
+        raise training_loop.Stopped("SIGTERM: stopped after step 3, saved", {})
+
+    monkeypatch.setattr(study, "SHIPPED", [dataclasses.replace(SHIPPED[0], rows=rows)])
+    name = SHIPPED[0].name
+    assert study.main([name, "--quick", "--output", str(tmp_path)]) == signals.STOPPED
+    assert "saved; the same command resumes from there" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
