@@ -10,7 +10,7 @@ from etils import epy
 from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.studies.figures import draw_lines, make_figure
-from jaxscale.studies.noise_laws import (
+from jaxscale.studies.laws.critical_batch import (
     CriticalBatch,
     batch_ramp,
     critical_tokens,

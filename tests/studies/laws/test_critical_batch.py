@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxscale.studies.critical_batch import measured_noise, ramp_of, recent_means
-from jaxscale.studies.noise_laws import (
+from jaxscale.studies.laws.critical_batch import (
     CriticalBatch,
     batch_ramp,
     critical_tokens,
