@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jaxscale.run.setup.step_programs import StepPrograms
 from jaxscale.run.trainer import Trainer
 
 
@@ -11,3 +12,9 @@ def with_run(trainer: Trainer, **changes: Any) -> Trainer:
     config = trainer.config
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, **changes))
     return dataclasses.replace(trainer, engine=dataclasses.replace(trainer.engine, config=config))
+
+
+def with_step(trainer, step):
+    """The trainer with a function of the test's as its step."""
+    programs = StepPrograms(trainer.programs.engines, trainer.config, step, trainer.begin)
+    return dataclasses.replace(trainer, programs=programs)

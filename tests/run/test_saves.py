@@ -40,7 +40,7 @@ from jaxscale.run.setup.restore import check_tokenizer_of
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.supervise import newest_step
 from jaxscale.training.engine import make_engine
-from tests.run.settings import with_run
+from tests.run.settings import with_run, with_step
 from tests.run.test_trainer import count
 
 SETTINGS = [
@@ -167,7 +167,7 @@ def poison(state, batch):
 
 
 def test_a_state_that_is_not_finite_is_not_saved_and_the_good_one_stays(ready):
-    poisoned = dataclasses.replace(with_run(ready, keep_last=1), step=poison)
+    poisoned = with_step(with_run(ready, keep_last=1), poison)
     with pytest.raises(FloatingPointError, match=r"step 4: . arrays .* the first params/head/"):
         training_loop.fit(poisoned, trackers=())
     assert ready.checkpoints.steps() == [2]
@@ -344,7 +344,7 @@ def test_after_bad_steps_in_a_row_the_run_returns_and_passes_over_their_examples
         wrong = jnp.zeros(len(jax.tree.leaves(state.params)), bool).at[1].set(skipped)
         return state, metrics._replace(others={"skipped": skipped, "nonfinite_gradients": wrong})
 
-    training_loop.fit(dataclasses.replace(ready, step=step), trackers=())
+    training_loop.fit(with_step(ready, step), trackers=())
     warnings = [line for line in lines() if line.startswith("warning")]
     assert [line.partition(" updates nothing")[0] for line in warnings[:2]] == [
         "warning: step 5",
@@ -407,7 +407,7 @@ def test_the_time_left_counts_on_saves_as_so_far(ready, monkeypatch, lines):
 
     monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(saves.Saves, "save", slow)
-    training_loop.fit(dataclasses.replace(ready, step=step), trackers=(), started=0.0)
+    training_loop.fit(with_step(ready, step), trackers=(), started=0.0)
     found = [line for line in lines() if line.startswith("step 5/6")]
     assert [line.rpartition("| ")[2] for line in found] == ["6.0 s left"]
 
@@ -426,7 +426,7 @@ def test_the_first_step_has_not_the_time_in_which_trackers_begin(ready, monkeypa
 
     monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(recorder, "Metrics", slow)
-    training_loop.fit(dataclasses.replace(ready, step=step), trackers=(), started=0.0)
+    training_loop.fit(with_step(ready, step), trackers=(), started=0.0)
     records = metrics.read(ready.workdir / "metrics.jsonl")
     assert [record["step_seconds"] for record in records] == [1.0] * 6
 

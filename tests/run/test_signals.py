@@ -22,7 +22,7 @@ from jaxscale.run.setup.text import UnusableTokensError
 from jaxscale.run.trackers import TrackerError
 from jaxscale.storage import local_tier
 from jaxscale.training.step import StepMetrics
-from tests.run.settings import with_run
+from tests.run.settings import with_run, with_step
 
 SETTINGS = ["model.num_layers=1", "data.seq_len=32", "run.steps=6", "run.eval_every=3"]
 
@@ -84,7 +84,7 @@ def at_step(number, step):
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_a_signal_during_a_step_saves_it(ready, name, caplog):
-    ready = dataclasses.replace(ready, step=at_step(signal.Signals[name], 2))
+    ready = with_step(ready, at_step(signal.Signals[name], 2))
     assert fit(ready) == (f"{name}: stopped after step 2, saved", [2])
     assert f"{name} while training (step 2): finishing the step, then saving ..." in caplog.text
 
@@ -99,7 +99,7 @@ def test_a_signal_is_said_to_be_during_what_it_interrupted(ready, monkeypatch, c
         return name(number)
 
     monkeypatch.setattr(signals, "_name", later)
-    fit(dataclasses.replace(ready, step=at_step(signal.SIGTERM, 2)))
+    fit(with_step(ready, at_step(signal.SIGTERM, 2)))
     assert "SIGTERM while training (step 2)" in caplog.text
 
 
@@ -169,7 +169,7 @@ def test_an_evaluation_that_was_broken_off_is_repeated(ready):
 @pytest.mark.proof
 def test_the_last_evaluation_is_made_up_for(ready):
     """A run that was asked to stop in its last step, or killed after it, is not complete yet."""
-    ready = dataclasses.replace(ready, step=at_step(signal.SIGTERM, 6))
+    ready = with_step(ready, at_step(signal.SIGTERM, 6))
     assert fit(ready) == ("SIGTERM: stopped after step 6, saved", [6])
     assert not trainer._is_complete(ready.config.run, 6, ready.workdir)
     checkpoints = CheckpointWriter(ready.checkpoints.directory)
@@ -192,17 +192,17 @@ def test_an_evaluation_that_is_recorded_is_not_repeated(ready):
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_wait_for_input_that_never_ends_is_broken_off(ready, monkeypatch, step):
-    device_batches, ended = training_loop.device_batches, []
+    training_batches, ended = training_loop.training_batches, []
 
     def stalled(*arguments, **settings):
-        batches = device_batches(*arguments, **settings)
+        batches = training_batches(*arguments, **settings)
         for _ in range(step - 1):
             yield next(batches)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         threading.Event().wait(600)
         ended.append("the wait")
 
-    monkeypatch.setattr(training_loop, "device_batches", stalled)
+    monkeypatch.setattr(training_loop, "training_batches", stalled)
     said, steps = fit(ready)
     done = f"after step {step - 1}, saved" if step > 1 else "before the first step"
     assert said == f"SIGTERM: stopped {done}"
@@ -276,7 +276,7 @@ def test_the_notice_of_a_cloud_saves_the_step(ready, metadata_server):
         return count(state, batch)
 
     with signals.listening(), notices.noticed("gce"):
-        said, steps = fit(dataclasses.replace(ready, step=step))
+        said, steps = fit(with_step(ready, step))
     assert said == "the preemption notice of gce: stopped after step 3, saved"
     assert steps == [3]
 

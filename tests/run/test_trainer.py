@@ -27,7 +27,7 @@ from jaxscale.run.setup.text import open_text
 from jaxscale.training.flops import step_flops
 from jaxscale.training.step import StepMetrics
 from jaxscale.training.tracing.traces import model_work
-from tests.run.settings import with_run
+from tests.run.settings import with_run, with_step
 
 SMALL = (
     "model.num_layers=1",
@@ -342,7 +342,8 @@ def test_a_transfer_in_the_loop_is_refused(opened, tmp_path, transfer, refused):
         return count(state, batch)
 
     checkpoints = CheckpointWriter(tmp_path / "checkpoints")
-    ready = dataclasses.replace(opened, workdir=tmp_path, checkpoints=checkpoints, step=step)
+    ready = dataclasses.replace(opened, workdir=tmp_path, checkpoints=checkpoints)
+    ready = with_step(ready, step)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"Disallowed {refused} transfer"):
         training_loop.fit(ready, trackers=())
 
@@ -360,8 +361,8 @@ def test_a_step_without_a_token_that_counts_has_no_loss(opened, tmp_path, caplog
         opened,
         workdir=tmp_path,
         checkpoints=CheckpointWriter(tmp_path / "checkpoints"),
-        step=step,
     )
+    ready = with_step(ready, step)
     caplog.set_level("INFO", "jaxscale")
     _, summary = training_loop.fit(ready, trackers=())
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
