@@ -109,6 +109,8 @@ def rewrite(markdown: str, here: str) -> str:
 
     >>> rewrite("[data](docs/data.md#mixtures), [map](#map)", "README.md")
     '[data](data.md#mixtures), [map](#map)'
+    >>> rewrite("![losses](zero.png), [planner](../planning.md)", "docs/studies/zero.md")
+    '![losses](zero.png), [planner](../planning.md)'
     """
     parts = FENCED.split(markdown)
     for i in range(0, len(parts), 2):  # fenced blocks stand between
@@ -119,7 +121,8 @@ def rewrite(markdown: str, here: str) -> str:
 def _moved(match: re.Match[str], here: str) -> str:
     if not is_file_link(match[2]):
         return match[0]
-    return match[1] + site_path(resolved(match[2], here)) + match[3]
+    folder = posixpath.dirname(site_path(here)) or "."
+    return match[1] + posixpath.relpath(site_path(resolved(match[2], here)), folder) + match[3]
 
 
 def is_file_link(target: str) -> bool:
