@@ -86,6 +86,7 @@ def train_at_rates(
         scaled = jax.tree.map(lambda p, q: p + rate * (q - p), state.params, after.params)
         return after._replace(params=scaled)
 
+    assert text.heldout, "the settings of the study hold text out"
     found = []
     for rate, steps in runs:
         state = built.init(jax.random.key(config.run.seed))
