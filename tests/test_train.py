@@ -352,7 +352,7 @@ def test_a_changed_batch_size_text_or_model_is_not_continued(whole, capsys):
 
     workdir, _ = whole
     for override, said in (
-        ("data.global_batch_size=16", "data.global_batch_size = 8 and has read 48 examples, and this"),
+        ("data.global_batch_size=16", "data.global_batch_size = 8 and has read 48 examples, and"),
         ("data.seed=1", "data.seed = 0, and this run has data.seed = 1; restore it"),
         ("model.d_ff=64", "model.d_ff = 64 here, 128 there"),
         ("model.rope_theta=2e4", "model with other settings; restore them:\n  model.rope_theta = "),
