@@ -21,7 +21,7 @@ from jaxscale import command_line, grow
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 
-EXPERTS = ["model.num_experts=8", "model.experts_per_token=2", "model.router_normalized=True"]
+EXPERTS = ["model.family=mixtral", "model.num_experts=8", "model.experts_per_token=2"]
 PANELS = "layers", "experts"
 
 

@@ -5,8 +5,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from etils import epy
-
 from jaxscale import config as configs
 from jaxscale.config import Config
 from jaxscale.studies.figures import draw_lines, make_figure
@@ -17,10 +15,8 @@ from jaxscale.studies.laws.critical_batch import (
     fit_critical_batch,
     steps_to_loss,
 )
+from jaxscale.studies.runs import train_run
 from jaxscale.studies.study import Case, Comparison, Study, StudyRow
-
-with epy.lazy_imports():  # they import JAX, which other studies do not need
-    from jaxscale.run import compilation_cache, metrics, trainer, training_loop
 
 SEQ_LEN, MICROBATCH = 32, 4
 SIZES = (4, 16, 64, 256)
@@ -50,6 +46,7 @@ SETTINGS = (
     "optimizer.warmup_steps=10",
     "optimizer.weight_decay=0",
     "layout.data=1",
+    "run.hang_seconds=3600",  # a slow step on busy processors is no hang
 )
 COLUMNS = {
     "part": "sweep: a run to the target; noise: a measurement in the first run",
@@ -95,11 +92,7 @@ def _config(case: Case) -> Config:
 
 def _rows(case: Case, folder: pathlib.Path) -> list[StudyRow]:
     config = _config(case)
-    compilation_cache.keep_compiled_programs()
-    ready = trainer.open_trainer(config, folder)
-    if ready is not None:
-        training_loop.fit(ready, trackers=())
-    records = [one for one in metrics.read(folder / metrics.METRICS) if "loss" in one]
+    records = train_run(config, folder).steps
     losses = recent_means([one["loss"] for one in records])
     size = case["sequences"]
     same = {"sequences": size, "learning_rate": config.optimizer.learning_rate}

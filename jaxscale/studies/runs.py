@@ -19,11 +19,17 @@ class TrainedRun(NamedTuple):
     """The results of a complete run."""
 
     steps: list[dict[str, Any]]  # records of metrics.jsonl with a loss, one a step
-    eval_losses: dict[int, float]  # step -> held-out loss, nats per token
+    eval_losses: dict[int, float]  # step -> held-out loss, nats per token; {} without such text
 
     @property
     def eval_loss(self) -> float:
-        """The held-out loss after the last step."""
+        """The held-out loss after the last step.
+
+        Raises:
+          ValueError: the run holds no text out.
+        """
+        if not self.eval_losses:
+            raise ValueError("the run has no held-out loss; set data.heldout, such as 0.05")
         return self.eval_losses[max(self.eval_losses)]
 
     @property
@@ -36,17 +42,13 @@ def train_run(config: Config, folder: pathlib.Path) -> TrainedRun:
     """Trains a configuration in a folder, which resumes, or reads it if it is complete.
 
     Args:
-      config: evaluates at least after its last step; `run.checkpoint_every` limits the work that
-        an interruption loses.
+      config: `run.checkpoint_every` limits the work that an interruption loses.
 
     Raises:
       FloatingPointError: the loss is not finite.
       Stopped: by a signal, after a checkpoint.
-      ValueError: settings that do not fit the devices or the folder's checkpoint, or without
-        held-out text.
+      ValueError: settings that do not fit the devices or the folder's checkpoint.
     """
-    if not (config.data.heldout or config.data.validation):
-        raise ValueError("data.heldout = 0: a study compares held-out losses; set it, such as 0.05")
     compilation_cache.keep_compiled_programs()
     ready = trainer.open_trainer(config, folder)
     if ready is not None:

@@ -28,7 +28,8 @@ HEAD = 16
 BASE = 32
 """The width at which muP changes nothing."""
 WIDTHS = (32, 64, 128)
-RATES = tuple(2.0**n for n in range(-9, -4))
+RATES = tuple(2.0**n for n in range(-10, -3))
+QUICK_RATES = (2.0**-5,)
 STEPS, QUICK_STEPS, WARMUP_STEPS = 100, 10, 10
 FEW_STEPS, FEW_RATE = 8, 2.0**-5
 """Steps, in the warm-up, and learning rate of the coordinate check."""
@@ -118,7 +119,7 @@ def coordinate_sizes(config: Config) -> Callable[[Any, Any], dict[str, float]]:
 
 def _cases(quick: bool, hardware: str) -> Sequence[Case]:
     del hardware
-    steps, rates = (QUICK_STEPS, RATES[-1:]) if quick else (STEPS, RATES)
+    steps, rates = (QUICK_STEPS, QUICK_RATES) if quick else (STEPS, RATES)
     widths = (BASE, 4 * BASE) if quick else WIDTHS
     return [
         {"width": width, "form": form, "steps": steps, "learning_rates": list(rates)}

@@ -206,33 +206,31 @@ def make_engine(
     rate = None if optimizer else schedule_of(config.optimizer, config.schedule_steps)
     matrices = pruned_matrices(config.optimizer, built.axes, shapes, frozen)
     pruning = Pruning(config.optimizer, matrices, rows)
-    if optimizer:
-        check_own_optimizer(config.optimizer, optimizer, shapes)
-    rule = functools.partial(optimizers.make, config.optimizer, steps=config.schedule_steps)
+    made = {"axes": built.axes, "frozen": frozen, "pruned": matrices, "width_ratio": ratio}
     by_layer = functools.partial(apply_by_layer, mesh, zero)
-    optimizer = optimizer or rule(
-        axes=built.axes, frozen=frozen, pruned=matrices, by_layer=by_layer, width_ratio=ratio
+    optimizer = pruning.optimizer(
+        _update_rule(config, optimizer, shapes, **made, by_layer=by_layer)
     )
-    optimizer = pruning.optimizer(optimizer)
     tables = make_tables(config, built, mesh)
     begin = functools.partial(_begin, optimizer, config.run, zero.loss_dtype, tables.begin)
     axes, state = place_state(
         layout, mesh, zero, built.axes, optimizer, begin, shapes, tables.place
     )
     check_pattern_shards(config.optimizer, matrices, state.params)
-    shardings = _shardings(state)
+    options = _compiler_options(config, mesh, zero, state)
 
-    def make(trained: Model, zero: Zero, wrap: Callable) -> Callable:
-        found = wrap(make_gradients(trained, layout, zero, mesh, stages, unroll_loops=unroll_loops))
-        parts = rows, pruning.gradients(found), optimizer, frozen, shardings, platform, tables
-        return pruning.step(make_step(config, built, *parts))
+    def train_step(trained: Model, zero: Zero, probe: NoiseProbe | None = None) -> Callable:
+        found = make_gradients(trained, layout, zero, mesh, stages, unroll_loops=unroll_loops)
+        found = pruning.gradients(probe.gradients(found) if probe else found)
+        shardings = _shardings(state)
+        parts = rows, found, optimizer, frozen, shardings, platform, tables
+        step = pruning.step(make_step(config, built, *parts))
+        return _jit_step(probe.step(step) if probe else step, state, mesh, options)
 
-    step, probe = make(models.trained, zero, lambda gradients: gradients), None
-    if config.run.noise_every:
-        probe = NoiseProbe.of(config, models.trained, zero, frozen)
+    measured = config.run.noise_every > 0
+    probe = NoiseProbe.of(config, models.trained, zero, frozen) if measured else None
     loss = make_loss(models.evaluated, layout, zero, mesh, stages)
     evaluate = _make_evaluate(loss, tables.look_up)
-    options = _compiler_options(config, mesh, zero, state)
     return Engine(
         config=config,
         model=built,
@@ -241,11 +239,8 @@ def make_engine(
         init=_jit_init(draw, begin, state, platform),
         draw=draw,
         begin=jax.jit(begin, out_shardings=_shardings(state), donate_argnums=0),
-        step=_jit_step(step, state, mesh, options),
-        measure=probe
-        and _jit_step(
-            probe.step(make(probe.model, probe.zero, probe.gradients)), state, mesh, options
-        ),
+        step=train_step(models.trained, zero),
+        measure=probe and train_step(probe.model, probe.zero, probe),
         evaluate=_jit_evaluate(evaluate, state, mesh, options),
         abstract_state=state,
         abstract_batch=_abstract_batch(built, config.data, batch_sharding(mesh)),
@@ -373,6 +368,20 @@ def _make_draw(
     """New parameters from a key, with layers in the order of the stages."""
     rows = stages.layer_of_row if stages else None
     return lambda key: scale_initial(model.init(key, rows), model.axes, ratio)
+
+
+def _update_rule(
+    config: Config, own: optax.GradientTransformation | None, shapes: Tree, **made: Any
+) -> optax.GradientTransformation:
+    """The custom update rule, if any, or that of the config.
+
+    Args:
+      made: arguments of `optimizers.make`.
+    """
+    if own:
+        check_own_optimizer(config.optimizer, own, shapes)
+        return own
+    return optimizers.make(config.optimizer, steps=config.schedule_steps, **made)
 
 
 def _begin(
