@@ -140,6 +140,12 @@ FEATURES: Mapping[str, Settings] = {
     "Muon": {"optimizer.name": "muon"},
     "Adafactor": {"optimizer.name": "adafactor"},
     "pruning (`optimizer.sparsity`)": {"optimizer.sparsity": 0.5, "optimizer.sparsity_steps": 4},
+    "muP (`optimizer.mup_base_width`)": {"optimizer.mup_base_width": 16},
+    "noise scale (`run.noise_every`)": {"run.noise_every": 2},
+    "batch schedule (`data.batch_schedule`)": {
+        "data.batch_schedule": {0: 16, 2: 32},
+        "layout.microbatches": 4,
+    },
     "frozen parameters (`optimizer.groups`)": {
         "optimizer.groups": ({"params": "embed/*", "frozen": True},)
     },

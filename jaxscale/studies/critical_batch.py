@@ -20,7 +20,7 @@ from jaxscale.studies.study import Case, Comparison, Study, StudyRow
 
 SEQ_LEN, MICROBATCH = 32, 4
 SIZES = (4, 16, 64, 256)
-QUICK_SIZES = (4, 64)
+QUICK_SIZES = (16,)
 MEASURED = 32
 """Sequences of the batches of the run that measures the noise scale."""
 NOISE_EVERY = 5
