@@ -64,7 +64,10 @@ CASES = [
     ("float8", "dense", {"pipeline": 2, "microbatches": 4, "schedule": "zb_h1"}),
     ("float8", "dense", QUANTISED_ONCE),
     ("float8", "experts", {"fsdp": 2, "expert": 2}),
-    ("int8", "dense", {"pipeline": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"}),
+    pytest.param(
+        *("int8", "dense", {"pipeline": 2, "tensor": 2, "microbatches": 4, "schedule": "zb_h1"}),
+        marks=pytest.mark.slow,  # float8 is in such a pipeline above
+    ),
     ("int8", "experts", EXPERT_COLUMNS),
 ]
 
