@@ -173,7 +173,7 @@ def draw(rows: dict[str, dict[str, Any]], file: Any) -> None:
         begin = [sum(pair) for pair in zip(begin, sizes)]
     memory.invert_yaxis()
     memory.set(xlabel="memory of a step, MiB")
-    memory.legend(frameon=False)
+    memory.legend(frameon=False, loc=(0.5, 0.25))  # next to the shortest bar
     for panel in (losses, memory):
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, format="png")

@@ -1,8 +1,9 @@
-"""python tools/growth.py [--steps N] [--json FILE] [--png FILE]
+"""python tools/growth.py [--steps N N] [--json FILE] [--png FILE]
 
 Trains small decoders on Python's source in two comparisons at equal FLOPs. Layers: with their own
 weights, shared to the end, shared to half. Experts: none, from scratch, and grown from half of the
-run without. docs/growth.md shows the table and docs/growth.png the held-out losses.
+run without. docs/growth.md shows the table and docs/growth.png the held-out losses. The steps are
+those of the two comparisons.
 """
 
 import argparse
@@ -28,15 +29,16 @@ PANELS = "layers", "experts"
 def main(argv: Sequence[str]) -> None:
     """Trains all runs in a temporary folder."""
     parser = argparse.ArgumentParser(description="Compares models that grow with others.")
-    parser.add_argument("--steps", type=command_line.whole(20, 10**6), default=400, metavar="N")
+    whole = command_line.whole(20, 10**6)
+    parser.add_argument("--steps", type=whole, nargs=2, default=(400, 400), metavar="N")
     parser.add_argument("--json", type=command_line.output_file, metavar="FILE")
     parser.add_argument("--png", type=command_line.output_file, metavar="FILE")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         comparisons = sharing, experts
         rows = {
-            panel: compare(pathlib.Path(folder) / panel, options.steps)
-            for panel, compare in zip(PANELS, comparisons)
+            panel: compare(pathlib.Path(folder) / panel, steps)
+            for panel, compare, steps in zip(PANELS, comparisons, options.steps)
         }
     print(table(rows))
     if options.json:
@@ -63,14 +65,14 @@ def experts(runs: pathlib.Path, steps: int) -> dict[str, Any]:
     """As many FLOPs for a dense decoder, for experts, and for a dense one that gets experts."""
     dense, sparse = step_flops([]), step_flops(EXPERTS)
     long, half = round(steps * sparse / dense), round(steps * sparse / dense / 2)
-    every = steps // 20
+    every, end = steps // 20, half + steps // 2
     train(runs / "dense", long, [], every=every)
     train(runs / "experts", steps, EXPERTS, every=every)
-    train(runs / "half", half, [], every=every)
+    train(runs / "half", half, [f"optimizer.schedule_steps={end}"], every=every)
     grown = runs / "grown"
     grow.main(["--workdir", f"{runs / 'half'}", "--output", f"{grown}", "--to", *EXPERTS])
-    to_end = [f"run.steps={half + steps // 2}"]
-    trainer = jaxscale.open_trainer(jaxscale.load(grown / "config.json", to_end), grown)
+    config = jaxscale.load(grown / "config.json", [f"run.steps={end}"])
+    trainer = jaxscale.open_trainer(config, grown)
     assert trainer
     jaxscale.fit(trainer)
     return {

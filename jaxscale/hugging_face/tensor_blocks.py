@@ -5,7 +5,7 @@ The host stores the requested part, and one block of `BLOCK_BYTES`.
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,9 @@ BLOCK_BYTES = 1 << 20
 
 Index = tuple[slice, ...]
 """A part of an array: begin and end in each dimension."""
+
+Decode = Callable[[np.ndarray, int], np.ndarray]
+"""The values of consecutive codes of a tensor, and of the index of the first one."""
 
 
 class _Block(NamedTuple):
@@ -42,12 +45,20 @@ def stored_order(rule: TensorRule) -> tuple[int, ...]:
     return tuple(int(dim) for dim in np.argsort(rule.order))
 
 
-def read_part(tensor: StoredTensor, rule: TensorRule, index: Index, dtype: np.dtype) -> np.ndarray:
+def read_part(
+    tensor: StoredTensor,
+    rule: TensorRule,
+    index: Index,
+    dtype: np.dtype,
+    decode: tuple[np.dtype, Decode] | None = None,
+) -> np.ndarray:
     """A part of a parameter, with dimensions in the tensor's order: a transposition on the host
     would take longer than the read.
 
     Args:
       index: in the parameter of one layer; padding rows beyond its end are zeros.
+      decode: the type of a quantised tensor's codes, and their values; None if the file has values
+        of the tensor's type.
 
     Raises:
       ValueError: the file ends too early.
@@ -57,10 +68,13 @@ def read_part(tensor: StoredTensor, rule: TensorRule, index: Index, dtype: np.dt
     if any(place.stop <= place.start for place in inside):
         return part
     target = part[tuple(slice(0, inside[dim].stop - inside[dim].start) for dim in dims)]
-    stored = DTYPES[tensor.dtype]
+    stored, values = decode or (DTYPES[tensor.dtype], None)
     with tensor.path.open("rb", buffering=0) as file:
-        for block in _blocks(tensor, rule, inside):
+        for block in _blocks(tensor, rule, inside, stored.itemsize):
             rows = _read(file, block, stored)
+            if values:
+                first = (block.offset - tensor.offset) // stored.itemsize
+                rows = values(rows.reshape(-1), first).reshape(rows.shape)
             target[block.rows] = _converted(rows[block.take], dtype, rule.name)
     return part
 
@@ -78,7 +92,7 @@ def write_part(tensor: StoredTensor, rule: TensorRule, index: Index, part: np.nd
     source = source.transpose(stored_order(rule))
     stored = DTYPES[tensor.dtype]
     with tensor.path.open("r+b", buffering=0) as file:
-        for block in _blocks(tensor, rule, inside):
+        for block in _blocks(tensor, rule, inside, stored.itemsize):
             whole = np.broadcast_to(0, block.shape)[block.take].shape == block.shape
             rows = np.empty(block.shape, stored) if whole else _read(file, block, stored)
             rows[block.take] = _converted(source[block.rows], stored, rule.name)
@@ -105,7 +119,9 @@ def inside_index(rule: TensorRule, index: Index) -> Index:
     return tuple(slice(place.start, min(place.stop, n)) for place, n in zip(index, shape))
 
 
-def _blocks(tensor: StoredTensor, rule: TensorRule, index: Index) -> Iterator[_Block]:
+def _blocks(
+    tensor: StoredTensor, rule: TensorRule, index: Index, item_bytes: int
+) -> Iterator[_Block]:
     """The blocks of a tensor that contain a part of a parameter."""
     taken: list[int | slice] = list(rule.take) + [slice(None)] * (len(rule.view) - len(rule.take))
     places = iter([index[rule.order.index(dim)] for dim in range(len(rule.order))])
@@ -117,7 +133,6 @@ def _blocks(tensor: StoredTensor, rule: TensorRule, index: Index) -> Iterator[_B
     while isinstance(first := taken[0], int):  # one row: split inside it
         view, taken, begin = view[1:], taken[1:], begin + first * math.prod(view[1:])
     row_items = math.prod(view[1:])
-    item_bytes = DTYPES[tensor.dtype].itemsize
     num_rows = max(1, BLOCK_BYTES // (row_items * item_bytes))
     for row in range(first.start, first.stop, num_rows):
         count = min(num_rows, first.stop - row)

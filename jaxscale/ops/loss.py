@@ -48,8 +48,11 @@ class LossForm(NamedTuple):
     """Tokens of a chunk, without tokens of other ranks of context; None is `loss_chunk_tokens`."""
 
     platform: str = ""
-    """Of the devices: on GPUs a chunk has at least as many tokens as features; on CPUs targets'
-    logits are looked up."""
+    """Of the devices: on GPUs a chunk has at least as many tokens as features, for the head's
+    gradient; on CPUs targets' logits are looked up."""
+
+    trains_head: bool = True
+    """Whether the head's gradient is read: otherwise XLA removes it, and chunks are short."""
 
     accumulation_dtype: DTypeLike = jnp.float32
     """Of the head's gradient, summed over chunks; at least as wide as the softmax."""
@@ -323,7 +326,8 @@ def _chunks(form: LossForm, columns: int, *arrays_BT: Array) -> list[Array]:
     Args:
       columns: of the head on this rank, for which a chunk has the tokens of all ranks of context.
     """
-    features = arrays_BT[0].shape[-1] if form.platform == "gpu" else 0
+    long = form.platform == "gpu" and form.trains_head
+    features = arrays_BT[0].shape[-1] if long else 0
     most = int(loss_chunk_tokens(columns, features)) // time_ranks(form.spread)
     most = form.chunk_tokens or max(most, 1)
     flat = [array.reshape(-1, *array.shape[2:]) for array in arrays_BT]

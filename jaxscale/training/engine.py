@@ -286,6 +286,7 @@ def _make_models(
         platform,
         config.model.matmul_dtype,
         one_document=config.data.one_document,
+        trains_head=not config.model.adapts,
         rules=own,
         unroll=unroll_loops,
     )

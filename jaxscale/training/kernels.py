@@ -57,6 +57,7 @@ def make_kernels(
     matmul_dtype: str = "",
     *,
     one_document: bool = False,
+    trains_head: bool = True,
     rules: Rules | None = None,
     unroll: bool = False,
 ) -> Kernels:
@@ -66,6 +67,7 @@ def make_kernels(
       implementation: of attention, by `attention_name`.
       matmul_dtype: of the model.
       one_document: whether every row is one document, and padding after it.
+      trains_head: whether the output matrix has a gradient.
       rules: of a model's additional logical axes.
       unroll: unrolls loops, for XLA's cost analysis.
     """
@@ -126,7 +128,9 @@ def make_kernels(
         ),
         sum_over_batch_ranks=functools.partial(_sum_over_batch_ranks, layout),
         cross_entropy=functools.partial(
-            _cross_entropy, layout, LossForm(platform=platform, unroll=unroll)
+            _cross_entropy,
+            layout,
+            LossForm(platform=platform, trains_head=trains_head, unroll=unroll),
         ),
         shard=lambda x, axes: constrain(x, axes, layout.sizes, {**ACTIVATIONS, **(rules or {})}),
     )

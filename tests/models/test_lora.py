@@ -2,6 +2,7 @@
 gradient of a frozen matrix is computed."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -51,13 +52,14 @@ def test_a_merged_model_is_the_same_and_a_new_one_is_its_base(settings):
     np.testing.assert_allclose(Pretrained(base, merged, plain)(tokens), logits, atol=1e-10)
 
 
-BATCH, SEQ_LEN, RANK, EXPERTS, HIDDEN, STREAM = 4, 16, 2, 4, 48, 32
+BATCH, SEQ_LEN, RANK, EXPERTS, HIDDEN, STREAM, RANKS = 8, 16, 2, 4, 48, 32, 2
 
 
 @pytest.mark.compiles
 def test_an_adapter_of_experts_costs_its_own_matmuls():
     """The step's matmuls are those of a forward and a backward pass without weight gradients, and
-    the adapters'. A capacity, so that XLA states the FLOPs of all rows."""
+    the adapters'. A capacity, so that XLA states the FLOPs of all rows. Ranks of data reduce the
+    adapters' gradients alone."""
     sizes = {"num_layers": 1, "d_model": STREAM, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
     routed = {"num_experts": EXPERTS, "experts_per_token": 2, "capacity_factor": 1.0}
     config = from_dict(
@@ -68,14 +70,14 @@ def test_an_adapter_of_experts_costs_its_own_matmuls():
                 "attention": "reference",
             },
             "data": {"global_batch_size": BATCH, "seq_len": SEQ_LEN},
-            "layout": {"data": 1, "remat": "none"},
+            "layout": {"data": RANKS, "remat": "none"},
         }
     )
 
     def matmul(rows: int, *sizes: int) -> float:
         return 2.0 * rows * math.prod(sizes)
 
-    tokens = BATCH * SEQ_LEN
+    tokens = BATCH * SEQ_LEN // RANKS
     rows = 2 * tokens  # of all experts
     attention = matmul(tokens, STREAM, 4 * STREAM) + 2 * matmul(tokens, SEQ_LEN, STREAM)
     frozen = matmul(tokens, STREAM, EXPERTS) + 3 * matmul(rows, STREAM, HIDDEN)
@@ -86,8 +88,14 @@ def test_an_adapter_of_experts_costs_its_own_matmuls():
     wanted = attention + frozen + 2 * head + down
     wanted += 3 * adapter - 2 * matmul(rows, RANK, STREAM)
     with jax.enable_x64(False):  # XLA writes the trip counts of 32-bit counters
-        engine = make_engine(config, make_mesh(config.layout, jax.devices()[:1]))
+        engine = make_engine(config, make_mesh(config.layout, jax.devices()[:RANKS]))
         step = engine.step.lower(engine.abstract_state, engine.abstract_batch).compile()
         parsed = hlo.parse_hlo(step.as_text())
     found = computation_costs(parsed, instruction_flops)[parsed.entry]
     assert found == pytest.approx(wanted, rel=1e-3)
+    every = itertools.chain(*parsed.computations.values())
+    reduced = [one.shape for one in every if one.opcode.startswith("all-reduce")]
+    sizes = [math.prod(dims) for shape in reduced for _, dims in hlo.arrays(shape)]
+    adapters = [EXPERTS * RANK * size for size in (STREAM, HIDDEN)]
+    # And the counts of choices by expert, and scalars.
+    assert sorted(size for size in sizes if size > EXPERTS) == sorted(3 * adapters)

@@ -15,7 +15,14 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.compiled import hlo
 from jaxscale.compiled.collectives import collectives
 from jaxscale.ops import loss_kernel
-from jaxscale.ops.loss import LossForm, _chunk_size, _reduced_at_once, cross_entropy, logits
+from jaxscale.ops.loss import (
+    LossForm,
+    _chunk_size,
+    _chunks,
+    _reduced_at_once,
+    cross_entropy,
+    logits,
+)
 from jaxscale.ops.loss_over_vocabulary import Slice
 from jaxscale.ops.sizes import CHUNK_BYTES, loss_chunk_tokens
 from jaxscale.ops.tensor_parallel import Spread
@@ -457,6 +464,11 @@ def test_chunks_are_equal_and_hold_the_logits_that_were_asked_for():
     assert loss_chunk_tokens(32_768) == 1024
     assert loss_chunk_tokens(256) == CHUNK_BYTES // (4 * 256)
     assert loss_chunk_tokens(131_072, 2048) == 2048
+    x = jax.ShapeDtypeStruct((1, 4096, 2048), jnp.bfloat16)
+    for trained, shape in ((True, (2, 2048, 2048)), (False, (4, 1024, 2048))):
+        form = LossForm(platform="gpu", trains_head=trained)
+        made = jax.eval_shape(functools.partial(_chunks, form, 131_072), x)
+        assert made[0].shape == shape
     assert _chunk_size(4097, 1024) == 820  # five chunks, three tokens of padding
     for tokens in (1, 7, 100, 101):
         for most in (1, 3, 64, 1000):

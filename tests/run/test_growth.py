@@ -23,8 +23,9 @@ from jaxscale.models.forward import forward
 from jaxscale.models.protocol import head_params
 from jaxscale.models.shared_layers import unshared_params
 from jaxscale.run import trainer, training_loop
-from jaxscale.run.growth.changes import larger_config
+from jaxscale.run.growth.changes import described, larger_config
 from jaxscale.run.growth.grow_state import grow_state, unshared_config
+from jaxscale.run.pretrained import Pretrained, from_pretrained
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.training.engine import make_engine
 from tests.invariants.models import make_batches
@@ -233,7 +234,33 @@ def test_a_run_grows_in_layers_experts_and_tokens_with_its_function(parted, tmp_
 
     more = grown("more", "model.vocab_size=300", source=deeper)
     assert Checkpoints(more / "checkpoints").steps() == [0]
+    ids = np.arange(8)[None]
+    few, many = (from_pretrained(one, compute_dtype="float64")(ids) for one in (deeper, more))
+    np.testing.assert_allclose(many[..., :257], few, rtol=1e-6)
     assert "a new run from step 0" in capsys.readouterr().out
+
+
+@pytest.mark.proof
+def test_experts_keep_the_function_only_with_gates_that_sum_to_one():
+    """CPM-2's copies, under gates that are normalised, and under plain softmax gates."""
+    settings = {"family": "qwen3", **SIZES, **FLOAT64, "num_layers": 2}
+    config = from_dict({"model": settings, "layout": {"data": 1}})
+    mesh = make_mesh(config.layout, jax.devices()[:1])
+    dense, ids = make_engine(config, mesh), np.arange(12)[None]
+    params = dense.init(jax.random.key(0)).params
+    wanted = Pretrained(config.model, params, Decoder(config.model, plain_kernels()))(ids)
+    for normalized in (True, False):
+        to = ("family=qwen3_moe", "num_experts=4", f"router_normalized={normalized}")
+        larger = larger_config(config, [f"model.{one}" for one in (*to, "experts_per_token=2")])
+        engine = make_engine(larger, mesh)
+        rng = np.random.default_rng(0)
+        router = jnp.asarray(rng.normal(size=(2, 16, 4)))
+        new = {"layers/mlp/router": router}
+        grown = grow_state(dense, engine, dense.init(jax.random.key(0)), new).params
+        found = Pretrained(larger.model, grown, Decoder(larger.model, plain_kernels()))(ids)
+        assert np.allclose(found, wanted, rtol=0, atol=1e-6) == normalized
+        (line,) = described(config.model, larger.model)
+        assert ("not the same function" in line) != normalized
 
 
 BASE = {"model": {**SIZES, "vocab_size": 257, "d_ff": 32}}

@@ -186,6 +186,21 @@ def mxfp4_values(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return (E2M1[codes] * powers[..., None]).reshape(len(scales), -1)
 
 
+def scaled_by_blocks(
+    codes: np.ndarray, factors: np.ndarray, block: tuple[int, int], first: int
+) -> np.ndarray:
+    """The weights, float32, of rows of a checkpoint's matrix of numbers [rows, inputs], of which
+    each block of a x b has a factor.
+
+    Args:
+      factors: of the whole matrix, [outputs / a, inputs / b], rounded up.
+      block: a and b.
+      first: the first row's index in the matrix.
+    """
+    of_rows = factors[np.arange(first, first + len(codes)) // block[0]].astype(np.float32)
+    return codes.astype(np.float32) * np.repeat(of_rows, block[1], 1)[:, : codes.shape[1]]
+
+
 def _map_stored(function: Callable[[Any, Stored], Any], tree: Any, stored: StoredWeights) -> Any:
     if not stored:
         return tree

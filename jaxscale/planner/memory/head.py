@@ -19,7 +19,8 @@ def head_bytes(loop: LayerLoop, transients: Transients) -> Ints:
     vocab = -(-model_trace(loop.model).vocab_rows // ranks)
     matrix = loop.parameters.head_elements()
     gradient = loop.trained.head_elements() // layout.context
-    features = loop.width if transients.in_place else 0  # as in `training.kernels` on a GPU
+    long = transients.in_place and not loop.model.adapts  # as in `ops.loss`
+    features = loop.width if long else 0
     each = loss_chunk_tokens(vocab, features) // layout.context
     chunks = -(-loop.tokens // np.maximum(each, 1))
     logits = loop.tokens * layout.context * vocab // chunks
@@ -52,7 +53,7 @@ def _fused_bytes(
     adds in place. With one chunk the gradient is allocated after the float32 logits are freed; in a
     single visit also transposed, unless the compiler reduces it over context. The matrix may be
     among the weights gathered and kept, as in a pipeline, where a micro-batch has a gradient
-    separate from the sums.
+    separate from the sums, or be the parameter itself.
 
     Args:
       chunks, logits: their number, and the elements of one.
@@ -60,7 +61,8 @@ def _fused_bytes(
       piped: whether there is a pipeline.
     """
     wide, narrow = loop.accumulated * gradient, loop.compute * matrix
-    narrow = select(piped | loop.keeps, 0, narrow)
+    as_it_is = (loop.model.param_dtype == loop.model.compute_dtype) & np.logical_not(loop.gathers)
+    narrow = select(piped | loop.keeps | as_it_is, 0, narrow)
     both = (max(loop.compute, 4) + loop.compute) * logits + narrow
     own = loop.scatters | piped
     several = both + select(own | loop.single, wide, 0)

@@ -192,7 +192,7 @@ def _stack_memory(
             )
             - own_host * host_weights // itemsize(model.param_dtype)
         ),
-        carried=carried_bytes(loop, transients),
+        carried=carried_bytes(loop, transients) + own_host * _waiting(loop, on_host, transients),
         walk_end=end_of_backward_bytes(loop, transients),
         restacked=restacked_bytes(loop, rows[loop.part])
         if transients.in_place and loop.has_experts
@@ -231,6 +231,13 @@ def _layer_weights(
 def _fetched(loop: LayerLoop, on_host: HostState) -> Ints:
     """Shards of two layers that are copied from host memory."""
     return 2 * on_host.weights[loop.part] // loop.num_layers
+
+
+def _waiting(loop: LayerLoop, on_host: HostState, transients: Transients) -> Ints:
+    """Gradients of one more layer before their reduction: XLA for TPUs (libtpu 0.0.52) reduces
+    them a layer later if the layers' weights come from host memory."""
+    fetches = np.asarray(on_host.weights[loop.part]) > 0
+    return select(fetches & transients.carries, loop.accumulated * loop.gradients)
 
 
 def _kept(loop: LayerLoop, rows: Rows) -> Ints:
