@@ -93,8 +93,26 @@ def test_a_click_model_without_staleness_is_plain_jax_on_one_device(tmp_path, mo
         clicks = train.read(file, train.NUM_ROWS)
         assert 0.1 < clicks.labels.mean() < 0.6
         assert (clicks.ids == -1).mean() == pytest.approx(0.03, abs=0.01)
-        _, params, rows = train.with_tables(clicks, 0)
-        _, wanted_params, wanted_rows = train.synchronous(clicks)
+        *_, (_, params, rows) = train.with_tables(clicks, 0)
+        *_, (_, wanted_params, wanted_rows) = train.synchronous(clicks)
     np.testing.assert_allclose(rows, wanted_rows, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, wanted_params)
     assert train.area_under_curve(np.array([0, 1, 0, 1]), np.array([0.1, 0.9, 0.5, 0.4])) == 0.75
+
+
+def test_lines_of_criteo_are_read_with_missing_and_negative_values(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(".")
+    criteo = importlib.import_module("examples.click_model.criteo")
+    file = tmp_path / "clicks.tsv"
+    counts, names = ["-2", "", "7", *["0"] * 10], ["68fd1e64", "68fd1e64", "", *["a8cd5504"] * 23]
+    file.write_text("\t".join(["1", *counts, *names]) + "\n")
+    clicks = criteo.read(file, 1000)
+    np.testing.assert_allclose(clicks.counts[0, :3], [0, 0, np.log(8)], rtol=1e-6)
+    first, second, missing, *rest = clicks.ids[0]
+    assert clicks.labels.tolist() == [1]
+    assert missing == -1
+    assert first != second, "a category is hashed with its field"
+    assert all(0 <= one < 1000 for one in (first, second, *rest))
+    file.write_text("\t".join(["1", *counts]) + "\n")
+    with pytest.raises(ValueError, match="line 1 has 14 columns; Criteo's format has 40"):
+        criteo.read(file, 1000)

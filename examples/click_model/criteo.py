@@ -40,11 +40,20 @@ def write_synthetic(path: pathlib.Path, lines: int, categories: int = 2000, seed
 
 
 def read(path: pathlib.Path, num_rows: int) -> Clicks:
-    """Reads impressions; a category is hashed with its field to one of `num_rows` rows."""
+    """Reads impressions; a category is hashed with its field to one of `num_rows` rows.
+
+    Raises:
+      ValueError: a line has another number of columns.
+    """
     labels, counts, ids = [], [], []
     with path.open(encoding="ascii") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             label, *rest = line.rstrip("\n").split("\t")
+            if len(rest) != COUNTS + FIELDS:
+                raise ValueError(
+                    f"{path}, line {number} has {1 + len(rest)} columns; Criteo's format has "
+                    f"{1 + COUNTS + FIELDS}, with tabs between"
+                )
             labels.append(int(label))
             counts.append([max(0, int(x or 0)) for x in rest[:COUNTS]])
             named = enumerate(rest[COUNTS:])

@@ -4,6 +4,7 @@ Nothing here imports JAX, since the planner uses the same checks.
 """
 
 import math
+from collections.abc import Mapping
 
 from jaxscale.choices import nearest_divisors
 from jaxscale.config import DataConfig, zero_stage
@@ -12,6 +13,9 @@ from jaxscale.config.model import ModelConfig, ModelSettings
 from jaxscale.config.model.settings import SPREAD_ATTENTIONS
 from jaxscale.config.schedule_spec import parse_lengths
 from jaxscale.sharding.rules import divides_heads, spreads_attention
+
+MOST_ROWS = 2**31 - 1
+"""Of an embedding table: ids are int32, and one number more stands for no row."""
 
 
 def check_divides(layout: Layout, batch: int) -> None:
@@ -212,6 +216,44 @@ def check_sequence_chunks(layout: Layout, model: ModelSettings) -> None:
                 f"{getattr(model, setting)!r}: {why} whole sequences; set {other}"
                 "layout.sequence_chunks = 1"
             )
+
+
+def check_table_rows(layout: Layout, rows: Mapping[str, int]) -> None:
+    """Refuses embedding tables whose rows do not divide over the devices.
+
+    Args:
+      rows: of each table, by its name.
+
+    Raises:
+      ValueError: names the numbers of rows that are allowed.
+    """
+    devices = layout.num_devices
+    for name, count in rows.items():
+        if not 1 <= count <= MOST_ROWS:
+            raise ValueError(
+                f"table {name!r} has {count} rows; from 1 to {MOST_ROWS} (ids are of 32 bits): use "
+                "several tables"
+            )
+        if count % devices:
+            below, above = count // devices * devices, -(-count // devices) * devices
+            nearest = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"table {name!r} has {count} rows, which do not divide over the layout's {devices} "
+                f"devices; give it {nearest} (n-grams: model.ngram_rows), or change the layout"
+            )
+
+
+def check_table_sequences(layout: Layout, rows: Mapping[str, int]) -> None:
+    """Refuses segments of sequences for a model with tables.
+
+    Raises:
+      ValueError: names the setting to change.
+    """
+    if rows and layout.segments > 1:
+        raise ValueError(
+            f"layout.sequence_chunks = {layout.sequence_chunks} is not available for a model with "
+            "tables: rows are looked up for whole sequences; set layout.sequence_chunks = 1"
+        )
 
 
 def check_sliced_head(layout: Layout, model: ModelSettings, *, slices_head: bool) -> None:

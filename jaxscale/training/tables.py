@@ -20,6 +20,7 @@ from jaxscale.config import Config
 from jaxscale.models.protocol import EmbeddingTable, Model
 from jaxscale.ops.array_stack import at, put
 from jaxscale.ops.tables.exchange import TableShards, adagrad, look_up, update
+from jaxscale.sharding.layout_checks import check_table_rows, check_table_sequences
 from jaxscale.sharding.specs import (
     batch_sharding,
     manually,
@@ -29,9 +30,6 @@ from jaxscale.sharding.specs import (
 )
 
 Tree = Any
-
-MOST_ROWS = 2**31 - 1
-"""Of a table: ids are int32, and one number more stands for no row."""
 
 
 class TableState(NamedTuple):
@@ -87,7 +85,7 @@ def make_tables(config: Config, model: Model, mesh: Mesh) -> Tables:
                 "or give the model a table, such as model.ngram_rows"
             )
         return NO_TABLES
-    check_tables(config, model)
+    _check_tables(config, model)
     parts = {name: _open_table(table, mesh, config) for name, table in model.tables.items()}
     lengths = {name: length for name, (length, _) in model.extras(config.data.seq_len).items()}
 
@@ -111,27 +109,13 @@ def make_tables(config: Config, model: Model, mesh: Mesh) -> Tables:
     return Tables(begin, place, find, change)
 
 
-def check_tables(config: Config, model: Model) -> None:
-    """Refuses tables that a layout cannot have.
-
-    Raises:
-      ValueError: with the setting to change.
-    """
-    layout, devices = config.layout, config.layout.num_devices
-    extras, read = model.extras(config.data.seq_len), set[str]()
+def _check_tables(config: Config, model: Model) -> None:
+    layout, extras = config.layout, model.extras(config.data.seq_len)
+    rows, read = {name: table.rows for name, table in model.tables.items()}, set[str]()
+    check_table_rows(layout, rows)
+    check_table_sequences(layout, rows)
     for name, table in model.tables.items():
         where = f"table {name!r}"
-        if not 1 <= table.rows <= MOST_ROWS:
-            raise ValueError(
-                f"{where} has {table.rows} rows; from 1 to {MOST_ROWS} (ids are of 32 bits): use "
-                "several tables"
-            )
-        if table.rows % devices:
-            least = -(-table.rows // devices) * devices
-            raise ValueError(
-                f"{where} has {table.rows} rows, which do not divide over {devices} devices; give "
-                f"it {least}"
-            )
         for ids in table.ids:
             if ids in read:
                 raise ValueError(
@@ -144,11 +128,6 @@ def check_tables(config: Config, model: Model) -> None:
                     f"{where} reads ids from batch.extras[{ids!r}], which are not among the int32 "
                     f"arrays of the model's extras: {sorted(extras)}"
                 )
-    if layout.segments > 1:
-        raise ValueError(
-            f"layout.sequence_chunks = {layout.sequence_chunks} is not available for a model with "
-            "tables: rows are looked up for whole sequences; set layout.sequence_chunks = 1"
-        )
 
 
 def _open_table(table: EmbeddingTable, mesh: Mesh, config: Config) -> "_MeshTable":

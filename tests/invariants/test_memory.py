@@ -67,6 +67,7 @@ CASES = {
     "tensor": case({"fsdp": 2, "tensor": 2, "remat": "full"}, 32),
     "rows of tensor": case({"fsdp": 2, "tensor": 4, "tensor_rows": 2}, 64),
     "few tokens, stage 0": case(fsdp(0), 4, 16),
+    "pruned": case({"remat": "full"}, 4, 16, sparsity=0.5, sparsity_steps=4),
     # Whose sums of gradients are held between visits, but for those of frozen weights.
     "adapters, stage 1": case(fsdp(1, microbatches=4), model={"lora_rank": 8}),
     "side network, stage 3": case(fsdp(3, "none"), 64, model={"side_width": 8}),
@@ -76,7 +77,7 @@ PIPELINES = {
     "1f1b, two of four passes kept": case(
         {"pipeline": 4, "microbatches": 8, "remat": "keep:2"}, 32, model={"num_layers": 8}
     ),
-    "breadth first, stage 1": case(
+    "breadth first, stage 1, tables": case(
         {
             "pipeline": 2,
             "fsdp": 2,
@@ -87,7 +88,7 @@ PIPELINES = {
             "remat": "full",
         },
         16,
-        model={"num_layers": 8, "vocab_size": 4096},
+        model={"num_layers": 8, "vocab_size": 4096, "ngram_rows": 4096},
     ),
 }
 MT5 = {"family": "mt5", "num_encoder_layers": 6, "num_kv_heads": 4}

@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped."""
+"""A run that stops and goes on is the run that never stopped, also while it prunes."""
 
 import contextlib
 import itertools
@@ -30,6 +30,8 @@ def make(*overrides):
                 "optimizer.moment_dtype=float64",
                 "optimizer.second_moment_dtype=float64",
                 "optimizer.accumulation_dtype=float64",
+                "optimizer.sparsity=0.5",
+                "optimizer.sparsity_steps=4",
                 "data.seq_len=32",
                 *overrides,
             ],

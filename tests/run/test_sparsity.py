@@ -9,17 +9,18 @@ from safetensors.numpy import load_file
 from jaxscale import convert
 from jaxscale.config import load
 from jaxscale.run import trainer, training_loop
+from jaxscale.run.setup.layout_report import describe_layout
 
 SETTINGS = ("optimizer.sparsity=0.5", "optimizer.sparsity_steps=4", "run.metrics_by_layer=True")
 
 
 def train(workdir, *settings):
-    """The records of a run's steps."""
+    """The records of a run's steps, and what it prints of its layout."""
     ready = trainer.open_trainer(load("configs/tiny.py", ["data.seq_len=32", *settings]), workdir)
     assert ready
     training_loop.fit(ready, trackers=())
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "loss" in line]
+    return [line for line in lines if "loss" in line], describe_layout(ready.engine)
 
 
 @pytest.mark.proof
@@ -27,7 +28,7 @@ def test_a_dense_run_goes_on_sparse_and_its_export_has_the_pattern(tmp_path):
     workdir = tmp_path / "run"
     train(workdir, "run.steps=2", "optimizer.schedule_steps=6")
     sparse = ("optimizer.sparsity_begin=2", "optimizer.sparsity_pattern=2:4", "run.steps=6")
-    last = train(workdir, *SETTINGS, *sparse)
+    last, layout = train(workdir, *SETTINGS, *sparse)
     assert [line["step"] for line in last] == [1, 2, 3, 4, 5, 6]
     assert last[-1]["sparsity"] == 0.5
     assert last[-1]["sparsity_by_layer"] == [0.5, 0.5]
@@ -37,6 +38,8 @@ def test_a_dense_run_goes_on_sparse_and_its_export_has_the_pattern(tmp_path):
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     found = {name: x for name, x in tensors.items() if name.endswith("proj.weight")}
     assert len(found) == 14
+    live = sum(np.count_nonzero(np.asarray(x, np.float32)) for x in found.values())
+    assert f", {live:,} remain" in layout  # the law's number of weights
     for name, x in found.items():
         live = (np.asarray(x, np.float32) != 0).reshape(-1, 4).sum(axis=1)
         np.testing.assert_array_equal(live, 2, err_msg=name)

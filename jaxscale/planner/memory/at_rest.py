@@ -112,9 +112,10 @@ def table_bytes(
 
 
 def vector_bytes(model: ModelSettings, data: DataConfig, layout: Layout) -> Ints:
-    """A device's rows of tables that a step has looked up; with several micro-batches also these in
-    their order, and the gradients of the earlier ones."""
-    copies = 1 + 2 * (layout.microbatches > 1)
+    """A device's rows of tables that a step has looked up; with several micro-batches also the
+    gradients of the earlier ones, and without a pipeline the rows in their order."""
+    several = layout.microbatches > 1
+    copies = 1 + several + (several & (layout.pipeline == 1))
     return copies * sum(_looked_up(model, data, layout)[1])
 
 

@@ -60,11 +60,12 @@ def update_bytes(optimizer: str, loop: LayerLoop, rows: Rows) -> Ints:
     return 0
 
 
-def pruning_bytes(loop: LayerLoop, rows: Rows) -> Ints:
-    """Temporaries of an update that prunes: of each weight of the layers its update, and its
-    magnitude as an integer."""
+def pruning_bytes(loop: LayerLoop, transients: Transients, rows: Rows) -> Ints:
+    """Temporaries of an update that prunes: of each weight of the layers its update, its magnitude
+    as an integer, and masks: of live weights, those below the threshold, and ties."""
     shards = zero_stage.shards_state(loop.layout.zero_stage)
-    return 8 * sum(count * loop.trained.elements(part, shards) for part, count in rows.items())
+    weights = sum(count * loop.trained.elements(part, shards) for part, count in rows.items())
+    return transients.pruned * weights
 
 
 def _matrices(array: ParamShape, expert_ranks: Ints) -> Ints:

@@ -158,9 +158,10 @@ def _stack_memory(
         # A single visit adds nothing to them before the layers' backward pass.
         head_sums=select(loop.single & transients.in_place, 0, gradients),
         end=maximum(
-            reduction_bytes(loop, transients, rows), update_bytes(optimizer.name, loop, rows)
-        )
-        + optimizer.prunes * pruning_bytes(loop, rows),
+            reduction_bytes(loop, transients, rows),
+            update_bytes(optimizer.name, loop, rows)
+            + optimizer.prunes * pruning_bytes(loop, transients, rows),
+        ),
         # Before and after its update (`training.update_in_turn`).
         updated=2 * own_host * on_host.largest,
         moments_copy=moments if optimizer.name == "lion" else 0,

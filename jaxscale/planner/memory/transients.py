@@ -42,6 +42,9 @@ class Transients:
     piped: int = 0  # fewer of hidden in a pipeline whose weights are whole on a rank
     looks_up: bool = False  # all columns on a rank: targets are looked up, one array of logits less
     grouped: str = "blocks"  # the matmul of experts
+    pruned: int = (
+        8  # bytes for each weight of the layers, in an update that prunes; TPU: not compared
+    )
     live: float = 1.0  # per byte that `tracing.liveness` finds in a custom model's layer
     copied: float = 0.0  # of its saved activations, in the loop
     score_blocks: float = 1.0  # of its blocks of attention scores
@@ -73,14 +76,14 @@ _TPU: dict[str, Any] = {
 _GPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 0, "matmuls": 1, "whole": 7, "late": True}
 # Counted in steps of mT5 (mt5_xxl on 64 A100, mt5_base): with few tokens weights are most of the
 # memory.
-_GPU |= {"queued": True, "in_place": True, "live": 0.9, "grouped": "kernels"}
+_GPU |= {"queued": True, "in_place": True, "live": 0.9, "grouped": "kernels", "pruned": 7}
 HEADS = ("queries", "keys")
 BIASED = (18, 9.2, 2.5)
 """Slopes fitted to six encoders of 4 layers over d_model, heads, head_dim and d_ff (CPU,
 float32)."""
 _CPU: dict[str, Any] = {"ring": 6, "logits": 3, "zeros": 2, "biased": BIASED}
 _CPU |= {"piped": 1, "looks_up": True, "live": 1.2, "copied": 0.4}
-_CPU |= {"score_blocks": 4.5, "attended": 1.75}
+_CPU |= {"score_blocks": 4.5, "attended": 1.75, "pruned": 12}
 # By type of MLP: "llama" is gated, "gpt" is not.
 TRANSIENTS = {
     # Counted in the buffer assignments of XLA's CPU back end (jaxlib 0.12, float32). It

@@ -30,6 +30,8 @@ from jaxscale.sharding.layout_checks import (
     check_sequence_chunks,
     check_sliced_head,
     check_spread_attention,
+    check_table_rows,
+    check_table_sequences,
     check_tensor_rows,
     check_ulysses,
 )
@@ -258,16 +260,19 @@ class TrainableModel:
         except ValueError as error:
             return "not available in this version", str(error)
         layout, model, data = config.layout, config.model, config.data
-        rows = data.global_batch_size
+        batch = data.global_batch_size
+        rows = {table.name: table.rows for table in model_trace(model).tables}
         checks = {
-            self.batch_reason: functools.partial(check_divides, layout, rows),
-            sized_model.NO_HALVES: functools.partial(check_overlap, layout, rows),
+            self.batch_reason: functools.partial(check_divides, layout, batch),
+            sized_model.NO_HALVES: functools.partial(check_overlap, layout, batch),
             sized_model.NO_SHARDS: functools.partial(check_pipeline_gather, layout),
             sized_model.NO_RING: functools.partial(check_ring, layout),
             NO_SPREAD: functools.partial(check_spread_attention, layout, model.attention),
             sized_model.NO_HEADS: functools.partial(check_ulysses, layout, model),
             "data.seq_len does not split": functools.partial(check_sequence, layout, data),
             "needs whole sequences": functools.partial(check_sequence_chunks, layout, model),
+            "tables need whole sequences": functools.partial(check_table_sequences, layout, rows),
+            "rows of a table do not divide": functools.partial(check_table_rows, layout, rows),
             "not available in this version": functools.partial(check_tensor_rows, layout, model),
             sized_model.NO_SLICES: functools.partial(self._check_head, layout),
             "a dimension of the model does not divide": functools.partial(check_parameters, config),

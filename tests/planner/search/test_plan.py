@@ -28,6 +28,7 @@ from jaxscale.planner.report.write_config import write_plan
 from jaxscale.planner.search.plan import RankedPlans, predict_plan
 from jaxscale.planner.search.search import SearchResult, search_layouts
 from jaxscale.planner.search.space import Query
+from jaxscale.planner.search.trainable_model import TrainableModel
 from jaxscale.training.flops import step_flops
 
 CONFIG = from_dict(
@@ -189,6 +190,16 @@ def test_a_layout_that_the_cluster_or_the_model_cannot_have_is_not_predicted():
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             predict_plan(QUERY, layout)
+    model = dataclasses.replace(CONFIG.model, ngram_rows=1001)
+    tables = TrainableModel(dataclasses.replace(CONFIG, model=model))
+    for layout, said in (
+        (Layout(data=8), "has 1001 rows, which do not divide over the layout's 8 devices"),
+        (
+            Layout(pipeline=2, data=1, microbatches=2, sequence_chunks=2, schedule="seq1f1b"),
+            "layout.sequence_chunks = 2 is not available for a model with tables",
+        ),
+    ):
+        assert said in tables.refusal(layout)[1]
 
 
 def test_what_is_asked_wrongly_is_refused():
