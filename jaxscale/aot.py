@@ -193,7 +193,7 @@ def _hidden(report: Any) -> str:
     share = report.overlapped_bytes / report.collective_bytes
     line = f"{share:.0%} of {human_bytes(report.collective_bytes)} overlap with matmuls"
     if report.link_seconds:
-        hidden = 1 - report.wait_seconds / report.link_seconds
+        hidden = max(0.0, 1 - report.wait_seconds / report.link_seconds)  # sums of floats
         line += (
             f"; by the planner's formulas they take {_seconds(report.link_seconds)} on the links, "
             f"of which matmuls hide at least {hidden:.0%}"

@@ -84,7 +84,8 @@ def planner_layouts(
     config: Config, devices: search.Devices, pins: Mapping[str, Any]
 ) -> list[Layout]:
     """The planner's best layouts; [] if the devices are not in `hardware.csv`."""
-    pins = {**pins, "offload": config.layout.offload}
+    # Segments are no setting of the search by measuring.
+    pins = {**pins, "offload": config.layout.offload, "sequence_chunks": 1}
     try:
         cluster = devices_here(devices.kind, devices.platform, devices.devices)
         return search_layouts(Query(config, cluster, pins), PLANNED).layouts

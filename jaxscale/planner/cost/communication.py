@@ -187,6 +187,8 @@ class StateTraffic:
     scatter: Floats  # reduce-scatter of gradients, over the axes of ZeRO
     scatter_layers: Floats  # of them, the layers'
     scatter_outer: Floats  # the same for embedding and head
+    scatter_embedding: Floats  # for the embedding alone
+    scatter_slice: Floats  # for a pipeline rank's slice of the head
     replicas: Floats  # all-reduce of gradient shards, over data
     whole: Floats  # all-reduce of whole gradients, over data and the axes of ZeRO
     update: Floats  # all-gather of updated parameters, over the axes of ZeRO
@@ -274,6 +276,7 @@ def state_traffic(
     def gather(scale: Floats, outer: Floats) -> Floats:
         return both(collectives.gather_seconds, scale, outer)
 
+    head = work.embedding_params if work.tied else work.head_params
     # First and last pipeline rank add up the gradients of a tied embedding.
     tied = width * work.embedding_params / parallelism.tensor if work.tied else 0.0
     shards = params.shards(parallelism).total
@@ -283,6 +286,12 @@ def state_traffic(
         scatter=count * gather(width / count, params.outer),
         scatter_layers=count * gather(width / count, 0.0),
         scatter_outer=collectives.gather_seconds(zero, width * params.outer),
+        scatter_embedding=collectives.gather_seconds(
+            zero, width * work.embedding_params / parallelism.tensor
+        ),
+        scatter_slice=collectives.gather_seconds(
+            zero, width * head / (parallelism.tensor * parallelism.pipeline)
+        ),
         replicas=collectives.reduce_seconds(data, width * shards),
         whole=both(collectives.reduce_seconds, width, params.outer)
         + collectives.reduce_seconds(data, width * params.total),

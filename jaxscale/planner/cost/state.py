@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.config import zero_stage
+from jaxscale.config.layout import SLICED
 from jaxscale.planner.cost.cluster import Cluster
 from jaxscale.planner.cost.communication import LocalParams, StateTraffic
 from jaxscale.planner.cost.kernels import memory_seconds
@@ -84,10 +85,13 @@ def tick_collectives(parallelism: Parallelism, state: StateTraffic) -> TickColle
     zero, chunks = np.asarray(parallelism.zero_stage), np.asarray(parallelism.virtual_stages)
     piped = np.asarray(parallelism.pipeline) > 1
     by_chunk = piped & (_chunks(parallelism) > 1) & (parallelism.pipeline_gather == "chunk")
+    ends, sliced = piped * zero_stage.scatters(zero), parallelism.head == SLICED
     return TickCollectives(
         gather=by_chunk * zero_stage.gathers_each_pass(zero) * state.gather / chunks,
         reduce=by_chunk * zero_stage.scatters(zero) * state.scatter_layers / chunks,
-        outer=piped * zero_stage.scatters(zero) * state.scatter_outer,
+        outer=ends * (not sliced) * state.scatter_outer,
+        embedding=ends * sliced * state.scatter_embedding,
+        head_slice=ends * sliced * state.scatter_slice,
     )
 
 

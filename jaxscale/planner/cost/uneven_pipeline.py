@@ -110,7 +110,7 @@ class UnevenPipelineCost:
         layer = sum(one[:, 0] for part in parts for one in part)
         head = sum(one[:, 0] for one in self.head)
         each = layer + head / (chunks * ranks) + self.in_ticks.outer
-        each = each + self.sliced_head + self.head_sums
+        each = each + self.sliced_head + self.head_sums + self.in_ticks.head_slice
         work = np.atleast_1d(self.parallelism.microbatches) * each
         return (self.others + work) * (1 + self.late)
 

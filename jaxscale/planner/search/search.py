@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.config import Config
 from jaxscale.config.layout import SLICED, Layout
 from jaxscale.planner.model.layout_batch import LayoutBatch, stack_layouts
 from jaxscale.planner.search.partial_offload import least_offload
@@ -22,6 +23,7 @@ from jaxscale.planner.search.pipeline_batch import (
     least_seconds,
     make_pipelines,
 )
+from jaxscale.planner.search.segments import COUNTS, split_sequences
 from jaxscale.planner.search.space import Query, combine, enumerate_options, enumerate_sizes
 
 TOO_LARGE = "does not fit in memory"
@@ -42,8 +44,9 @@ class SearchResult:
 
 
 def search_layouts(query: Query, top: int = 10) -> SearchResult:
-    """Ranks all layouts of a query. A head in slices is tried in the fastest pipelines, and in all
-    of them where nothing else fits; then parts of the state in host memory.
+    """Ranks all layouts of a query. Sequences in segments and a head in slices are tried in the
+    fastest pipelines, and in all of them where nothing else fits; then parts of the state in host
+    memory.
 
     Args:
       top: how many to return.
@@ -52,6 +55,9 @@ def search_layouts(query: Query, top: int = 10) -> SearchResult:
     others = []
     if "head" not in pins:
         others.append(dataclasses.replace(query, pins={**pins, "head": SLICED}))
+    if _may_split(query):
+        split = {**pins, "sequence_chunks": max(COUNTS)}  # which needs the least memory
+        others.append(dataclasses.replace(query, pins=split))
     if query.can_fill_host:
         alone = {**pins, "pipeline": 1}
         others.append(dataclasses.replace(query, pins=alone, fills_host=True))
@@ -86,6 +92,7 @@ def _search(query: Query, top: int) -> SearchResult:
             )
             best = _distinct([*best, *_fastest(query, layouts, pipelines, top, refused)])[:top]
     best = _distinct(search_partial_remat(query, recomputed, best, top))[:top]
+    best = _distinct([*best, *_segments(query, best)])[:top]
     best = _distinct([*best, *_sliced_heads(query, best), *_partial_offloads(query, best)])[:top]
     # Layouts that are already counted are refused for one of three reasons.
     late = sum(map(refused.counts.__getitem__, (TOO_LARGE, TOO_LARGE_FOR_HOST, TOO_SLOW)))
@@ -194,18 +201,39 @@ def _fastest(
     return [(float(seconds[n]), layouts.layout(int(n))) for n in order]
 
 
+def _may_split(query: Query) -> bool:
+    """Whether a search may choose segments. Models given by their sizes have no memory of them."""
+    pins = query.pins
+    given = "sequence_chunks" in pins or "schedule" in pins or pins.get("pipeline", 2) == 1
+    return isinstance(query.model, Config) and not given
+
+
+def _segments(query: Query, best: list[TimedLayout]) -> list[TimedLayout]:
+    """The pipelines among the best with sequences in segments, where they fit."""
+    if not _may_split(query):
+        return []
+    piped = (layout for _, layout in best if layout.pipeline > 1)
+    split = (one for layout in piped for one in split_sequences(query, layout))
+    return [one for layout in dict.fromkeys(split) for one in _timed_pipeline(query, layout)]
+
+
 def _sliced_heads(query: Query, best: list[TimedLayout]) -> list[TimedLayout]:
     """The pipelines among the best with the head in slices, where it fits."""
     found = []
     for _, layout in best if "head" not in query.pins else ():
-        sliced = dataclasses.replace(layout, head=SLICED)
-        if not sliced.slices_head or query.planned_model.refusal(sliced)[0]:
+        if layout.segment_lengths:
             continue
-        layouts = stack_layouts([sliced])
-        pipelines = make_pipelines(query.planned_model, layouts)
-        unused = _Refused(collections.Counter(), [], [])
-        found += _fastest(query, layouts, pipelines, 1, unused)
+        sliced = dataclasses.replace(layout, head=SLICED)
+        if sliced.slices_head and not query.planned_model.refusal(sliced)[0]:
+            found += _timed_pipeline(query, sliced)
     return found
+
+
+def _timed_pipeline(query: Query, layout: Layout) -> list[TimedLayout]:
+    """The layout with its seconds, if it fits."""
+    layouts = stack_layouts([layout])
+    pipelines = make_pipelines(query.planned_model, layouts)
+    return _fastest(query, layouts, pipelines, 1, _Refused(collections.Counter(), [], []))
 
 
 def _partial_offloads(query: Query, best: list[TimedLayout]) -> list[TimedLayout]:

@@ -21,7 +21,9 @@ class TickCollectives(NamedTuple):
 
     gather: Floats  # of the weights of a chunk
     reduce: Floats  # of the gradients of a chunk
-    outer: Floats  # of the gradients of embedding or head
+    outer: Floats  # of the gradients of embedding or head, each on one rank
+    embedding: Floats = 0.0  # of the embedding's alone, with a sliced head
+    head_slice: Floats = 0.0  # of a slice of the head's, on all ranks
 
 
 class StateTicks(NamedTuple):
@@ -31,14 +33,18 @@ class StateTicks(NamedTuple):
     reduces: int  # the reverse
     separate: int  # one rank gathers, another one reduces
     joined: int  # a rank does both
-    ends: int  # backward passes of the first or last stage, with the gradients of embedding or head
+    # Backward passes with the gradients of embedding or head:
+    ends: int  # of the first or last stage
+    first: int  # of the first stage
+    heads: int  # of the last stage, each of several in a tick
 
     def seconds(self, each: TickCollectives) -> Floats:
         """Seconds by which the ticks are longer."""
-        gather, reduce, outer = each
+        gather, reduce, outer, embedding, head_slice = each
         alone = self.gathers * gather + self.reduces * reduce
         both = self.separate * np.maximum(gather, reduce) + self.joined * (gather + reduce)
-        return alone + both + self.ends * outer
+        ends = self.ends * outer + self.first * embedding + self.heads * head_slice
+        return alone + both + ends
 
 
 def state_ticks(spec: TableSpec) -> StateTicks:
@@ -51,7 +57,8 @@ def _counted(spec: TableSpec) -> np.ndarray:
     table = pipeline_table(spec)
     kind, stage = table.ops.kind, table.ops.stage
     gather, reduce = gathers(table) == 1, reduces(table) == 1
-    ends = ((kind == B) | (kind == X)) & ((stage == 0) | (stage == spec.stages - 1))
+    backward = (kind == B) | (kind == X)
+    first, last = backward & (stage == 0), backward & (stage == spec.stages - 1)
 
     def by_rank(operations: np.ndarray) -> np.ndarray:
         here = np.zeros((table.ticks, table.order.ranks), bool)
@@ -63,5 +70,6 @@ def _counted(spec: TableSpec) -> np.ndarray:
 
     joined = (by_rank(gather) & by_rank(reduce)).any(axis=1)
     some, others = ticks(gather) & ~joined, ticks(reduce) & ~joined
-    found = some & ~others, others & ~some, some & others, joined, ticks(ends)
+    ends = ticks(first | last), ticks(first), last
+    found = some & ~others, others & ~some, some & others, joined, *ends
     return np.array([one.sum() for one in found])

@@ -158,7 +158,7 @@ def string_options(pipeline: int) -> list[dict]:
 def test_the_optimum_is_that_of_going_through_all(pipeline, memory_gb, monkeypatch):
     one_each = functools.partial(small_schedule, most=1)
     monkeypatch.setattr("jaxscale.planner.search.space.find_schedule", one_each)
-    pins = {"pipeline": pipeline, "microbatches": 4, "head": "last"}
+    pins = {"pipeline": pipeline, "microbatches": 4, "head": "last", "sequence_chunks": 1}
     if pipeline > 1:
         pins |= {"offload": "none"}
     asked = Query(CONFIG, FOUR, pins, memory_gb * 1e9)
@@ -245,6 +245,19 @@ def test_slices_of_the_head_are_tried_in_the_fastest_pipelines():
         check_pins(further)
 
 
+@pytest.mark.proof
+def test_segments_are_tried_in_the_fastest_pipelines():
+    """Late segments are shorter: they attend to more keys."""
+    settings = ["data.seq_len=32768", "data.global_batch_size=16", "model.attention=flash"]
+    pins = dict.fromkeys(("data", "fsdp", "context", "tensor", "virtual_stages"), 1)
+    pins |= {"pipeline": 8, "microbatches": 16, "offload": "none", "head": "last"}
+    asked = Query(load("llama2_13b", settings), make_cluster("h200", 8), pins)
+    split = (one for one in search_layouts(asked, 3).layouts if one.sequence_chunks > 1)
+    lengths = [int(one) for one in next(split).segment_lengths.split(",")]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 1.5 * lengths[-1]
+
+
 MOE = SizedModel(
     ModelShape(
         6,
@@ -271,7 +284,7 @@ def test_the_optimum_with_experts_is_that_of_going_through_all(pipeline, memory_
     monkeypatch.setattr("jaxscale.planner.search.sized_model.REMATS", TRIED[:2])
     one_each = functools.partial(small_schedule, most=1)
     monkeypatch.setattr("jaxscale.planner.search.space.find_schedule", one_each)
-    pins = {"pipeline": pipeline, "microbatches": 2, "head": "last"}
+    pins = {"pipeline": pipeline, "microbatches": 2, "head": "last", "sequence_chunks": 1}
     if pipeline > 1:
         pins |= {"offload": "none"}
     asked = Query(MOE, FOUR, pins, memory_gb * 1e9)

@@ -29,11 +29,18 @@ SPECS = [
 def test_ticks_are_as_much_longer_as_what_happens_in_them(spec):
     program = make_program(pipeline_table(spec)).columns
     kind, stage = program["kind"], program["stage"]
-    ends = ((kind == B) | (kind == X)) & ((stage == 0) | (stage == spec.stages - 1))
+    backward = (kind == B) | (kind == X)
+    first, last = backward & (stage == 0), backward & (stage == spec.stages - 1)
     gathers, reduces = program["gather"] == 1, program["reduce"] == 1
-    for each in (TickCollectives(2.0, 3.0, 0.5), TickCollectives(0.0, 1.0, 0.0)):
+    for each in (
+        TickCollectives(2.0, 3.0, 0.5),
+        TickCollectives(0.0, 1.0, 0.0),
+        TickCollectives(0.0, 0.0, 0.0, embedding=0.5, head_slice=0.25),
+    ):
         longer = (each.gather * gathers + each.reduce * reduces).sum(axis=2).max(axis=1)
-        longer += each.outer * ends.any(axis=(1, 2))
+        longer += each.outer * (first | last).any(axis=(1, 2))
+        longer += each.embedding * first.any(axis=(1, 2))
+        longer += each.head_slice * last.sum(axis=(1, 2))
         assert state_ticks(spec).seconds(each) == pytest.approx(longer.sum())
 
 
