@@ -291,11 +291,13 @@ def _check_can_write(model: ModelConfig, workdir: pathlib.Path, *, peft: bool) -
             f"converted, since {where}; generate, evaluate and jaxscale.from_pretrained use it"
         )
     targets = {*OF_MLP} & {*model.adapted_weights}
-    if peft and model.num_experts and targets:
+    other_mlps = model.dense_layers or model.shared_d_ff or "D" in model.expert_pattern
+    if peft and model.num_experts and targets and other_mlps:
         raise ValueError(
-            f"model.lora_targets = {model.lora_targets!r} of {workdir} adapts the matrices of "
-            "experts, which --to_peft does not write; --to_hf writes the model with the adapters "
-            "merged"
+            f"model.lora_targets = {model.lora_targets!r} of {workdir} adapts experts, and the "
+            "MLPs next to them (dense layers, a shared expert), whose adapters PEFT does not load: "
+            "it takes the names of these modules for the experts'; --to_hf writes the model with "
+            "the adapters merged"
         )
     if model.prompt_tokens and not peft:
         raise ValueError(

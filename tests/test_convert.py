@@ -340,7 +340,7 @@ def test_a_special_token_beyond_the_model_is_refused_only_in_a_text(tmp_path, ca
     assert open_tokenizer(config, tmp_path).vocab_size == 130
 
 
-ROUTED = {"family": "mixtral", "num_experts": 4}
+ROUTED = {"family": "qwen3_moe", "num_experts": 8, "dense_layers": 1}
 BAD_COMMANDS = {
     "neither": (["--output", "x"], "give --from_hf DIR, or --to_hf"),
     "no run": (["--to_hf", "--output", "x"], "--to_hf and --to_peft need --work"),
@@ -375,8 +375,8 @@ BAD_COMMANDS = {
     ),
     "adapters of experts": (
         ["--to_peft", "--workdir", "{routed}", "--output", "{hf}_"],
-        "model.lora_targets = 'q,up' of {routed} adapts the matrices of experts, which --to_peft "
-        "does not write; --to_hf writes the model with the adapters merged",
+        "model.lora_targets = 'q,up' of {routed} adapts experts, and the MLPs next to them (dense "
+        "layers, a shared expert), whose adapters PEFT does not load: it takes the names",
     ),
     "prompt": (
         ["--to_hf", "--workdir", "{prompted}", "--output", "{hf}_"],

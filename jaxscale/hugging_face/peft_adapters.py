@@ -20,6 +20,18 @@ from typing import Any
 
 from jaxscale.config.model import ModelConfig
 from jaxscale.config.model.lora import ADAPTER, is_adapter, to_ranges
+from jaxscale.hugging_face.peft_experts import (
+    EXPERTS,
+    Layout,
+    as_parameters,
+    is_of_experts,
+    is_targeted,
+    of_all_experts,
+    of_experts,
+    of_one_expert,
+    parameter_names,
+    read_targets,
+)
 from jaxscale.hugging_face.peft_prompts import is_prompt, prompt_rules, prompt_settings
 from jaxscale.hugging_face.safetensors_format import StoredTensor, read_header, read_metadata
 from jaxscale.model_families.family import TensorRule
@@ -64,22 +76,22 @@ class PeftAdapters:
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]  # extended tables have the names of the model's
-    shared: bool  # as in `adapter_rules`
+    layout: Layout
     stored_vocab: int  # rows of the tables
 
 
 def adapter_rules(
-    rules: Sequence[TensorRule], names: Collection[str], config: ModelConfig, *, shared: bool
+    rules: Sequence[TensorRule], names: Collection[str], config: ModelConfig, layout: Layout
 ) -> list[TensorRule]:
     """The tensors of the adapters' matrices, and of a table's trained rows.
 
     Args:
       rules: of the model without adapters.
       names: of all parameters.
-      shared: whether the parts of a fused tensor share the first matrix, and so its rank.
     """
     adapters = {name for name in names if is_adapter(name)}
-    weights = [rule for rule in rules if f"{rule.param}{ADAPTER}/a" in adapters]
+    parameters = as_parameters(rules, config.num_experts)
+    weights = [rule for rule in parameters if f"{rule.param}{ADAPTER}/a" in adapters]
     shape = len(config.trained_tokens), config.d_model
     found = [
         TensorRule(f"{table.param}{ADAPTER}/rows", _rows_tensor(table), shape, (0, 1), shape=shape)
@@ -87,9 +99,16 @@ def adapter_rules(
         if f"{table.param}{ADAPTER}/rows" in adapters
     ]
     for group in _by_tensor(weights):
-        count = 1 if shared else len(group)
+        count = len(group) if layout == "ours" else 1
         for number, weight in enumerate(group):
-            found += _rules_of(weight, config.lora_rank, 0 if shared else number, count)
+            experts = is_of_experts(weight)
+            one = of_one_expert(weight, config.adapted_weights) if experts else weight
+            first, second = _rules_of(one, config.lora_rank, number % count, count)
+            if experts:
+                swapped = layout == "swapped"
+                found += of_all_experts(first, second, config.num_experts, swapped=swapped)
+            else:
+                found += [first, second]
     return found + prompt_rules(names, config)
 
 
@@ -159,7 +178,8 @@ def fused_metadata(config: ModelConfig, rules: Sequence[TensorRule]) -> dict[str
       rules: of the model without adapters.
     """
     targets = config.adapted_weights
-    fused = any(rule.take for rule in rules if _target(rule) in targets)
+    weights = as_parameters(rules, config.num_experts)
+    fused = any(rule.take or is_of_experts(rule) for rule in weights if _target(rule) in targets)
     return {TARGETS: ",".join(targets)} if fused else {}
 
 
@@ -203,14 +223,16 @@ def open_adapters(
     if is_prompt(path):
         tensors = read_header(directory / PEFT_TENSORS)
         settings = prompt_settings(path, model, tensors)
-        return PeftAdapters(settings, tensors, shared=False, stored_vocab=model.vocab_size)
+        return PeftAdapters(settings, tensors, "ours", stored_vocab=model.vocab_size)
     peft = _read_config(path)
     rank, alpha = peft["r"], peft["lora_alpha"]
     _refuse_layers(peft, path, model.num_layers)
     tensors = read_header(directory / PEFT_TENSORS)
     ours = read_metadata(directory / PEFT_TENSORS).get(TARGETS)
-    every = dataclasses.replace(model, lora_rank=rank).adapted_weights
-    adapted = {_target(rule) for rule in rules if _has_adapter(tensors, rule)}
+    weights = as_parameters(rules, model.num_experts)
+    targets = read_targets(peft.get("target_parameters") or [], weights, path)
+    every, usual = model.layer_matrices, dataclasses.replace(model, lora_rank=rank).adapted_weights
+    adapted = {_target(rule) for rule in weights if _has_adapter(tensors, targets, rule)}
     adapted &= {*every} if ours is None else {*every} & {*ours.split(",")}
     if not adapted:
         raise ValueError(
@@ -221,15 +243,50 @@ def open_adapters(
         "lora_rank": rank,
         # rsLoRA scales by alpha over the square root of the rank.
         "lora_alpha": float(alpha * math.sqrt(rank) if peft.get("use_rslora") else alpha),
-        "lora_targets": "" if adapted == {*every} else ",".join(sorted(adapted, key=every.index)),
+        "lora_targets": "" if adapted == {*usual} else ",".join(sorted(adapted, key=every.index)),
     }
-    written = _further_ranks(dataclasses.replace(model, **settings), rules)
+    config = dataclasses.replace(model, **settings)
+    written = _further_ranks(config, weights)
     _refuse_others(peft, path, {} if ours is None else written)
     tables = _whole_tables(tensors, rules)
     stored = min([one.shape[0] for one in tables.values()], default=model.vocab_size)
     settings |= _token_settings(peft, path, model, rules, tensors, stored)
     rest = {name: one for name, one in tensors.items() if not name.endswith(WHOLE_TABLE)}
-    return PeftAdapters(settings, {**rest, **tables}, ours is None, stored)
+    layout = _layout(tensors, path, weights, config) if ours is None else "ours"
+    return PeftAdapters(settings, {**rest, **tables}, layout, stored)
+
+
+def _layout(
+    tensors: Mapping[str, StoredTensor],
+    path: pathlib.Path,
+    weights: Sequence[TensorRule],
+    config: ModelConfig,
+) -> Layout:
+    """Whether inputs and outputs of experts are swapped, which only the shapes tell: it depends on
+    the versions of both PEFT and transformers that wrote the tensors.
+
+    Raises:
+      ValueError: every adapted matrix is square.
+    """
+    experts = of_experts(weights, config.adapted_weights)
+    names = [f"{rule.param}{ADAPTER}/a" for rule in experts]
+
+    def fits(layout: Layout) -> bool:
+        found = [
+            (tensors.get(rule.name.format(layer=rule.first)), rule.shape)
+            for rule in adapter_rules(weights, names, config, layout)
+        ]
+        return all(one and one.shape == shape for one, shape in found)
+
+    if not names or not fits("swapped"):
+        return "shared"
+    if fits("shared"):
+        raise ValueError(
+            f"{path}: target_parameters = {parameter_names(experts)} are square matrices, "
+            "of which PEFT's versions have stored the adapters with inputs and outputs in either "
+            "order; merge them into the model (PEFT's merge_and_unload), and convert that"
+        )
+    return "swapped"
 
 
 def _read_config(path: pathlib.Path) -> dict[str, Any]:
@@ -331,16 +388,21 @@ def _refuse_others(peft: Mapping[str, Any], path: pathlib.Path, written: Mapping
     if peft.get("bias", "none") != "none":
         raise ValueError(f"{path}: bias = {peft['bias']!r}; only 'none' is supported")
     known = {"peft_type", "r", "lora_alpha", "use_rslora", "bias", *NOT_READ}
-    known |= {"layers_to_transform", "trainable_token_indices"}  # read elsewhere
+    # Read elsewhere.
+    known |= {"layers_to_transform", "target_parameters", "trainable_token_indices"}
     for name, value in peft.items():
         if name not in known and value and value != written.get(name):
             raise ValueError(f"{path}: {name} = {value!r} is not supported")
 
 
-def _has_adapter(tensors: Collection[str], rule: TensorRule) -> bool:
-    """Whether `tensors` has an adapter of a rule's weight, in the first layer of its stack."""
-    if "{expert}" in rule.name:
-        return False
+def _has_adapter(tensors: Collection[str], targets: Sequence[str], rule: TensorRule) -> bool:
+    """Whether a rule's weight has an adapter, in the first layer of its stack.
+
+    Args:
+      targets: as of `read_targets`.
+    """
+    if is_of_experts(rule):
+        return any(is_targeted(rule, target) for target in targets)
     return _adapter_tensor(rule, "a").format(layer=rule.first) in tensors
 
 
@@ -359,13 +421,15 @@ def adapter_config(
       adapters: names of the adapters' tensors.
       base: name or folder of the base model, if known.
     """
-    matrices = [name for name in adapters if not name.endswith(ROWS)]
+    matrices = [name for name in adapters if not name.endswith(ROWS) and EXPERTS not in name]
     adapted = {name.removeprefix(PEFT_PREFIX).rsplit(".", 2)[0] for name in matrices}
     others = {name.removesuffix(".weight") for name in tensors} - adapted
     ends = {name.rsplit(".", 1)[1] for name in adapted}
     # PEFT adds an adapter to every module whose name has this suffix.
     distinct = ends.isdisjoint(name.rsplit(".", 1)[-1] for name in others)
-    weights = [rule for rule in rules if _target(rule) in config.adapted_weights]
+    parameters = as_parameters(rules, config.num_experts)
+    weights = [rule for rule in parameters if _target(rule) in config.adapted_weights]
+    targets = parameter_names(of_experts(parameters, config.adapted_weights))
     kind = "SEQ_2_SEQ_LM" if config.num_encoder_layers else "CAUSAL_LM" if config.causal else None
     tables = [_module(rule).rsplit(".", 1)[-1] for rule in rules if _rows_tensor(rule) in adapters]
     tokens = {name: list(config.trained_tokens) for name in tables}
@@ -376,10 +440,11 @@ def adapter_config(
         "inference_mode": True,
         "r": config.lora_rank,
         "lora_alpha": _alpha(config),
-        **_further_ranks(config, rules),
+        **_further_ranks(config, parameters),
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(ends if distinct else adapted),
+        "target_modules": sorted(ends if distinct else adapted) or None,
+        **({"target_parameters": targets} if targets else {}),
         # Conv1D modules store the weight as [inputs, outputs].
         "fan_in_fan_out": any(rule.order == (0, 1) for rule in weights),
         "use_rslora": False,

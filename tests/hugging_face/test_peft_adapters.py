@@ -175,6 +175,8 @@ FUSED = [
         "",
         {f"self_attn.{name}": 4 for name in ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")},
     ),
+    ("mixtral", "q,up,gate,down", {"mlp.experts.gate_up_proj": 4}),
+    ("gpt_oss", "up,down", {}),
 ]
 
 
