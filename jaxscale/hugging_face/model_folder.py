@@ -35,7 +35,7 @@ from jaxscale.hugging_face.peft_adapters import (
     fused_metadata,
     open_adapters,
 )
-from jaxscale.hugging_face.peft_experts import Layout
+from jaxscale.hugging_face.peft_experts import AdapterForm
 from jaxscale.hugging_face.peft_prompts import EMBEDDINGS, prompt_config
 from jaxscale.hugging_face.quantised_tensors import without_quantisation
 from jaxscale.hugging_face.read_params import read_params
@@ -72,7 +72,7 @@ class HuggingFaceModel:
     ignored: tuple[str, ...]  # patterns of tensors without a parameter
     left_out: tuple[str, ...]  # patterns of trained tensors that are not read
     adapters: pathlib.Path | None = None  # a folder of PEFT adapters
-    layout: Layout = "ours"  # of the adapters' tensors
+    layout: AdapterForm = "ours"  # of the adapters' tensors
     stored_vocab: int | None = None  # tokens of the model, if the adapters have more
 
     has_state = False  # of an optimizer
@@ -242,7 +242,7 @@ def parameters_of(
     axes: Any,
     shapes: Any,
     *,
-    layout: Layout = "ours",
+    layout: AdapterForm = "ours",
     stored_vocab: int | None = None,
 ) -> tuple[ParameterTensors, ...]:
     """The tensors of each parameter of a model, with its adapters.

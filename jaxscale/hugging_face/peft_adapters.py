@@ -22,7 +22,7 @@ from jaxscale.config.model import ModelConfig
 from jaxscale.config.model.lora import ADAPTER, is_adapter, to_ranges
 from jaxscale.hugging_face.peft_experts import (
     EXPERTS,
-    Layout,
+    AdapterForm,
     as_parameters,
     is_of_experts,
     is_targeted,
@@ -76,12 +76,12 @@ class PeftAdapters:
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]  # extended tables have the names of the model's
-    layout: Layout
+    layout: AdapterForm
     stored_vocab: int  # rows of the tables
 
 
 def adapter_rules(
-    rules: Sequence[TensorRule], names: Collection[str], config: ModelConfig, layout: Layout
+    rules: Sequence[TensorRule], names: Collection[str], config: ModelConfig, layout: AdapterForm
 ) -> list[TensorRule]:
     """The tensors of the adapters' matrices, and of a table's trained rows.
 
@@ -261,7 +261,7 @@ def _layout(
     path: pathlib.Path,
     weights: Sequence[TensorRule],
     config: ModelConfig,
-) -> Layout:
+) -> AdapterForm:
     """Whether inputs and outputs of experts are swapped, which only the shapes tell: it depends on
     the versions of both PEFT and transformers that wrote the tensors.
 
@@ -271,7 +271,7 @@ def _layout(
     experts = of_experts(weights, config.adapted_weights)
     names = [f"{rule.param}{ADAPTER}/a" for rule in experts]
 
-    def fits(layout: Layout) -> bool:
+    def fits(layout: AdapterForm) -> bool:
         found = [
             (tensors.get(rule.name.format(layer=rule.first)), rule.shape)
             for rule in adapter_rules(weights, names, config, layout)

@@ -18,7 +18,7 @@ from jaxscale.config.model.lora import OF_MLP
 from jaxscale.model_families.family import TensorRule
 from jaxscale.model_families.hf.tensors import LAYER
 
-Layout = Literal["ours", "shared", "swapped"]
+AdapterForm = Literal["ours", "shared", "swapped"]
 """Of the tensors of adapters: parts of a fused weight have separate first matrices (ours), or share
 it (PEFT's), and the inputs of experts may be swapped with their outputs."""
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxscale.config import Config
 from jaxscale.config.layout import Layout
-from jaxscale.config.model import is_own_family
+from jaxscale.config.model import ModelConfig, is_own_family
+from jaxscale.config.optimizer import OptimizerConfig
 from jaxscale.pipeline.buffer_slots import GRADIENT, MEMORY, OFFLOADED
 from jaxscale.planner.memory.at_rest import (
     HostState,
@@ -121,11 +122,10 @@ def _stack_memory(
     on_host = host_state(model, optimizer, layout, rows)
     host_optimizer = moments if layout.offloads("optimizer") else on_host.moments
     host_weights = sum(on_host.weights.values())
-    pipelined = layout.pipeline > 1
+    pipelined, width = layout.pipeline > 1, itemsize(model.param_dtype)
     in_loop, slots = zip(*map(_stash, before)), _slots(loops, buffers, transients)
     stash, host_stash = (select(pipelined, *both) for both in zip(slots, map(sum, in_loop)))
     message = message_bytes(loops)
-    attention = 0 if loop.is_custom else (model.num_heads + model.num_kv_heads) * model.head_dim
     gradients = loop.accumulated * (loop.sums + _tied_sums(loop))
     return Memory(
         parameters=parameter_bytes(model, layout, rows) - own_host * host_weights,
@@ -136,12 +136,7 @@ def _stack_memory(
         gradients=gradients,
         stash=stash - own_host * host_stash,
         layer_weights=_layer_weights(loop, loops, buffers, transients),
-        zeros=loop.last_outside
-        * transients.zeros
-        * max(loop.compute, 4)
-        * loop.tokens
-        * attention
-        // layout.tensor_columns,
+        zeros=_zeros(model, loop, transients),
         outer_gradients=_outer_gradients(loop, transients)
         if len(rows) == 1
         else select(pipelined, 0, stacks_outer_gradients(loop, transients, is_last=is_last)),
@@ -157,11 +152,7 @@ def _stack_memory(
         head=head_bytes(loop, transients) if is_last else 0,
         # A single visit adds nothing to them before the layers' backward pass.
         head_sums=select(loop.single & transients.in_place, 0, gradients),
-        end=maximum(
-            reduction_bytes(loop, transients, rows),
-            update_bytes(optimizer.name, loop, rows)
-            + optimizer.prunes * pruning_bytes(loop, transients, rows),
-        ),
+        end=_end(optimizer, loop, transients, rows),
         # Before and after its update (`training.update_in_turn`).
         updated=2 * own_host * on_host.largest,
         moments_copy=moments if optimizer.name == "lion" else 0,
@@ -185,14 +176,7 @@ def _stack_memory(
         ),
         # A pipeline gathers the weights that it keeps all at once.
         converted=select(loop.keeps & pipelined, 0, transients.ahead)
-        * loop.compute
-        * (
-            sum(
-                count * loop.parameters.elements(part, loop.gathers | loop.keeps)
-                for part, count in rows.items()
-            )
-            - own_host * host_weights // itemsize(model.param_dtype)
-        ),
+        * (_converted(loop, rows) - loop.compute * (own_host * host_weights // width)),
         carried=carried_bytes(loop, transients) + own_host * _waiting(loop, on_host, transients),
         walk_end=end_of_backward_bytes(loop, transients),
         restacked=restacked_bytes(loop, rows[loop.part])
@@ -200,6 +184,35 @@ def _stack_memory(
         else 0,
         between_stacks=select(pipelined, 0, held_between_bytes(before)),
     )
+
+
+def _zeros(model: ModelConfig, loop: LayerLoop, transients: Transients) -> Ints:
+    """Accumulators of attention's gradients of queries and keys, outside the loop over layers."""
+    if loop.is_custom:
+        return 0
+    return (
+        loop.last_outside
+        * transients.zeros
+        * max(loop.compute, 4)
+        * loop.tokens
+        * (model.num_heads + model.num_kv_heads)
+        * model.head_dim
+        // loop.layout.tensor_columns
+    )
+
+
+def _end(optimizer: OptimizerConfig, loop: LayerLoop, transients: Transients, rows: Rows) -> Ints:
+    """Temporaries of reductions at the end of a step, or of the update after them."""
+    pruning = optimizer.prunes * pruning_bytes(loop, transients, rows)
+    update = update_bytes(optimizer.name, loop, rows) + pruning
+    return maximum(reduction_bytes(loop, transients, rows), update)
+
+
+def _converted(loop: LayerLoop, rows: Rows) -> Ints:
+    """A device's weights of all layers, in the compute type."""
+    whole = loop.gathers | loop.keeps
+    found = (count * loop.parameters.elements(part, whole) for part, count in rows.items())
+    return loop.compute * sum(found)
 
 
 def _transients(back_end: str, *, gated: bool) -> Transients:

@@ -42,9 +42,7 @@ class Transients:
     piped: int = 0  # fewer of hidden in a pipeline whose weights are whole on a rank
     looks_up: bool = False  # all columns on a rank: targets are looked up, one array of logits less
     grouped: str = "blocks"  # the matmul of experts
-    pruned: int = (
-        8  # bytes for each weight of the layers, in an update that prunes; TPU: not compared
-    )
+    pruned: int = 8  # bytes a weight of the layers, in an update that prunes; TPU: not compared
     live: float = 1.0  # per byte that `tracing.liveness` finds in a custom model's layer
     copied: float = 0.0  # of its saved activations, in the loop
     score_blocks: float = 1.0  # of its blocks of attention scores

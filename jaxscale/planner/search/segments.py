@@ -31,13 +31,13 @@ def split_sequences(query: Query, layout: Layout) -> Iterator[Layout]:
     """
     remats = [query.pins["remat"]] if "remat" in query.pins else ["none", "full", layout.remat]
     remats = [one for one in dict.fromkeys(remats) if not one.startswith("keep:")]
-    ranks, stacks = layout.pipeline, query.planned_model.stacks
+    ranks, stacks, loads = layout.pipeline, query.planned_model.stacks, _loads(query, layout)
     for schedule, count in itertools.product(SPLITTING, COUNTS):
         chunks = min(schedule.searched_virtual_stages)
         serves = schedule.serves(ranks, layout.microbatches, chunks, count)
         if not serves or not has_layers(stacks, ranks * chunks):
             continue
-        lengths = "", _equal_times(query, layout, count)
+        lengths = "", _equal_times(int(query.work.seq_len), *loads, count)
         for remat, lengths_text in itertools.product(remats, dict.fromkeys(lengths)):
             settings = {
                 "schedule": schedule.name,
@@ -54,17 +54,21 @@ def split_sequences(query: Query, layout: Layout) -> Iterator[Layout]:
                 yield split
 
 
-def _equal_times(query: Query, layout: Layout, count: int) -> str:
+def _loads(query: Query, layout: Layout) -> tuple[float, float]:
+    """Seconds of a layer's passes, of core attention and of everything else."""
+    cost = uneven_cost(query, stack_layouts([layout]))
+    attention = sum(float(one[0, 0]) for one in cost.attention)
+    every = sum(float(one[0, 0]) for stack in cost.stacks for one in stack.share)
+    return attention, every - attention
+
+
+def _equal_times(tokens: int, attention: float, linear: float, count: int) -> str:
     """`segment_lengths` of segments that take about equal time; "" for equal lengths.
 
     Core attention of the first x of a sequence takes x^2 of it, everything else x.
     """
-    tokens = int(query.work.seq_len)
     if tokens % PARTS:
         return ""
-    cost = uneven_cost(query, stack_layouts([layout]))
-    attention = sum(float(one[0, 0]) for one in cost.attention)
-    linear = sum(float(one[0, 0]) for stack in cost.stacks for one in stack.share) - attention
     wanted = np.arange(count + 1) / count * (linear + attention)
     ends = wanted / linear
     if attention:
