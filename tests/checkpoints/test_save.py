@@ -569,6 +569,7 @@ while True:
 """
 
 
+@pytest.mark.proof
 def test_kill_9_costs_at_most_the_save_under_way(tmp_path: pathlib.Path) -> None:
     """Killed at random instants of endless saving and deleting, again and again in one folder."""
     moments = random.Random(0)

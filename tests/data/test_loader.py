@@ -84,6 +84,7 @@ def test_worker_processes_change_nothing_and_end(mixture):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.proof
 class Killed:
     """Examples whose reader is killed as often as `kills` says: at its first one, when it holds
     none of the locks that it shares."""

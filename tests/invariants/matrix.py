@@ -56,7 +56,7 @@ def every_layout(remats: tuple[str, ...] = REMATS) -> Iterator[Choice]:
 
 def pairwise_layouts(remats: tuple[str, ...] = REMATS) -> list[Choice]:
     """Every factorisation; and every two settings, whether an axis divides being one, together in
-    some layout."""
+    some layout. First comes what has the most pairs."""
     rng, chosen, everything = random.Random(FEWEST), [], list(every_layout(remats))
     pairs, all_axes = [_pairs(layout) for layout in everything], factorisations()
     missing = set().union(*pairs)
@@ -73,7 +73,18 @@ def pairwise_layouts(remats: tuple[str, ...] = REMATS) -> list[Choice]:
         choose([place for place in ranked if axes.items() <= everything[place].items()])
     while missing:
         choose(ranked)
-    return chosen
+    return _most_pairs_first(chosen)
+
+
+def _most_pairs_first(layouts: list[Choice]) -> list[Choice]:
+    """Each one adds the most pairs to those before it."""
+    ordered, left, seen = list[Choice](), list(layouts), set[tuple]()
+    while left:
+        best = max(left, key=lambda layout: len(_pairs(layout) - seen))
+        left.remove(best)
+        ordered.append(best)
+        seen |= _pairs(best)
+    return ordered
 
 
 def sample(layouts: Iterable[Choice], count: int = 24) -> list[Choice]:

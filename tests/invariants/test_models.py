@@ -150,6 +150,8 @@ SLOW = (
     *(("two stacks", 1), ("two stacks", 2), ("custom block and loss", 1)),
     *(("adapters of experts", 1), ("prompts", 1), ("shared layers", 1)),
     *(("quantised base", 1), ("adapters", 1), ("side network", 1), ("local and global layers", 1)),
+    *(("encoder and decoder", 1), ("experts", 1), ("adapters and a capacity", 0)),
+    ("side network of experts", 0),
 )
 CASES = [
     pytest.param(

@@ -55,6 +55,7 @@ def test_a_merged_model_is_the_same_and_a_new_one_is_its_base(settings):
 BATCH, SEQ_LEN, RANK, EXPERTS, HIDDEN, STREAM, RANKS = 8, 16, 2, 4, 48, 32, 2
 
 
+@pytest.mark.proof
 @pytest.mark.compiles
 def test_an_adapter_of_experts_costs_its_own_matmuls():
     """The step's matmuls are those of a forward and a backward pass without weight gradients, and

@@ -64,6 +64,7 @@ ATTENTION = 2 * matmul(D_MODEL, SEQ_LEN)
 FORWARD = LAYERS * (LAYER + ATTENTION) + HEAD
 
 
+@pytest.mark.proof
 def test_a_step_trains_the_side_network_alone_at_the_cost_of_a_forward_pass():
     """The head's input gradient is the only one of the frozen model."""
     with jax.enable_x64(False):  # XLA writes the trip counts of 32-bit counters

@@ -55,6 +55,7 @@ def test_a_size_has_the_parameters_that_are_counted(name):
     assert sum(pruned) * size.num_layers == size.matrices
 
 
+@pytest.mark.proof
 def test_a_run_has_its_flops_and_a_cosine_over_its_length():
     for size in SIZES.values():
         for flops in compute_optimal.BUDGETS:

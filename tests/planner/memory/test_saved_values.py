@@ -144,7 +144,7 @@ PIPELINES = {
 }  # fmt: skip
 
 
-@pytest.mark.proof(but=("none-latent attention",))
+@pytest.mark.proof
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("remat", ["none", "save:query,attention"])
 def test_a_pipeline_has_these_buffers(name, remat):

@@ -106,6 +106,7 @@ def test_the_envelope_of_fixed_sizes_has_about_the_exponent():
     assert min(sizes) < min(fit.params) < max(fit.params) < max(sizes)
 
 
+@pytest.mark.proof
 def test_data_that_determine_no_law_are_refused():
     points = synthetic()
     one = np.full(9, 1e9)

@@ -54,6 +54,7 @@ def test_the_best_sparsity_rises_with_flops(law, gradual, best):
             assert math.isclose(found, max(0, closed), abs_tol=1e-4)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("noise", "gain_error"), [(0.0, 1e-3), (0.002, 0.05)])
 def test_a_fit_recovers_losses_and_gains(noise, gain_error):
     """Constants are not unique, so that the objective and what follows are compared."""
