@@ -172,7 +172,9 @@ def sample_of_one_device() -> list[str]:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("layout", [CONTEXT, EXPERT_COLUMNS], ids=str)
+@pytest.mark.parametrize(
+    "layout", [CONTEXT, pytest.param(EXPERT_COLUMNS, marks=pytest.mark.slow)], ids=str
+)
 def test_evaluations_have_8_bits_and_samples_have_not(layout):
     """An evaluation finds the loss of a step. Samples are those of the model without
     `matmul_dtype`: its parameters are of either sign here, and which token is the likeliest changes

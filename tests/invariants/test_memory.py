@@ -57,13 +57,8 @@ CASES = {
     "stage 0, whole stacks summed": case(fsdp(0, microbatches=4)),
     "stage 1, sequential": case(fsdp(1, microbatches=4)),
     "stage 3, layered": case(fsdp(3, **LAYERED)),
-    "stage 3, none": case(fsdp(3, "none"), 64),
-    "stage 2, names": case(fsdp(2, f"save:{QKVA}", microbatches=2), 64),
     "stage 3, offload": case(fsdp(3, offload="optimizer,activations"), 64),
     "one device": case({"remat": "full", "microbatches": 4}),
-    "data and fsdp": case(
-        {"data": 2, "fsdp": 2, "zero_stage": 2, "microbatches": 2, "remat": "full"}, 32
-    ),
     "tensor": case({"fsdp": 2, "tensor": 2, "remat": "full"}, 32),
     "rows of tensor": case({"fsdp": 2, "tensor": 4, "tensor_rows": 2}, 64),
     "few tokens, stage 0": case(fsdp(0), 4, 16),
@@ -182,6 +177,11 @@ MORE_PIPELINES = {
 }
 WIDE_HEADS = {"num_layers": 4, "d_model": 192, "num_heads": 6, "num_kv_heads": 6, "head_dim": 32}
 MORE_CASES = {
+    "stage 3, none": case(fsdp(3, "none"), 64),
+    "stage 2, names": case(fsdp(2, f"save:{QKVA}", microbatches=2), 64),
+    "data and fsdp": case(
+        {"data": 2, "fsdp": 2, "zero_stage": 2, "microbatches": 2, "remat": "full"}, 32
+    ),
     "stage 0, layered": case(fsdp(0, **LAYERED)),
     "stage 3, sequential": case(fsdp(3, microbatches=4)),
     "adapters, stage 0": case(fsdp(0, microbatches=4), model={"lora_rank": 8}),

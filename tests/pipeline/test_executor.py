@@ -105,7 +105,10 @@ EQUAL = {"sequence_chunks": 4}
     ("schedule", "layout", "same_work"),
     [
         ("bitpipe", CHUNKS, ("interleaved", CHUNKS)),
-        ("seq1f1b", {**EQUAL, "segment_lengths": "24,16,16,8"}, ("seq1f1b", EQUAL)),
+        pytest.param(
+            *("seq1f1b", {**EQUAL, "segment_lengths": "24,16,16,8"}, ("seq1f1b", EQUAL)),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["bitpipe", "unequal segments"],
 )
