@@ -85,7 +85,13 @@ def test_layers_part_within_a_run(parted, tmp_path):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("layout", [{"fsdp": 4, "tensor": 2}, {"context": 2, "fsdp": 4}])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"fsdp": 4, "tensor": 2},
+        pytest.param({"context": 2, "fsdp": 4}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_parting_run_has_the_same_losses_in_any_layout(parted, tmp_path, layout):
     _, losses, state = parted
     axes = [f"layout.{axis}={size}" for axis, size in {"data": 1, **layout}.items()]
