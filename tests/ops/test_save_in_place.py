@@ -87,7 +87,7 @@ def test_a_value_is_written_where_it_is_made_and_read_from_there():
     assert found == ["dot_general", write, "optimization_barrier", read, "negate", write]
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_matmuls_on_a_gpu_write_residuals_into_the_arrays_of_all_layers():
     """None multiplies twice, and those of layers that are written out move and hold less. (XLA
     would make one of two small matmuls of the same operand.)"""

@@ -177,7 +177,7 @@ def test_memory_of_segments_is_that_of_their_slots():
     assert abs(work[0] - work[1]) < 0.02 * needs[1]
 
 
-@pytest.mark.proof
+@pytest.mark.slow
 def test_memory_of_passes_that_are_kept_is_that_of_their_slots():
     layouts = [{"remat": remat} for remat in ("full", "keep:2")]
     work = [

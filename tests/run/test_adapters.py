@@ -42,7 +42,12 @@ def same(got, wanted) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    "adapter", ["prompt", "side", pytest.param("quantised base", marks=pytest.mark.slow)]
+    "adapter",
+    [
+        pytest.param("prompt", marks=pytest.mark.slow),
+        "side",
+        pytest.param("quantised base", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_beside_the_weights_of_another(adapter, tmp_path, capsys):
     base, run, out = tmp_path / "base", tmp_path / "run", tmp_path / "out.json"
