@@ -184,7 +184,10 @@ def estimates_of_sequences(family: str) -> tuple[float, float]:
     [
         ("llama", {"microbatches": 16}),
         ("llama", {"fsdp": 8, "microbatches": 2, "remat": "full"}),
-        ("llama", {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 1, "microbatches": 4}),
+        pytest.param(
+            *("llama", {"data": 2, "fsdp": 2, "tensor": 2, "zero_stage": 1, "microbatches": 4}),
+            marks=pytest.mark.slow,
+        ),
         (
             "llama",
             {
@@ -193,7 +196,10 @@ def estimates_of_sequences(family: str) -> tuple[float, float]:
             },
         ),
         ("llama", {"pipeline": 2, "fsdp": 2, "tensor": 2, "microbatches": 8}),
-        ("llama", {"pipeline": 4, "data": 2, "schedule": "zb_h1", "microbatches": 8}),
+        pytest.param(
+            *("llama", {"pipeline": 4, "data": 2, "schedule": "zb_h1", "microbatches": 8}),
+            marks=pytest.mark.slow,
+        ),
         ("gpt", {"data": 4, "tensor": 2, "tensor_rows": 2, "zero_stage": 0, "microbatches": 4}),
     ],
     ids=str,
