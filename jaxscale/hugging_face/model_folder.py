@@ -72,7 +72,7 @@ class HuggingFaceModel:
     ignored: tuple[str, ...]  # patterns of tensors without a parameter
     left_out: tuple[str, ...]  # patterns of trained tensors that are not read
     adapters: pathlib.Path | None = None  # a folder of PEFT adapters
-    layout: AdapterForm = "ours"  # of the adapters' tensors
+    form: AdapterForm = "ours"  # of the adapters' tensors
     stored_vocab: int | None = None  # tokens of the model, if the adapters have more
 
     has_state = False  # of an optimizer
@@ -121,7 +121,7 @@ class HuggingFaceModel:
           ValueError: tensors are missing, unknown, or of another shape or type; names them.
         """
         parameters = parameters_of(
-            self.config, axes, shapes, layout=self.layout, stored_vocab=self.stored_vocab
+            self.config, axes, shapes, form=self.form, stored_vocab=self.stored_vocab
         )
         where = f"{self.directory} with {self.adapters}" if self.adapters else self.directory
         check_tensors(self.tensors, parameters, (*self.ignored, *self.left_out), where)
@@ -194,18 +194,18 @@ def open_model(
         tensors = {_with_end(name, old, new): tensor for name, tensor in tensors.items()}
     if not any(name.startswith(family.hf_prefix) for name in tensors):
         tensors = {family.hf_prefix + name: tensor for name, tensor in tensors.items()}
-    layout, stored_vocab = "ours", None
+    form, stored_vocab = "ours", None
     if adapters:
         model = ModelConfig(**settings)
         found = open_adapters(adapters, model, family.tensors(model))
         settings |= found.settings
-        tensors, layout = {**tensors, **found.tensors}, found.layout
+        tensors, form = {**tensors, **found.tensors}, found.form
         stored_vocab = found.stored_vocab
     further = range(layers, layers + (hf.get("num_nextn_predict_layers") or 1))
     left_out = (pattern.format(layers=k) for pattern in family.left_out for k in further)
     left_out = tuple(dict.fromkeys(left_out))
     return HuggingFaceModel(
-        directory, settings, tensors, family.ignored, left_out, adapters, layout, stored_vocab
+        directory, settings, tensors, family.ignored, left_out, adapters, form, stored_vocab
     )
 
 
@@ -242,13 +242,13 @@ def parameters_of(
     axes: Any,
     shapes: Any,
     *,
-    layout: AdapterForm = "ours",
+    form: AdapterForm = "ours",
     stored_vocab: int | None = None,
 ) -> tuple[ParameterTensors, ...]:
     """The tensors of each parameter of a model, with its adapters.
 
     Args:
-      layout: of the adapters' tensors.
+      form: of the adapters' tensors.
       stored_vocab: rows of the stored embedding tables; None for the model's vocabulary.
     """
     size = stored_vocab or config.vocab_size
@@ -256,7 +256,7 @@ def parameters_of(
     rules = find_family(config.family).tensors(stored)
     leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=is_axes)
     names = [leaf_name(path) for path, _ in leaves]
-    rules += tuple(adapter_rules(rules, names, config, layout))
+    rules += tuple(adapter_rules(rules, names, config, form))
     return parameter_tensors(rules, axes, shapes, size)
 
 

@@ -76,12 +76,12 @@ class PeftAdapters:
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]  # extended tables have the names of the model's
-    layout: AdapterForm
+    form: AdapterForm
     stored_vocab: int  # rows of the tables
 
 
 def adapter_rules(
-    rules: Sequence[TensorRule], names: Collection[str], config: ModelConfig, layout: AdapterForm
+    rules: Sequence[TensorRule], names: Collection[str], config: ModelConfig, form: AdapterForm
 ) -> list[TensorRule]:
     """The tensors of the adapters' matrices, and of a table's trained rows.
 
@@ -99,13 +99,13 @@ def adapter_rules(
         if f"{table.param}{ADAPTER}/rows" in adapters
     ]
     for group in _by_tensor(weights):
-        count = len(group) if layout == "ours" else 1
+        count = len(group) if form == "ours" else 1
         for number, weight in enumerate(group):
             experts = is_of_experts(weight)
             one = of_one_expert(weight, config.adapted_weights) if experts else weight
             first, second = _rules_of(one, config.lora_rank, number % count, count)
             if experts:
-                swapped = layout == "swapped"
+                swapped = form == "swapped"
                 found += of_all_experts(first, second, config.num_experts, swapped=swapped)
             else:
                 found += [first, second]
@@ -252,11 +252,11 @@ def open_adapters(
     stored = min([one.shape[0] for one in tables.values()], default=model.vocab_size)
     settings |= _token_settings(peft, path, model, rules, tensors, stored)
     rest = {name: one for name, one in tensors.items() if not name.endswith(WHOLE_TABLE)}
-    layout = _layout(tensors, path, weights, config) if ours is None else "ours"
-    return PeftAdapters(settings, {**rest, **tables}, layout, stored)
+    form = _stored_form(tensors, path, weights, config) if ours is None else "ours"
+    return PeftAdapters(settings, {**rest, **tables}, form, stored)
 
 
-def _layout(
+def _stored_form(
     tensors: Mapping[str, StoredTensor],
     path: pathlib.Path,
     weights: Sequence[TensorRule],
@@ -271,10 +271,10 @@ def _layout(
     experts = of_experts(weights, config.adapted_weights)
     names = [f"{rule.param}{ADAPTER}/a" for rule in experts]
 
-    def fits(layout: AdapterForm) -> bool:
+    def fits(form: AdapterForm) -> bool:
         found = [
             (tensors.get(rule.name.format(layer=rule.first)), rule.shape)
-            for rule in adapter_rules(weights, names, config, layout)
+            for rule in adapter_rules(weights, names, config, form)
         ]
         return all(one and one.shape == shape for one, shape in found)
 

@@ -31,12 +31,20 @@ def split_sequences(query: Query, layout: Layout) -> Iterator[Layout]:
     """
     remats = [query.pins["remat"]] if "remat" in query.pins else ["none", "full", layout.remat]
     remats = [one for one in dict.fromkeys(remats) if not one.startswith("keep:")]
-    ranks, stacks, loads = layout.pipeline, query.planned_model.stacks, _loads(query, layout)
-    for schedule, count in itertools.product(SPLITTING, COUNTS):
-        chunks = min(schedule.searched_virtual_stages)
-        serves = schedule.serves(ranks, layout.microbatches, chunks, count)
-        if not serves or not has_layers(stacks, ranks * chunks):
-            continue
+    ranks, stacks = layout.pipeline, query.planned_model.stacks
+    tried = [
+        (schedule, chunks, count)
+        for schedule, count in itertools.product(SPLITTING, COUNTS)
+        if schedule.serves(
+            ranks,
+            layout.microbatches,
+            chunks := min(schedule.searched_virtual_stages),
+            count,
+        )
+        and has_layers(stacks, ranks * chunks)
+    ]
+    loads = _loads(query, layout) if tried else (0.0, 0.0)
+    for schedule, chunks, count in tried:
         lengths = "", _equal_times(int(query.work.seq_len), *loads, count)
         for remat, lengths_text in itertools.product(remats, dict.fromkeys(lengths)):
             settings = {

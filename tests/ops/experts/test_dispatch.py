@@ -145,7 +145,7 @@ CASES += [(sizes, 0.0, True, 1) for sizes in (MESHES[2], MESHES[4])]
 # Two nodes of two ranks of expert, and of one; and four of one, more than a token's choices.
 CASES += [(MESHES[2], 0.0, ragged, 2) for ragged in (True, False)]
 CASES += [(MESHES[4], 0.0, True, 2), (MESHES[1], 0.0, False, 4)]
-# The same meshes with two nodes, or with a capacity, have all of these but the number of ranks.
+# Other cases have these meshes with a capacity or with two nodes.
 SLOW = [CASES[place] for place in (4, 8, 13)]
 
 
